@@ -15,6 +15,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from accel_core.contract.world import current_operation
+from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.distributed.threads import let_threads_finish
 from accel_core.distributed.watch import places
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
@@ -236,6 +237,7 @@ class TorchCollectives:
         """
         operation = str(current_operation.get()) or operation
         ranks = dist.get_process_group_ranks(self.group)
+        end_silent(_get_default_store(), FAILING_SECONDS)
         try:
             waiting = _waiting(operation, ranks)
             seen = places(rank for rank in ranks if rank not in waiting)

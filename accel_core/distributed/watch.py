@@ -38,6 +38,7 @@ from weakref import WeakMethod
 
 from attrs import frozen
 
+from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.distributed.stacks import remove_stacks, write_stacks
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CollectiveError, module_that_raised
@@ -86,7 +87,9 @@ def start(store: Store, run: Run, world: World, *, serves: bool) -> None:
     if _watch is None:
         project = run.config.project.project_dir
         folder = Path(project, HANGS) if project and "://" not in project else None
-        _watch = Watch(store, world, serves=serves, timeout=_timeout_of(run), folder=folder)
+        timeout = _timeout_of(run)
+        end_silent(store, timeout)
+        _watch = Watch(store, world, serves=serves, timeout=timeout, folder=folder)
     _watch.users += 1
 
 
@@ -117,11 +120,19 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
 
     Raises:
         CollectiveError: ranks call another operation or bring something else, an absent rank is stuck in an
-            operation that waits for this rank, or the process group's time-out has passed. Raised on all
-            ranks that wait.
+            operation that waits for this rank, the process group's time-out has passed, or the machine of
+            the store is silent for that time. Raised on all ranks that wait.
     """
     if run.world.size > 1 and _watch is not None:
-        _Assembly(run, _watch.prefix, operation, brings).hold()
+        try:
+            _Assembly(run, _watch.prefix, operation, brings).hold()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"{operation}: rank {run.world.rank} lost the store, by which ranks wait for each other\n"
+                f"{str(error).partition(chr(10))[0]}\n"
+                "look whether the machine of rank 0 runs, and whether the network reaches it",
+                operation=operation,
+            ) from error
 
 
 def places(ranks: Iterable[int]) -> dict[int, str]:
@@ -142,9 +153,10 @@ def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError 
     if not module_that_raised(error).startswith(WAITING):
         return None
     others = [rank for rank in range(run.world.size) if rank != run.world.rank]
+    end_silent(run.world.store, FAILING_SECONDS)
     try:
         answers = _ask(_under(_watch.prefix, run.world.store), others, time.sleep)
-    except RuntimeError:  # the store ended with rank 0, which served it
+    except RuntimeError:  # the store ended with rank 0, which served it, or its machine is silent
         answers = {0: {}}
     elsewhere = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
     return CollectiveError(

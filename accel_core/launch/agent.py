@@ -6,6 +6,7 @@ Nodes find a free port, say for whom they wait, and announce failures to each ot
 from __future__ import annotations
 
 import os
+import platform
 import secrets
 import signal
 import socket
@@ -29,8 +30,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
+from accel_core.distributed.silence import end_silent
 from accel_core.errors import LaunchError
 from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure
+from accel_core.launch.listener import POLL_SECONDS, STOPPED, Listener
 from accel_core.launch.meeting import told_soon
 from accel_core.launch.rendezvous import address_towards
 from accel_core.launch.worker import WARNING, mark_of
@@ -40,15 +43,14 @@ if TYPE_CHECKING:
 
     from accel_core.contract.job import Job
 
-__all__ = ["SPREAD_SECONDS", "Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
+__all__ = ["SPREAD_SECONDS", "STOPPED", "Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
 
-STOPPED: Final = "accel/stopped"
-"""The key under which a node that a signal stopped announces it."""
-POLL_SECONDS: Final = 0.1
 SPREAD_SECONDS: Final = 1.0
 """Time in which every node reads an announcement: ten polls."""
 ANNOUNCE_SECONDS: Final = 5.0
 """Time for which a failed node tries to announce it."""
+SILENT_SECONDS: Final = 30.0
+"""Time for which node 0 may be silent when nodes meet again."""
 ENDING_NOTICE: Final = 1.0
 """Seconds that workers have to end before a message says that they have not."""
 
@@ -118,6 +120,7 @@ def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -
         with told_soon(f"node {job.node_rank} waits for node 0 at {host}:{port}"):
             _wait_for_node_0(host, port, timeout)
     store = _store(host, port, timeout, serves=job.node_rank == 0)
+    end_silent(store, SILENT_SECONDS)  # it is asked all the time for nodes that wait
     elastic: ElasticRendezvous = ElasticRendezvous.from_backend(
         run_id,
         store,
@@ -192,11 +195,16 @@ class Agent(LocalElasticAgent):
                 os.kill(self._processes()[rank].pid, signal.SIGTERM)
 
     def _rendezvous(self, worker_group: Any) -> None:
+        if self._store is not None:  # a restart, perhaps for the loss of node 0
+            end_silent(self._store, SILENT_SECONDS)
         super()._rendezvous(worker_group)
         handler = worker_group.spec.rdzv_handler
         if isinstance(handler, ElasticRendezvous):
             # torch counts restarts on the failed node only, but workers go by one count on all nodes.
             self._remaining_restarts = worker_group.spec.max_restarts - handler.rounds
+        self.stop_listening()
+        node, nodes = worker_group.group_rank, worker_group.group_world_size
+        self._listener = Listener(self._store, self._attempt, node, nodes) if nodes > 1 else None
 
     def _monitor_workers(self, worker_group: Any) -> RunResult:
         result: RunResult = super()._monitor_workers(worker_group)
@@ -209,13 +217,25 @@ class Agent(LocalElasticAgent):
             )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
             self.announce(self._attempt, self.failure)
-        elif result.state == WorkerState.HEALTHY and self._another_failed(worker_group.group_world_size):
+        elif result.state == WorkerState.HEALTHY and self._another_failed():
             result = RunResult(state=WorkerState.FAILED)
+        if result.is_failed():
+            self._name_lost_nodes()
         if result.is_failed() and self._remaining_restarts > 0:
-            spec, reason = worker_group.spec, str(self.failure).splitlines()[0]
+            spec, reason = worker_group.spec, str(self.failure).partition("\n")[0]
             attempt = spec.max_restarts - self._remaining_restarts + 1
             sys.stderr.write(f"accel: {reason}; restart {attempt} of {spec.max_restarts}\n")
         return result
+
+    def _name_lost_nodes(self) -> None:
+        """Add to the failure the nodes that do not answer, which are its likely cause."""
+        failure, lost = self.failure, self._listener.lost_nodes() if self._listener is not None else ""
+        if failure is None or not lost:
+            return
+        first, _, rest = str(failure).partition("\n")
+        text = f"{first}; {lost}\n{rest}".rstrip("\n")
+        told = f"{text}\nlook whether its machine runs, and whether the network reaches it"
+        self.failure = LaunchError(told, exit_code=failure.exit_code, rank=failure.rank)
 
     def _left_early(self) -> int | None:
         """Return the local rank of a process that ended with code 0 too early.
@@ -272,29 +292,21 @@ class Agent(LocalElasticAgent):
     def _attempt(self) -> str:
         return f"accel/failed/{self._remaining_restarts}"
 
-    def _another_failed(self, nodes: int) -> bool:
+    def _another_failed(self) -> bool:
         """Return True if another node failed in this attempt, or was stopped."""
-        if nodes == 1 or self._store is None:
-            return False
-        if self._listener is None or self._listener.attempt != self._attempt:
-            self.stop_listening()
-            self._listener = Listener(self._store, self._attempt)
-        if self._listener.heard is None:
+        if self._listener is None or self._listener.heard is None:
             return False
         key, announced = self._listener.heard
-        code, _, text = announced.partition(" ")
+        code, host, text = announced.split(" ", 2)
         self.failed_elsewhere = True
-        told = f"another node failed: {text}\nits own `accel launch` has the traceback"
+        told = f"another node failed: {text}\nits own `accel launch`, on {host}, has the traceback"
         self.failure = LaunchError(told, exit_code=int(code))
         if key == STOPPED:
             self._remaining_restarts = 0
         return True
 
     def stop_listening(self) -> None:
-        """End the listening thread.
-
-        A thread inside torch's store aborts a process that exits.
-        """
+        """End the listening thread."""
         if self._listener is not None:
             self._listener.end()
 
@@ -306,7 +318,8 @@ class Agent(LocalElasticAgent):
         group = self.get_worker_group()
         if self._store is None or group.group_world_size == 1:
             return
-        store, text = self._store, f"{failure.exit_code} {str(failure).splitlines()[0]}"
+        first_line = str(failure).partition("\n")[0]
+        store, text = self._store, f"{failure.exit_code} {platform.node() or '?'} {first_line}"
 
         def send() -> None:
             with suppress(RuntimeError):  # node 0 is gone, and with it every node that could listen
@@ -326,31 +339,3 @@ def _ended_early(worker_group: Any, local_rank: int) -> LaunchError:
         "look for os._exit(0), or a library that ends the process; sys.exit(0) ends a script well",
         rank=rank,
     )
-
-
-class Listener:
-    """Thread that reads the announcements of one attempt.
-
-    The loop that watches the workers must not wait for it.
-
-    A read from the store of a machine that is cut off lasts as long as the network stack waits: 15 minutes.
-    """
-
-    def __init__(self, store: Any, attempt: str) -> None:
-        self.attempt = attempt
-        self.heard: tuple[str, str] | None = None
-        self._over = False
-        self._thread = threading.Thread(target=self._listen, args=(store.clone(),), daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        self._over = True
-        self._thread.join(SPREAD_SECONDS)
-
-    def _listen(self, store: Any) -> None:
-        with suppress(RuntimeError):  # node 0 has finished, which is no reason to stop
-            while self.heard is None and not self._over:
-                key = next((key for key in (STOPPED, self.attempt) if store.check([key])), None)
-                if key is not None:
-                    self.heard = key, store.get(key).decode()
-                time.sleep(POLL_SECONDS)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import shutil
+import platform
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -15,39 +13,14 @@ from threading import Thread
 
 import pytest
 from accel_command import ACCEL, clean_environment
+from two_hosts import ADDRESSES, NEEDED, namespaces
 
-pytestmark = [
-    pytest.mark.multinode,
-    pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
-    pytest.mark.skipif(
-        not hasattr(os, "geteuid") or os.geteuid() != 0, reason="making namespaces needs root"
-    ),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command (iproute2) is missing"),
-]
-
-# The second node's address sorts before the first's, so that an order by address would show.
-ADDRESSES = ("10.77.0.9", "10.77.0.10")
+pytestmark = NEEDED
 
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
-    names = (f"accel-a-{os.getpid()}", f"accel-b-{os.getpid()}")
-
-    def ip(*words: str) -> None:
-        ended = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"ip {' '.join(words)}: {ended.stderr.strip()}")
-
-    with ExitStack() as undo:
-        for name in names:
-            ip("netns", "add", name)
-            undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-        cable = "link add accel0 netns {} type veth peer name accel0 netns {}"
-        ip(*cable.format(*names).split())
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "accel0")
-            ip("-n", name, "link", "set", "accel0", "up")
-            ip("-n", name, "link", "set", "lo", "up")
+    with namespaces() as names:
         yield names
 
 
@@ -190,7 +163,7 @@ def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes,
     assert (first[0], second[0]) == (1, 1)
     assert first[2].splitlines()[-2:] == [
         "accel: another node failed: rank 3 (local 1) failed: ValueError: no data here",
-        "its own `accel launch` has the traceback",
+        f"its own `accel launch`, on {platform.node()}, has the traceback",
     ]
 
 

@@ -1,0 +1,53 @@
+"""End waits for a store whose machine is silent.
+
+A request to the store of a machine that is cut off lasts as long as the network stack tries: 15 minutes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
+__all__ = ["FAILING_SECONDS", "end_silent"]
+
+FAILING_SECONDS: Final = 5.0
+"""Time for the store to answer a rank that fails, and asks where the others are."""
+
+
+def end_silent(store: Store, seconds: float) -> None:
+    """Have this process's requests to a store fail when its machine is silent for so long.
+
+    They raise RuntimeError then. Connections that are made later are not changed, and none outside of Linux.
+    """
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    port = getattr(store, "port", None)
+    if port is None or sys.platform != "linux":  # a store in files, or in this process
+        return
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):  # the file is closed meanwhile, or is no connection
+            number = int(entry.name)
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                _limit(number, port, seconds)
+
+
+def _limit(number: int, port: int, seconds: float) -> None:
+    blocks = os.get_blocking(number)
+    with socket.socket(fileno=os.dup(number)) as connection:
+        os.set_blocking(number, blocks)  # as it was, whatever socket.setdefaulttimeout says
+        if connection.family not in (socket.AF_INET, socket.AF_INET6) or connection.getpeername()[1] != port:
+            return
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
+        # Ask, where a request is not on its way but waits for its answer.
+        pause = max(1, int(seconds / 3))
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

@@ -1,0 +1,51 @@
+"""Requests to a store whose machine is silent end: tests/launch/test_hosts.py cuts real links."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore
+
+from accel_core.distributed.silence import end_silent
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limit")
+
+
+def limits(port: int) -> list[tuple[int, bool]]:
+    """Milliseconds of each connection of this process to a port, and if it blocks."""
+    found = []
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
+                limit = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+                found.append((limit, os.get_blocking(int(entry.name))))
+    return found
+
+
+def test_each_connection_to_the_store_is_given_the_time_and_others_are_left():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    other = TCPStore("127.0.0.1", 0, is_master=True)
+    clone = store.clone()
+
+    end_silent(PrefixStore("a", PrefixStore("b", store)), 7)
+
+    assert limits(store.port) == [(7000, True)] * 2
+    assert limits(other.port) == [(0, True)]
+    clone.set("key", "text")
+    assert store.get("key") == b"text"
+
+
+def test_a_default_time_out_of_sockets_does_not_reach_those_of_the_store():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+    socket.setdefaulttimeout(3)
+    try:
+        end_silent(store, 7)
+    finally:
+        socket.setdefaulttimeout(None)
+
+    assert limits(store.port) == [(7000, True)]
