@@ -26,7 +26,10 @@ class Job:
     nodes: int = 1
     node_rank: int = 0
     processes_per_node: int = 1
-    """Workers on each node; 0 in `submit` and where `Allocation.elsewhere`: they are counted there."""
+    """Workers on each node; 0: they are counted there.
+
+    So it is in `submit`, and where `Allocation.elsewhere` is set.
+    """
     rendezvous: str | None = None
     """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken).
 
@@ -61,7 +64,10 @@ class Allocation:
     processes_per_node: int | None = None
     """Workers of each launcher, if settled: 1 if the engine starts a task per rank."""
     elsewhere: bool = False
-    """True if the launcher starts workers on other machines: this one's devices do not count."""
+    """True if the launcher starts workers on other machines.
+
+    This one's devices do not count then.
+    """
 
 
 @frozen(kw_only=True)

@@ -23,9 +23,10 @@ FAILING_SECONDS: Final = 5.0
 
 
 def end_silent(store: Store, seconds: float) -> None:
-    """Have this process's requests to a store fail when its machine is silent for so long.
+    """Have requests to a store fail when its machine is silent for so long.
 
-    They raise RuntimeError then. Connections that are made later are not changed, and none outside of Linux.
+    Those of this process raise RuntimeError then. Connections that are made later are not changed, and none
+    outside of Linux.
     """
     while hasattr(store, "underlying_store"):
         store = store.underlying_store

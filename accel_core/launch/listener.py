@@ -1,4 +1,4 @@
-"""Hear from the other nodes of an attempt: what they announce, and whether they are there at all.
+"""Hear what other nodes of an attempt announce, and whether they are there.
 
 each node, from the meeting on                 node 0, which serves the store
 ------------------------------                 ------------------------------
@@ -53,7 +53,10 @@ class Listener:
         self._thread.join(END_SECONDS)
 
     def lost_nodes(self) -> str:
-        """Return the nodes that do not answer, in words; "" if all do. After an announcement."""
+        """Return the nodes that do not answer, in words; "" if all do.
+
+        A failure has been announced.
+        """
         deadline = time.monotonic() + LOST_SECONDS + 2 * END_SECONDS
         while self._verdict is None and self._thread.is_alive() and time.monotonic() < deadline:
             time.sleep(POLL_SECONDS)

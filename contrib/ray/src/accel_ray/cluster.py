@@ -74,9 +74,9 @@ def needed(job: Job, config: RayConfig) -> dict[str, int]:
 
 
 def counted(job: Job, config: RayConfig) -> Job:
-    """Return the job with the number of processes that `auto` means: one per GPU of a node, else 1.
+    """Return the job with the number of processes that `auto` means.
 
-    The cluster is connected.
+    It is one per GPU of a node, else 1. The cluster is connected.
     """
     if job.processes_per_node:
         return job

@@ -27,9 +27,10 @@ class RayLauncher:
 
     @implements(hooks.allocation)
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
-        """Return this node's place; in a job of Ray, or where launcher ray is named, nodes elsewhere.
+        """Return this node's place, or nodes elsewhere.
 
-        None otherwise, and if the user divides the job by --rendezvous.
+        These in a job of Ray, or where launcher ray is named. None otherwise, and if the user divides the
+        job by --rendezvous.
         """
         place, automatic = Place.around(os.environ), launch.processes_per_node == "auto"
         if place is not None:
