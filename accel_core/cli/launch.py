@@ -133,7 +133,7 @@ def launch(
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
         print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
     sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
-    worker = command(words, *(sizes if processes else ()))
+    worker = command(words, *(sizes if processes else []))
     with planned.job(worker, processes, again) as job:
         code = hooks.launch(job)
     if type(code) is not int:
