@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from importlib import metadata
+
 from accel_core import Card
 
-__all__ = ["FSDP", "TENSOR_PARALLEL"]
+__all__ = ["FSDP", "TENSOR_PARALLEL", "probe"]
+
+
+def probe() -> str | None:
+    """None if the installed torch shards as this package expects, else why not."""
+    torch = metadata.version("torch")
+    if tuple(map(int, torch.split(".")[:2])) >= (2, 11):
+        return None
+    return f"torch {torch} sums gradients over replicas otherwise; pip install 'torch>=2.11'"
+
 
 FSDP = Card(
     name="fsdp",
@@ -17,6 +28,7 @@ FSDP = Card(
     needs={"collectives.torch", "process_per_device"},
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",
     implementation="accel_fsdp.strategy:strategy",
+    probe=probe,
 )
 
 TENSOR_PARALLEL = Card(
