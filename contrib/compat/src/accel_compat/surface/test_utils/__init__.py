@@ -1,3 +1,3 @@
 """Helpers for the tests of libraries."""
 
-from accelerate.test_utils.testing import *
+from .testing import *
