@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import attrs
+import pickle
+from copy import deepcopy
+
 import pytest
 import torch
 from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
@@ -10,8 +12,8 @@ from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import TorchTensorParallelPlugin
 from accel_testing import run_processes
-from accel_transformer_engine import TransformerEngineConfig
-from accel_transformer_engine.precision import TransformerEngine
+from accel_transformer_engine import TransformerEngineConfig, card
+from accel_transformer_engine.card import FP8
 
 
 def compiled(recipe: str) -> Accelerator:
@@ -24,15 +26,6 @@ def test_delayed_scaling_is_not_compiled() -> None:
     with pytest.raises(ConfigError, match=r"recipe delayed: .*not compile.*\n.*recipe: current"):
         run.prepare(model())
     run.end_training()
-
-
-def test_megatron_has_layers_of_its_own() -> None:
-    run = accelerator()
-    config = attrs.evolve(run.run.config, strategy="megatron")
-    (reason,) = TransformerEngine(None, run.run).refuse(config)
-    run.end_training()
-    assert "strategy megatron builds its model of its own layers" in reason
-    assert reason.endswith("set fp8 in its own configuration, with mixed_precision: bf16")
 
 
 def split() -> str:
@@ -71,3 +64,28 @@ def test_an_optimizer_without_its_model_is_refused_and_after_it_trains_the_same(
         losses.append([*steps_of(run, net, optimizer, batches()), loss_of(net, batches(1)[0]).item()])
         run.end_training()
     assert losses[0] == losses[1]
+
+
+def test_a_prepared_model_is_copied_and_pickling_it_says_what_to_do() -> None:
+    run = accelerator()
+    net = run.prepare(model())
+    inner = run.unwrap_model(net)
+    (ids,) = batches(1)
+    assert torch.equal(deepcopy(inner)(ids), inner(ids))
+    with pytest.raises(AccelError, match=r"a Linear that fp8-te has converted cannot be pickled") as caught:
+        pickle.dumps(inner)
+    assert str(caught.value).endswith("or pickle the model after accelerator.end_training()")
+    run.end_training()
+    assert torch.equal(pickle.loads(pickle.dumps(inner))(ids), inner(ids))
+
+
+def test_gaudis_own_library_is_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without NVIDIA's, whose installation would be no remedy there."""
+    installed = {"habana_frameworks"}
+    monkeypatch.setattr(card, "find_spec", lambda name: name if name in installed else None)
+    assert FP8.probe is not None
+    reason = str(FP8.probe())
+    assert "says where its layers keep their scales, so no checkpoint could hold them" in reason
+    assert reason.endswith("set mixed_precision: bf16")
+    installed.clear()
+    assert "pip install 'transformer-engine[pytorch]'" in str(FP8.probe())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_core import ConfigError
+from accel_megatron import float8
 from accel_megatron.library import quiet
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ _OURS: Final[Mapping[str, str]] = {
     "gated_linear_unit": "the model",
     "add_bias_linear": "the model",
     "use_megatron_fsdp": "strategy fsdp",
+    "fp8": "mixed_precision: fp8-te and section fp8_te",
+    "fp8_recipe": "mixed_precision: fp8-te and section fp8_te",
 }
 """Fields that another setting says -> which."""
 
@@ -113,9 +116,9 @@ def of_layers(config: MegatronLMPlugin) -> list[str]:
 
 def precision(run: Run) -> dict[str, Any]:
     """Return the dtypes that weights are computed with."""
-    name = run.config.mixed_precision
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name, torch.float32)
-    return {"bf16": name == "bf16", "fp16": name == "fp16", "params_dtype": dtype}
+    dtypes = {"bf16": torch.bfloat16, float8.PRECISION: torch.bfloat16, "fp16": torch.float16}
+    dtype = dtypes.get(run.stack.precision.name, torch.float32)
+    return {"bf16": dtype is torch.bfloat16, "fp16": dtype is torch.float16, "params_dtype": dtype}
 
 
 def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None) -> dict[str, Any]:
@@ -133,6 +136,7 @@ def transformer_settings(run: Run, config: MegatronLMPlugin, virtual: int | None
         "recompute_granularity": "selective" if config.recompute_activations else None,
         "pipeline_dtype": precision(run)["params_dtype"],
         **precision(run),
+        **float8.fields(run),
         **dict.fromkeys(_FUSED, False),
     }
     return made | _chosen(config, 0)
@@ -195,7 +199,10 @@ def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) 
     kind = _classes()[0]
     try:
         with quiet():
-            return kind(**(what | transformer_settings(run, config, virtual)))
+            made = kind(**(what | transformer_settings(run, config, virtual)))
     except (AssertionError, ValueError) as error:  # its own checks
         about = f"megatron-core refuses this model and layout: {error}"
         raise ConfigError(f"{about}\nchange the sizes or degrees that it names") from error
+    if reason := float8.of_config(made):
+        raise ConfigError(reason)
+    return made

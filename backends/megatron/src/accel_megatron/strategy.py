@@ -14,7 +14,7 @@ from attrs import evolve
 from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, ConfigError, MeshDim, StepOutput, hooks, implements
-from accel_megatron import adapters, building, library, settings, unsplit
+from accel_megatron import adapters, building, float8, library, settings, unsplit
 from accel_megatron.checks import of_model, of_optimizers, of_world
 from accel_megatron.config import MegatronLMPlugin
 from accel_megatron.datasets import ResumableSampler
@@ -55,6 +55,7 @@ class Megatron(MegatronState):
             *of_world(self.config, self.run.world),
             *settings.refuse_unknown(self.config),
             *settings.refuse_scaler(self.run),
+            *float8.refused(self.run),
         ]
         if self.config.context_parallel_size > 1:
             reasons.append(
@@ -104,6 +105,7 @@ class Megatron(MegatronState):
         reasons = list(of_optimizers(self.config, optimizers))
         for model in models:
             reasons += of_model(self.config, model, is_half=is_half)
+            reasons += float8.of_model(self.run, model)
         return reasons
 
     @implements(hooks.prepare_unit)
@@ -164,6 +166,7 @@ class Megatron(MegatronState):
             # Building a chunk needs megatron-core's groups of ranks.
             library.enter(self.run, self, library.Layout.of(self.config, virtual))
             engine = Engine(model, building.build(self.run, self.config, adapter), adapter, self.config)
+        float8.require_layers(self.run, engine.chunks.raw)
         engine.unit = unit
         self.engines[unit] = engine
         unit.wrapped.append(engine)

@@ -12,6 +12,11 @@ __all__ = ["FP8"]
 def _probe() -> str | None:
     if find_spec("transformer_engine"):
         return None
+    if find_spec("habana_frameworks"):
+        return (
+            "Gaudi's own Transformer Engine is not served: nothing published says where its layers keep their"
+            " scales, so no checkpoint could hold them; set mixed_precision: bf16"
+        )
     return "transformer-engine is not installed (pip install 'transformer-engine[pytorch]')"
 
 

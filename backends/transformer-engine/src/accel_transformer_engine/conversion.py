@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable, Mapping
+from copy import deepcopy
 from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
-from accel_core import ConfigError
+from accel_core import AccelError, ConfigError
 
 if TYPE_CHECKING:
     from accel_transformer_engine.inputs import Inputs
@@ -102,9 +103,25 @@ def drop_extra_state(model: nn.Module) -> list[Undo]:
 
 @cache
 def without_extra_state(kind: type[nn.Module]) -> type[nn.Module]:
-    """Return a class that is the same, without `_extra_state`."""
+    """Return a class that is the same, without `_extra_state`; pickle cannot find it."""
     plain = {name: getattr(nn.Module, name) for name in ("get_extra_state", "set_extra_state")}
-    return type(kind.__name__, (kind,), {**plain, "__module__": __name__})
+    copies = {"__deepcopy__": _copied, "__reduce_ex__": _refuse_pickle}
+    return type(kind.__name__, (kind,), {**plain, **copies, "__module__": __name__})
+
+
+def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Copy as `copy.deepcopy` does where it may reduce."""
+    made: nn.Module = type(layer).__new__(type(layer))
+    memo[id(layer)] = made
+    made.__setstate__(deepcopy(vars(layer), memo))  # type: ignore[no-untyped-call]
+    return made
+
+
+def _refuse_pickle(layer: nn.Module, _protocol: Any) -> Any:
+    raise AccelError(
+        f"a {type(layer).__name__} that fp8-te has converted cannot be pickled: its class is this process's\n"
+        "save accelerator.get_state_dict(model), or pickle the model after accelerator.end_training()"
+    )
 
 
 def _has_extra_state(kind: type[nn.Module]) -> bool:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core import Run, RunConfig, Unit
+    from accel_core import Run, Unit
 
 __all__ = ["TransformerEngine"]
 
@@ -51,20 +51,13 @@ class TransformerEngine:
         self._te: Any = None
         self._recipe: Any = None
 
-    @implements(hooks.refuse)
-    def refuse(self, config: RunConfig) -> Sequence[str]:
-        if config.strategy != "megatron":
-            return ()
-        reason = (
-            "fp8-te: strategy megatron builds its model of its own layers, which this precision does not see"
-            "\nset fp8 in its own configuration, with mixed_precision: bf16"
-        )
-        return [reason]
-
     @implements(hooks.refuse_unit)
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
+        if self._stands_aside(unit):
+            self._checked_recipe()
+            return ()
         if unit.mesh is not None and unit.mesh.size("tp") > 1:
             reason = (
                 "fp8-te: layers of Transformer Engine compute no parts of weights that a tensor-parallel plan"
@@ -75,7 +68,7 @@ class TransformerEngine:
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
-        if phase != "convert":
+        if phase != "convert" or self._stands_aside(unit):
             return model
         recipe = self._checked_recipe()
         done = self._converted.setdefault(unit, _Converted())
@@ -106,6 +99,8 @@ class TransformerEngine:
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
+        if self._stands_aside(unit):
+            return None
         recipe, group = self._checked_recipe(), self._group(unit)
         self._converted.setdefault(unit, _Converted()).group = group
         return partial(self._contexts, unit, recipe, group)
@@ -131,6 +126,8 @@ class TransformerEngine:
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:
+        if self._stands_aside(unit):
+            return [f"float8 ({type(self._recipe).__name__}): the layers of strategy {unit.strategy}"]
         done = self._converted.get(unit, _Converted())
         chosen = [name or "the model" for choice in done.choices for name in choice.chosen]
         skipped = [pair for choice in done.choices for pair in choice.skipped.items()]
@@ -139,6 +136,11 @@ class TransformerEngine:
             *(f"fused: {name}" for name in done.fused),
             *(f"not converted: {name or 'the model'}: {reason}" for name, reason in skipped),
         ]
+
+    def _stands_aside(self, unit: Unit) -> bool:
+        """Return True if the strategy's own layers call Transformer Engine."""
+        card = self.run.cards.get(unit.strategy)
+        return card is not None and card.name == "megatron"
 
     def _checked_recipe(self) -> Any:
         if self._recipe is None:

@@ -10,8 +10,13 @@ from itertools import count
 from types import SimpleNamespace
 from typing import Any
 
+import te_optimizer_kernels
 import torch
 from torch import Tensor
+
+multi_tensor_adam = te_optimizer_kernels.multi_tensor_adam
+multi_tensor_l2norm = te_optimizer_kernels.multi_tensor_l2norm
+multi_tensor_scale = te_optimizer_kernels.multi_tensor_scale
 
 CAPABILITY = (9, 0)
 """Of the chip that is stood for."""

@@ -32,6 +32,8 @@ WORDS = {
     "torch.cuda.is_current_stream_capturing()": "False",
 }
 os.environ["NVTE_TORCH_COMPILE"] = "0"
+(_told,) = WHEEL.parent.glob("transformer_engine-*.dist-info")
+__version__ = _told.stem.partition("-")[2]
 
 
 class OnTheCpu(SourceFileLoader):

@@ -8,8 +8,11 @@ from transformer_engine.pytorch import tensor as tensor
 # isort: split
 # They import each other: the tensors come first.
 from transformer_engine.pytorch import distributed
+from transformer_engine.pytorch import ops as ops
+from transformer_engine.pytorch.attention import DotProductAttention as DotProductAttention
 from transformer_engine.pytorch.distributed import checkpoint as checkpoint
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.module.grouped_linear import GroupedLinear as GroupedLinear
 from transformer_engine.pytorch.module.layernorm import LayerNorm as LayerNorm
 from transformer_engine.pytorch.module.layernorm_linear import LayerNormLinear as LayerNormLinear
 from transformer_engine.pytorch.module.layernorm_mlp import LayerNormMLP as LayerNormMLP
