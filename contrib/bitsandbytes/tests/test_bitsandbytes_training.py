@@ -83,6 +83,32 @@ def test_lora_trains_in_two_processes_as_in_one(tmp_path: Path, kind: str) -> No
         torch.testing.assert_close(first[name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def continued(kind: str, folder: Path, first: int) -> dict[str, torch.Tensor]:
+    """One step more: from the checkpoint of the step before, into another one."""
+    run = Accelerator(device="cpu", plugins=[TIMEOUT, BitsAndBytesPlugin()])
+    net = adapted(kind)
+    optimizer = torch.optim.AdamW([each for each in net.parameters() if each.requires_grad], lr=0.01)
+    net, optimizer = run.prepare(net, optimizer)
+    if first:
+        run.load_state(folder / str(first))
+    size, rank = run.num_processes, run.process_index
+    batch = list(batches())[first]
+    run.backward(net(batch[rank * 4 // size : (rank + 1) * 4 // size]).square().mean())
+    optimizer.step()
+    run.save_state(folder / str(first + 1))
+    found = trained(run.unwrap_model(net))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4, double"])
+def test_adapters_go_on_in_two_processes_and_again_in_one(tmp_path: Path, kind: str) -> None:
+    for first, world in enumerate((1, 2, 1)):
+        found, *_ = run_processes(continued, kind, tmp_path, first, world=world)
+    for name, tensor in by_hand(kind).items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-4, atol=1e-5)
+
+
 def test_an_optimizer_over_quantised_weights_is_refused_by_name() -> None:
     run = Accelerator(device="cpu", plugins=[BitsAndBytesPlugin()])
     net = load_and_quantize_model(model(), config("nf4"))
