@@ -113,7 +113,7 @@ def _copied(layer: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """Copy as `copy.deepcopy` does where it may reduce."""
     made: nn.Module = type(layer).__new__(type(layer))
     memo[id(layer)] = made
-    made.__setstate__(deepcopy(vars(layer), memo))  # type: ignore[no-untyped-call]
+    made.__setstate__(deepcopy(vars(layer), memo))
     return made
 
 
