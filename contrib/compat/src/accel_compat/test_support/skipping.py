@@ -99,6 +99,8 @@ DECORATORS: Final = {
     **{f"require_{name}": partial(_skip_unless, partial(has, name), name) for name in AVAILABLE},
     **{f"require_{name}": partial(_skip_unless, *condition) for name, condition in CONDITIONS.items()},
 }
+globals().update(DECORATORS)
+__all__ += [*DECORATORS]  # noqa: PLE0604 - its keys are text
 
 
 def require_torch_min_version(test_case: Test = None, version: str | None = None) -> Test:

@@ -3,6 +3,3 @@
 from accel_compat.test_support.cases import *
 from accel_compat.test_support.commands import *
 from accel_compat.test_support.skipping import *
-from accel_compat.test_support.skipping import DECORATORS
-
-globals().update(DECORATORS)
