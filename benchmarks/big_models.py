@@ -308,7 +308,10 @@ def report(seen: dict[tuple[str, str], list[dict[str, float]]]) -> None:
         keys = key.split("+")
         rounds = [sum(row[each] for each in keys) for row in seen[name, where] if keys[0] in row]
         typical = min if key in SECONDS else statistics.median
-        return typical(rounds) / UNITS.get(key, 1) if rounds else None
+        beside = 0.0
+        if key == "memory":  # what the same forward takes where all of the model is at hand
+            beside = statistics.median(row[key] for row in seen[name, "cpu"])
+        return (typical(rounds) - beside) / UNITS.get(key, 1) if rounds else None
 
     print("| what | Accelerate | accel-big-models | ratio | bar |\n|---|---|---|---|---|")
     for what, key, where, bar in ROWS:
