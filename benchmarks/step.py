@@ -27,7 +27,7 @@ DDP = "ddp"
 RECORD = "record"
 """A step of a run that keeps its record, beyond one of a run without a project folder."""
 RECORD_LOOPS = 10
-"""Loops that are measured as one, so that each has several samples."""
+"""Loops that are measured as one, in turns, so that each figure has several samples."""
 
 
 def measure(peers: str | None, count: int = 40) -> list[Row]:
@@ -104,10 +104,11 @@ def record_cost() -> Callable[[], float]:
     without, with_record = ours(1, False), ours(1, False, project_dir=mkdtemp())
 
     def figure() -> float:
-        before, mine, after = (
-            sum(worked(loop) for _ in range(RECORD_LOOPS)) for loop in (without, with_record, without)
-        )
-        return (mine - (before + after) / 2) / (STEPS * RECORD_LOOPS)
+        added = 0.0
+        for _ in range(RECORD_LOOPS):
+            before, mine, after = (worked(loop) for loop in (without, with_record, without))
+            added += mine - (before + after) / 2
+        return added / (STEPS * RECORD_LOOPS)
 
     return figure
 
