@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from accel_torchao.config import Float8Config
 
-__all__ = ["convert", "library_config", "try_recipe"]
+__all__ = ["convert", "library_config", "refuse_scaled_inputs", "try_recipe"]
 
 TILE = 16
 """The number of which a GPU's float8 product needs multiples."""
@@ -87,6 +87,33 @@ def convert(
         hook = layer.register_forward_pre_hook(_Input(name, kind, checks=checks), with_kwargs=True)
         undo.append(hook.remove)
     return undo
+
+
+def refuse_scaled_inputs(chosen: Mapping[str, nn.Linear], library: Any) -> list[Callable[[], None]]:
+    """Have the first forward raise where an input is in float8 with one scale.
+
+    torchao's parallel styles cast so, also where the recipe has a scale for each row. The functions returned
+    undo it.
+    """
+    if library.cast_config_input.scaling_granularity.name != "AXISWISE":
+        return []
+    return [_refuse_scaled_input(name, layer) for name, layer in chosen.items()]
+
+
+def _refuse_scaled_input(name: str, layer: nn.Linear) -> Callable[[], None]:
+    from torchao.float8.distributed_utils import tensor_already_casted_to_fp8
+
+    def look(_: nn.Module, args: Any) -> None:
+        handle.remove()
+        if tensor_already_casted_to_fp8(args[0]):
+            raise ConfigError(
+                f"fp8-torchao: layer {name} gets an input that is in float8 with one scale, as torchao's"
+                " parallel styles cast it, and the recipe has a scale for each row\n"
+                "set fp8_torchao.recipe: tensorwise, or take torch's ColwiseParallel and RowwiseParallel"
+            )
+
+    handle = layer.register_forward_pre_hook(look)
+    return handle.remove
 
 
 def _become(layer: nn.Linear, converted: nn.Linear) -> Callable[[], None]:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from accel_core import ConfigError, hooks, implements
 from accel_torchao.config import Float8Config
-from accel_torchao.conversion import convert, library_config, try_recipe
+from accel_torchao.conversion import convert, library_config, refuse_scaled_inputs, try_recipe
 from accel_torchao.layers import Choice, choose
 from accel_torchao.scales import compute_scales_in, drop_scales
 
@@ -54,6 +54,9 @@ class Float8:
         if phase == "post" and self.config.gathers:
             self._require_gathered(unit, model)
             compute_scales_in(model)
+        if phase == "post" and unit in self._choices:
+            for choice in self._choices[unit]:
+                self._undo[unit] += refuse_scaled_inputs(choice.chosen, self._checked_library())
         if phase != "convert":
             return model
         choice = choose(model, self.config)
