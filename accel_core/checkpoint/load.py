@@ -91,15 +91,16 @@ class Restoration:
         same_readers = world["readers"] == run.topology.readers
         same_world = same_readers and world["size"] == run.world.size
         self._own = checkpoint.rank_state(run.world.rank if same_world else 0)
-        # Scope of plugins' entries -> the rank to take them from, where they mean something in this world.
-        self._scopes: dict[Scope, Any] = {"replicated": next(iter(ranks.values()))}
+        # Scope of plugins' entries -> the ranks to take them from, where they mean something in this world:
+        # each from the first that has it, for pipeline stages have different ones.
+        self._scopes: dict[Scope, Sequence[Any]] = {"replicated": [*ranks.values()]}
         if same_readers:
             same = [state for state in ranks.values() if state["reader"] == reader]
             if not same:
                 raise checkpoint.lacks(f"what belongs to reader {reader}")
-            self._scopes["per_reader"] = same[0]
+            self._scopes["per_reader"] = same[:1]
         if same_world:
-            self._scopes["per_rank"] = self._own
+            self._scopes["per_rank"] = [self._own]
         else:
             scopes = " and ".join(self._scopes)
             self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
@@ -283,11 +284,11 @@ class Restoration:
         stored = {key: tensors[key] for key in leaves if key in tensors}
         for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, stored)):
             self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
-        for scope, own in self._scopes.items():
-            for plugin, encoded in own["plugins"][unit.name].get(scope, {}).items():
-                decoded = self.checkpoint.decode(encoded, f"units.{unit.name}.{plugin}")
-                entries = {name: Entry(value=value, scope=scope) for name, value in decoded.items()}
-                restored.setdefault(plugin, {}).update(entries)
+        for scope, plugin, encoded in self._plain_entries(unit):
+            taken = restored.setdefault(plugin, {})
+            further = {name: value for name, value in encoded.items() if name not in taken}
+            decoded = self.checkpoint.decode(further, f"units.{unit.name}.{plugin}")
+            taken.update({name: Entry(value=value, scope=scope) for name, value in decoded.items()})
         loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
         for plugin, taken in restored.items():
             if plugin in loading:
@@ -296,6 +297,13 @@ class Restoration:
             else:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
+
+    def _plain_entries(self, unit: Unit) -> Iterator[tuple[Scope, str, Mapping[str, Any]]]:
+        """(scope, plugin, name -> encoded value) of each rank to take them from."""
+        for scope, states in self._scopes.items():
+            for state in states:
+                for plugin, encoded in state["plugins"][unit.name].get(scope, {}).items():
+                    yield scope, plugin, encoded
 
     @contextmanager
     def _understood(self, what: str) -> Iterator[None]:

@@ -160,8 +160,9 @@ class TensorTemplate:
 class Entry:
     """One value of `save_state`: state that a plugin itself must remember.
 
-    scope: `replicated` (the same on all ranks), `per_reader` or `per_rank` (meaningless at another
-        number of readers or ranks, unless the plugin reassigns it).
+    scope: `replicated` (the same on all ranks that have an entry of this name: pipeline stages may have
+        different ones), `per_reader` or `per_rank` (meaningless at another number of readers or ranks, unless
+        the plugin reassigns it).
     """
 
     value: Leaf | Json

@@ -163,6 +163,8 @@ class Unit:
     """Random stream for forwards that must not draw from the process's own streams."""
     forward_is_collective: bool = False
     """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
+    rehearses: bool = False
+    """True in a forward on meaningless numbers; see `rehearsal`."""
 
     @property
     def pending(self) -> bool:
@@ -188,6 +190,18 @@ class Unit:
         Any plugin may call this, in a hook of `prepare`. False leaves what another plugin declared.
         """
         self.forward_is_collective = self.forward_is_collective or value
+
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """Run a forward on meaningless numbers, of which no plugin keeps anything.
+
+        For strategies that learn shapes by it. A plugin that keeps figures of its inputs asks `rehearses`.
+        """
+        self.rehearses = True
+        try:
+            yield
+        finally:
+            self.rehearses = False
 
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None

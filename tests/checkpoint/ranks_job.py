@@ -73,7 +73,7 @@ class Job:
         hooks.optimizer_state = of_optimizer
 
     def plugin(self, taken: dict) -> None:
-        """A plugin with an entry of each scope."""
+        """A plugin with an entry of each scope, and one that no other rank has."""
         rank, reader = self.run.world.rank, self.run.topology.reader
         tensor = torch.full((3,), float(rank))
         leaf = Leaf(kind="opaque", global_shape=(3,), shards=(((0,), tensor),), layout="mine")
@@ -81,6 +81,7 @@ class Job:
         def give(unit):
             return {
                 "all": Entry(value={"scale": 2.0}),
+                f"stage {rank}": Entry(value=rank),
                 "reader": Entry(value=("reader", reader), scope="per_reader"),
                 "rank": Entry(value=("rank", rank), scope="per_rank"),
                 "tensor": Entry(value=leaf, scope="per_rank"),

@@ -109,6 +109,8 @@ def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path):
     for rank, found in enumerate(run(ranks_job.plugin_entries, tmp_path, True)):
         assert found == {
             "all": {"scale": 2.0},
+            "stage 0": 0,
+            "stage 1": 1,
             "reader": ("reader", rank),
             "rank": ("rank", rank),
             "tensor": [float(rank)] * 3,
@@ -118,7 +120,7 @@ def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path):
 def test_at_another_world_size_plugins_get_only_what_means_something_there(tmp_path):
     run(ranks_job.plugin_entries, tmp_path, False)
     (found,) = run(ranks_job.plugin_entries, tmp_path, True, world=1)
-    assert found == {"all": {"scale": 2.0}}
+    assert found == {"all": {"scale": 2.0}, "stage 0": 0, "stage 1": 1}
 
 
 @pytest.mark.parametrize(

@@ -196,8 +196,8 @@ def trained_with_few_activations(recompute: bool, strategy: str | None) -> tuple
     if recompute and not plugins:
         net.block.forward = partial(unit.hooks.checkpoint_function(unit), net.block.forward)
     losses = train_in_windows(run, net, optimizer, steps=4)
-    entries = collect(unit)
-    state = {name: entries[name].value for name in ("scales", "histories")}
+    state = {name: entry.value for name, entry in collect(unit).items()}
+    assert state
     found = losses, weights(run, net), state
     run.end_training()
     return found

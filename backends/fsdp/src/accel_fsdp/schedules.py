@@ -243,7 +243,8 @@ class _Stage(nn.Module):
         unit = self.pipe.unit()
         stream = None if unit is None else unit.stream
         before = None if stream is None else stream.state
-        with _without_trace(self.pipe.model, self.pipe.device):
+        rehearsal = nullcontext() if unit is None else unit.rehearsal()
+        with _without_trace(self.pipe.model, self.pipe.device), rehearsal:
             found = self._run(received, int(number))
         if stream is not None and before is not None:
             stream.state = before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -35,6 +36,9 @@ class _Converted:
     choices: list[Choice] = field(factory=list)
     fused: list[str] = field(factory=list)
     undo: list[Callable[[], None]] = field(factory=list)
+    before: Mapping[str, Entry] | None = None
+    """Scales and histories as they were before a rehearsal; None: there was none."""
+    recipe: Any = None
     group: Any = None
     """Process group of the reduction of maxima; None: there is none."""
 
@@ -82,7 +86,7 @@ class TransformerEngine:
         done.undo += convert(choice.chosen, self._te, partial(self._inputs, unit))
         done.undo += watch(model, partial(self._inputs, unit))
         done.undo += drop_extra_state(model)
-        if recipe.delayed() and recipe.reduce_amax and self.run.world.size > 1:
+        if recipe.delayed() and recipe.reduce_amax and self._group(unit) is not None:
             unit.set_forward_is_collective()
         return model
 
@@ -93,7 +97,7 @@ class TransformerEngine:
         if done is None:
             return
         if not self._converted:  # units have their buffers together
-            drop_buffers(unit, self._recipe, done.group)
+            drop_buffers(unit, done.recipe, done.group)
         for undo in reversed(done.undo):
             undo()
 
@@ -101,9 +105,13 @@ class TransformerEngine:
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
         if self._stands_aside(unit):
             return None
-        recipe, group = self._checked_recipe(), self._group(unit)
-        self._converted.setdefault(unit, _Converted()).group = group
-        return partial(self._contexts, unit, recipe, group)
+        done = self._converted.setdefault(unit, _Converted())
+        done.recipe, done.group = self._checked_recipe(), self._group(unit)
+        if done.group is None and self.run.world.size > 1 and done.recipe.delayed():
+            # The library reduces over all ranks where it is given no group.
+            done.recipe = copy.copy(done.recipe)
+            done.recipe.reduce_amax = False
+        return partial(self._contexts, unit, done.recipe, done.group)
 
     @implements(hooks.checkpoint_function)
     def checkpoint_function(self, unit: Unit) -> Callable[..., Any]:
@@ -190,6 +198,8 @@ class TransformerEngine:
         return self.run.collectives(dim or "alone").group
 
     def _contexts(self, unit: Unit, recipe: Any, group: Any) -> AbstractContextManager[Any]:
+        if recipe.delayed():
+            self._forget_rehearsal(unit, recipe)
         options = self.run.config.autocast
         on = self.config.in_evaluation or any(model.training for model in unit.models)
         quantized = self._te.autocast(enabled=on, recipe=recipe, amax_reduction_group=group)
@@ -200,6 +210,16 @@ class TransformerEngine:
             else nullcontext()
         )
         return _both(cast, quantized)
+
+    def _forget_rehearsal(self, unit: Unit, recipe: Any) -> None:
+        """Return to the maxima before a rehearsal in the first forward after it."""
+        done = self._converted[unit]
+        if unit.rehearses:
+            done.before = collect(unit) if done.before is None else done.before
+        elif done.before is not None:
+            begin_anew(unit)
+            restore(unit, done.before, recipe)
+            done.before = None
 
 
 def _recomputation(te: Any) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

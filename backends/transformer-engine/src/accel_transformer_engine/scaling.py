@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -16,61 +16,70 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_anew", "collect", "drop_buffers", "forget_weights", "restore"]
 
-DIRECTIONS = ("scaling_fwd", "scaling_bwd")
+DIRECTIONS: Final = ("scaling_fwd", "scaling_bwd")
+MAXIMA: Final = 5
+"""Of one product: input, weight and output, and gradients of output and input."""
 
 
 def collect(unit: Unit) -> dict[str, Entry]:
-    """Return the scales and histories of the unit's layers.
+    """Return scales and histories, by layer that has computed here.
 
-    There are none before the first forward.
+    Each is a tensor of (1 + length of the history, maxima), whose first row has the scales.
     """
-    found = {name: layer.fp8_meta for name, layer in _layers(unit) if _is_delayed(layer.fp8_meta)}
-    if not found:
-        return {}
-    states = [meta[direction] for meta in found.values() for direction in DIRECTIONS]
     return {
-        "layers": Entry(value=[[name, meta["num_gemms"]] for name, meta in found.items()]),
-        "scales": Entry(value=torch.cat([state.scale.detach().cpu() for state in states])),
-        "histories": Entry(value=torch.cat([state.amax_history.detach().cpu() for state in states], dim=1)),
+        name: Entry(value=torch.cat([_joined(layer, "scale")[None], _joined(layer, "amax_history")]))
+        for name, layer in _layers(unit)
+        if _is_delayed(layer.fp8_meta)
     }
 
 
 def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
     """Take back what `collect` gave, also into layers that have not computed yet.
 
-    Recipes without histories need none of it.
+    Recipes without histories need none of it, and a pipeline stage needs that of its own layers.
 
     Raises:
         CheckpointError: the layers are others, or the history has another length.
     """
     if not recipe.delayed():
         return
-    layers: dict[str, Any] = dict(_layers(unit))
+    layers = dict(_layers(unit))
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
-    saved, scales, histories = values["layers"], values["scales"], values["histories"]
-    if missing := [name for name, _ in saved if name not in layers]:
-        raise CheckpointError(
-            f"fp8-te: the checkpoint has scales of {missing[0]}, which is not converted here\n"
-            "convert the same layers (section fp8_te) as the run that saved it"
-        )
-    if len(histories) != recipe.amax_history_len:
-        raise CheckpointError(
-            f"fp8-te: the checkpoint's histories have {len(histories)} steps, those here"
-            f" {recipe.amax_history_len}\nset fp8_te.amax_history_len: {len(histories)}"
-        )
-    at = 0
-    for name, products in saved:
-        meta = layers[name].fp8_meta
-        if not _is_delayed(meta):
-            meta["num_gemms"], meta["recipe"] = products, recipe
-            layers[name].init_fp8_meta_tensors(recipe)
-        with torch.no_grad():
-            for direction in DIRECTIONS:
-                state = meta[direction]
-                end = at + state.scale.numel()
-                state.scale.copy_(scales[at:end])
-                state.amax_history.copy_(histories[:, at:end])
-                at = end
+    for name, value in values.items():
+        if name not in layers:
+            raise CheckpointError(
+                f"fp8-te: the checkpoint has scales of {name}, which is not converted here\n"
+                "convert the same layers (section fp8_te) as the run that saved it"
+            )
+        length = len(value) - 1
+        if length != recipe.amax_history_len:
+            raise CheckpointError(
+                f"fp8-te: the checkpoint's histories have {length} steps, those here"
+                f" {recipe.amax_history_len}\nset fp8_te.amax_history_len: {length}"
+            )
+        is_elsewhere = any(weight.is_meta for weight in layers[name].parameters(recurse=False))
+        if not is_elsewhere:  # in another stage
+            _fill(layers[name], value, recipe)
+
+
+def _joined(layer: Any, part: str) -> torch.Tensor:
+    parts = [getattr(layer.fp8_meta[direction], part) for direction in DIRECTIONS]
+    return torch.cat(parts, dim=-1).detach().cpu()
+
+
+def _fill(layer: Any, values: torch.Tensor, recipe: Any) -> None:
+    meta = layer.fp8_meta
+    if not _is_delayed(meta):
+        meta["num_gemms"], meta["recipe"] = values.shape[1] // MAXIMA, recipe
+        layer.init_fp8_meta_tensors(recipe)
+    first = 0
+    with torch.no_grad():
+        for direction in DIRECTIONS:
+            state = meta[direction]
+            last = first + state.scale.numel()
+            state.scale.copy_(values[0, first:last])
+            state.amax_history.copy_(values[1:, first:last])
+            first = last
 
 
 def begin_anew(unit: Unit) -> None:
