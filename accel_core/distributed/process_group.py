@@ -85,8 +85,6 @@ class SharedGroup:
     def leave(self, number: int, destroy: Callable[[], None]) -> None:
         """Stop using the group; the last user destroys a group that was made here.
 
-        A user may have destroyed it, and another run made the next one, which is left alone.
-
         A user may have destroyed it, and another run made the next one: that is left alone.
         """
         if number != self.number:

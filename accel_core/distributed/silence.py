@@ -20,6 +20,9 @@ __all__ = ["FAILING_SECONDS", "end_silent"]
 
 FAILING_SECONDS: Final = 5.0
 """Time for the store to answer a rank that fails, and asks where the others are."""
+LONGEST_SECONDS: Final = 2_000_000.0
+LONGEST_PAUSE: Final = 32_767
+"""The largest numbers of seconds that Linux takes here."""
 
 
 def end_silent(store: Store, seconds: float) -> None:
@@ -41,6 +44,7 @@ def end_silent(store: Store, seconds: float) -> None:
 
 
 def _limit(number: int, port: int, seconds: float) -> None:
+    seconds = min(seconds, LONGEST_SECONDS)
     blocks = os.get_blocking(number)
     with socket.socket(fileno=os.dup(number)) as connection:
         os.set_blocking(number, blocks)  # as it was, whatever socket.setdefaulttimeout says
@@ -48,7 +52,7 @@ def _limit(number: int, port: int, seconds: float) -> None:
             return
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * seconds))
         # Ask, where a request is not on its way but waits for its answer.
-        pause = max(1, int(seconds / 3))
+        pause = min(max(1, int(seconds / 3)), LONGEST_PAUSE)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, pause)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, pause)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

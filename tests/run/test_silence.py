@@ -49,3 +49,11 @@ def test_a_default_time_out_of_sockets_does_not_reach_those_of_the_store():
         socket.setdefaulttimeout(None)
 
     assert limits(store.port) == [(7000, True)]
+
+
+def test_a_time_out_of_years_is_taken():
+    store = TCPStore("127.0.0.1", 0, is_master=True)
+
+    end_silent(store, 3e8)
+
+    assert limits(store.port) == [(2_000_000_000, True)]

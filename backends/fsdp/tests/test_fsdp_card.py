@@ -10,7 +10,17 @@ from accel_fsdp.card import probe
 
 
 @pytest.mark.parametrize(
-    ("version", "usable"), [("2.8.0+cu128", False), ("2.10.1", False), ("2.11.0a0", True), ("3.0", True)]
+    ("version", "usable"),
+    [
+        ("2.8.0+cu128", False),
+        ("2.10.1", False),
+        ("2.10+cu128", False),
+        ("2.11.0a0", True),
+        ("2.11+cpu", True),
+        ("2.12rc1", True),
+        ("3.0", True),
+        ("3+rocm7.1", True),
+    ],
 )
 def test_an_older_torch_is_refused_with_what_to_install(
     monkeypatch: pytest.MonkeyPatch, version: str, usable: bool

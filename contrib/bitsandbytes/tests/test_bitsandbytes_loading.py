@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,22 @@ def test_other_weights_that_float16_cannot_hold_are_refused_by_name(tmp_path: Pa
     assert str(raised.value).endswith("set torch_dtype='bf16', or keep_in_fp32_modules=['norm', ...]")
     assert load(keep_in_fp32_modules=["norm"]).blocks[1].norm.weight[3] == 1e5
     assert load(torch_dtype="bf16").blocks[1].norm.weight.isfinite().all()
+
+
+def test_a_value_beside_nan_and_infinity_is_refused_and_these_stay_as_they_are(tmp_path: Path) -> None:
+    state = model().state_dict()
+    state["blocks.1.norm.weight"][:2] = torch.tensor([math.nan, -math.inf])
+    save_file(state, tmp_path / "model.safetensors")
+    net = load_and_quantize_model(empty(), BnbQuantizationConfig(load_in_8bit=True), tmp_path)
+    kept = net.blocks[1].norm.weight
+    assert kept.dtype is torch.float16
+    assert kept[0].isnan()
+    assert kept[1] == -math.inf
+
+    state["blocks.1.norm.weight"][2] = 1e5
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=r"blocks\.1\.norm\.weight has values .* torch\.float16"):
+        load_and_quantize_model(empty(), BnbQuantizationConfig(load_in_8bit=True), tmp_path)
 
 
 @pytest.mark.parametrize(

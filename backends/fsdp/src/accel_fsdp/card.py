@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import metadata
 
 from accel_core import Card
@@ -12,7 +13,8 @@ __all__ = ["FSDP", "TENSOR_PARALLEL", "probe"]
 def probe() -> str | None:
     """None if the installed torch shards as this package expects, else why not."""
     torch = metadata.version("torch")
-    if tuple(map(int, torch.split(".")[:2])) >= (2, 11):
+    release = re.findall(r"\d+", torch.partition("+")[0])[:2]  # of 2.11+cpu and 2.12rc1 too
+    if tuple(map(int, release)) >= (2, 11):
         return None
     return f"torch {torch} sums gradients over replicas otherwise; pip install 'torch>=2.11'"
 

@@ -13,7 +13,7 @@ from accel_bitsandbytes.choosing import Choice, is_named
 from accel_bitsandbytes.layers import Linear4, Linear8
 from accel_core import ConfigError
 
-__all__ = ["become", "cast", "outline", "quantise", "require_range", "shell"]
+__all__ = ["become", "cast", "exceeds_float16", "outline", "quantise", "require_range", "shell"]
 
 
 def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> None:
@@ -122,18 +122,25 @@ def cast(model: nn.Module, config: Any, choice: Choice) -> None:
         parameter.data = parameter.data.to(torch.float32 if parameter in wide else config.torch_dtype)
 
 
+def exceeds_float16(dtype: torch.dtype) -> bool:
+    """Return whether the dtype has numbers that float16 has not."""
+    return not dtype.is_floating_point or torch.finfo(dtype).max > torch.finfo(torch.float16).max
+
+
 def require_range(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise unless float16 can hold all values.
+    """Raise unless float16 can hold all values; NaN and infinities are the same there.
 
     Raises:
         ConfigError: names the first tensor that has others.
     """
     for name, tensor in named:
-        if tensor.is_meta or not tensor.numel():
+        if tensor.is_meta or not tensor.numel() or not exceeds_float16(tensor.dtype):
             continue
         values = tensor.detach()
-        largest = max(-float(values.min()), float(values.max()))  # abs() would be a copy
-        if largest > torch.finfo(torch.float16).max:
+        ends = torch.stack(values.aminmax())  # abs() would be a copy
+        if not ends.isfinite().all():  # NaN hides all other values
+            ends = values[values.isfinite()]
+        if (ends.abs() > torch.finfo(torch.float16).max).any():
             raise ConfigError(
                 f"{name} has values that are not finite in torch.float16, its dtype here (torch_dtype)\n"
                 "set torch_dtype='bf16', or"

@@ -16,7 +16,7 @@ from torch import nn
 from accel_big_models import dispatch, load, open_checkpoint, unchanged_on_error, undo
 from accel_bitsandbytes.choosing import Choice, choose
 from accel_bitsandbytes.config import require_dtype
-from accel_bitsandbytes.converting import cast, quantise, require_range, shell
+from accel_bitsandbytes.converting import cast, exceeds_float16, quantise, require_range, shell
 from accel_bitsandbytes.layers import Quantised
 from accel_bitsandbytes.parking import park
 from accel_bitsandbytes.planning import HOST, DeviceMap, planned
@@ -138,6 +138,8 @@ def _require_range(model: nn.Module, choice: Choice, sources: Mapping[str, Any])
         source = sources.get(name)
         if source is None or parameter.dtype is not torch.float16 or parameter in packed:
             continue
+        if not exceeds_float16(source.dtype):
+            continue  # and need not be read
         values = source.tensor()
         if values is None:
             values = torch.empty(source.shape, dtype=source.dtype)
