@@ -7,8 +7,8 @@ FOLDER gets `proof.json`, `proof.md` and what each part printed; both are writte
 that a run that is stopped leaves what it has. What begins after `--limit` seconds is "out of time".
 
 `--wheels FOLDER` installs what `gpu_wheels.sh` collected, where no network is. `--device cpu` or `sim`
-rehearses: parts that need a GPU are "not here". Without an accelerator it says so and exits with 2; it exits
-with 1 if a part failed.
+rehearses: parts that need a GPU are "not here". Without an accelerator, or a part that `-k` means, it says so
+and exits with 2; it exits with 1 if a part failed.
 """
 # ruff: noqa: INP001, S603, T201  # a script, which starts what it lists
 
@@ -27,7 +27,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-NO_ACCELERATOR = 2
+NOTHING_TO_DO = 2
 ROOT = Path(__file__).resolve().parent.parent
 KIT = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "-q", "-p", "no:cacheprovider")
 TESTS = ("backends/cuda/tests", "backends/fsdp/tests", "contrib/big-models/tests", "contrib/inspect/tests")
@@ -121,7 +121,7 @@ class Proof:
     def write(self) -> None:
         """Write `proof.json` and `proof.md`."""
         whole = {**self.about, "parts": self.rows}
-        (self.folder / "proof.json").write_text(json.dumps(whole, indent=2) + "\n", encoding="utf-8")
+        self._replace("proof.json", json.dumps(whole, indent=2))
         lines = [", ".join(f"{key} {value}" for key, value in self.about.items()), ""]
         lines += ["| what | result | seconds | detail |", "|---|---|---|---|"]
         for row in self.rows:
@@ -130,13 +130,19 @@ class Proof:
         for row in self.rows:
             if row["tables"]:
                 lines += ["", f"## {row['name']}", "", *row["tables"]]
-        (self.folder / "proof.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        self._replace("proof.md", "\n".join(lines))
+
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file beside the last one first, which a run that is killed then leaves."""
+        new = self.folder / f"{name}.new"
+        new.write_text(f"{text}\n", encoding="utf-8")
+        new.replace(self.folder / name)
 
 
 def install(wheels: Path, folder: Path) -> None:
     """Install wheels into `folder`, for this process and those that it starts."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target"]
-    subprocess.run([*command, str(folder), *map(str, sorted(wheels.glob("*.whl")))], check=True)
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--upgrade"]
+    subprocess.run([*command, "--target", str(folder), *map(str, sorted(wheels.glob("*.whl")))], check=True)
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))
     sys.path.insert(0, str(folder))
 
@@ -159,6 +165,7 @@ def read_arguments() -> argparse.Namespace:
 def main() -> int:
     """Return the exit status."""
     began, arguments = time.monotonic(), read_arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends what it started too
     folder = (arguments.out or Path(tempfile.mkdtemp(prefix="gpu-proof-"))).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     if arguments.wheels:
@@ -171,7 +178,7 @@ def main() -> int:
             f"no accelerator: torch {torch.__version__} sees none on this machine\n"
             "run this where there is one, or rehearse with --device cpu"
         )
-        return NO_ACCELERATOR
+        return NOTHING_TO_DO
     device = arguments.device if found is None or arguments.device != "auto" else found.type
     name = torch.cuda.get_device_name() if device == "cuda" else device
     proof = Proof(folder, {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]})
@@ -189,6 +196,9 @@ def main() -> int:
             started, left = time.monotonic(), arguments.limit - (time.monotonic() - began)
             result = done(part, device, folder, left) if left > 0 else ("out of time", "")
             proof.add(part.name, result[0], time.monotonic() - started, result[1])
+    if not proof.rows:
+        print(f"nothing has {arguments.k!r} in its name\nleave -k out to see the names of all")
+        return NOTHING_TO_DO
     print(f"\n{folder / 'proof.md'}")
     return int(any(row["result"] == "FAILED" for row in proof.rows))
 

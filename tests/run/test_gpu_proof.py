@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -71,6 +72,28 @@ def test_at_its_limit_it_ends_with_what_it_has(tmp_path):
     assert ended.returncode == 0, ended.stderr
     names = ("step", "loader", "checkpoint")
     assert parts(tmp_path) == dict.fromkeys((f"benchmark: {name}" for name in names), "out of time")
+
+
+def test_words_that_are_in_no_name_are_an_error(tmp_path):
+    ended = prove(tmp_path, "--device", "cpu", "-k", "no such part")
+    assert ended.returncode == 2
+    assert "nothing has 'no such part' in its name" in ended.stdout
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc names the children of a process")
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path):
+    command = [sys.executable, str(SCRIPT), "--out", str(tmp_path), "--device", "cpu", "-k", ": step"]
+    running = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    listed = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    ends = time.monotonic() + 120
+    while not (children := listed.read_text().split()):
+        assert time.monotonic() < ends
+        time.sleep(0.1)
+
+    running.terminate()
+
+    assert running.wait(60) == 128 + signal.SIGTERM
+    assert not [child for child in children if Path("/proc", child).exists()]
 
 
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
