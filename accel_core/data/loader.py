@@ -227,17 +227,24 @@ class PreparedLoader(DataLoader[Any]):
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
         if plan.kind == "stateful":  # the loader's own state says where to go on
             progress.count, progress.start = progress.start, 0
-        batches: Any = self._source.open(progress, skipped)
+        if plan.reads_ahead:
+            batches: Any = self._read_ahead(progress, skipped)
+        else:
+            batches = self._source.open(progress, skipped)
         if plan.dispatches:
             pin = self.pin_memory and torch.accelerator.is_available()
             batches = dispatched(self._run, progress, batches, pin=pin)
-        if plan.reads_ahead:
-            batches = (batch for batch, _ in with_last(batches))
         if self._move is not None:
             batches = self._move(batches)
         done = progress.count + progress.start // plan.units_per_round - skipped
         batches = self._run.record.reads(batches, self, done)
         return self._hand_out(batches, progress)
+
+    def _read_ahead(self, progress: Progress, skipped: int) -> Iterator[Any]:
+        """Yield a batch once the next one is read. The epoch begins with the first, as Accelerate's does."""
+        source: Any = self._source.open(progress, skipped)
+        for batch, _ in with_last(source):
+            yield batch
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor

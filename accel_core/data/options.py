@@ -126,18 +126,19 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     sharding = _sharding(loader, run, iterable=iterable)
     accelerates = data.order == "accelerate" and not iterable and not dispatches
     if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
-        _draw_seed(_items(loader))
+        _draw_seed(loader)
+    inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
+    kind = _kind(loader, inner)
+    reads_ahead = accelerates and not loader.num_workers and kind != "stateful"
     shuffle = Shuffle(
         items=_items(loader),
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
         follows=control.rank > 0,
         seedable=data.use_seedable_sampler,
-        data_seed=data.data_seed,
+        data_seed=torch.initial_seed() if accelerates and data.data_seed is None else data.data_seed,
+        as_read=reads_ahead,
     )
-    wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
-    inner = stateful(loader) if wants_torchdata else copy.copy(loader)
-    inner.__dict__["_iterator"] = None
-    kind, sampler = _kind(loader, inner), None
+    sampler = None
     if not iterable:
         sampler = _sampler(loader, sharding, shuffle, everyone=dispatches)
         inner.__dict__["sampler" if sampler.single else "batch_sampler"] = sampler
@@ -151,10 +152,17 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         sampler=sampler,
         dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
-        reads_ahead=accelerates and not loader.num_workers and kind != "stateful",
+        reads_ahead=reads_ahead,
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
     )
+
+
+def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]:
+    """Return a loader of the user's class, or torchdata's, that will read in our order."""
+    inner = stateful(loader) if wants_torchdata and not is_stateful(loader) else copy.copy(loader)
+    inner.__dict__["_iterator"] = None
+    return inner
 
 
 def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
@@ -180,10 +188,11 @@ def _items(loader: DataLoader[Any]) -> Any:
     return loader.batch_sampler.sampler if _cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
 
 
-def _draw_seed(items: Any) -> None:
+def _draw_seed(loader: DataLoader[Any]) -> None:
     """Give the sampler a generator of its own, as Accelerate does."""
-    sampler = getattr(items, "sampler", items)
-    if getattr(sampler, "generator", items) is None:
+    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+    sampler = getattr(batches, "sampler", None)
+    if sampler is not None and getattr(sampler, "generator", sampler) is None:
         seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         sampler.generator = torch.Generator().manual_seed(seed)
 

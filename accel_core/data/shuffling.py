@@ -35,6 +35,7 @@ class Shuffle:
     agree: gives the bytes (uint8, on the CPU) of the world's first rank; None in a world of one.
     follows: this rank is not that first one.
     seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
+    as_read: torch's samplers draw while they are read, which a loop that is left early does not finish.
     """
 
     items: Any
@@ -42,6 +43,7 @@ class Shuffle:
     follows: bool = False
     seedable: bool = False
     data_seed: int | None = None
+    as_read: bool = False
     _initial: list[int] = field(factory=list, init=False)
 
     def open(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
@@ -54,7 +56,10 @@ class Shuffle:
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
         with self._drawing(progress):
-            return split_head(list(self.items) if self._at_once else self.items, wanted, progress.start)
+            items = list(self.items) if self._at_once else self.items
+            if self.agree is not None and self.generator is None:
+                items = _apart(items)
+            return split_head(items, wanted, progress.start)
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -70,7 +75,7 @@ class Shuffle:
         # torch's samplers draw while they run, RandomSampler even at its end. The user's generator may have
         # other users, so all drawing has to happen at one moment, or a resume could not repeat it.
         is_torchs = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-        return is_torchs and self.generator is not None
+        return is_torchs and self.generator is not None and not self.as_read
 
     def _seeded(self, progress: Progress) -> Iterable[int]:
         if progress.drawn is None:
@@ -102,7 +107,7 @@ class Shuffle:
 
             generator        epoch                          afterwards
             torch's default  new, seedable                  put back: the seed comes from elsewhere
-            torch's default  new, this rank follows         put back: dropout goes on from the rank's own
+            torch's default  new, follows another state     put back: dropout goes on from the rank's own
             torch's default  new, else                      left: so does plain torch
             torch's default  resumed                        put back: its streams have moved on since
             the user's       resumed, drawn at once         put back, likewise
@@ -120,17 +125,41 @@ class Shuffle:
             state = before if self.agree is None else self.agree(before.clone())
             generator.set_state(state)
             progress.drawn = encode(state)
+        is_apart = self.follows and not torch.equal(generator.get_state(), before)
         try:
             yield
         except BaseException:
             generator.set_state(before)
             raise
         if own is None:
-            put_back = progress.resumed or self.seedable or self.follows
+            put_back = progress.resumed or self.seedable or is_apart
         else:
             put_back = progress.resumed and self._at_once
         if put_back:
             generator.set_state(before)
+
+
+def _apart(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield items of a sampler that draws while it runs: each from the state that the one before has left.
+
+    Else what the ranks draw meanwhile, each its own numbers, would part their orders.
+    """
+    generator, iterator = torch.default_generator, iter(items)
+    state = generator.get_state()
+    while True:
+        others = generator.get_state()
+        is_moved = not torch.equal(others, state)
+        if is_moved:
+            generator.set_state(state)
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        finally:
+            state = generator.get_state()
+            if is_moved:
+                generator.set_state(others)
+        yield item
 
 
 def _plain_random(sampler: Any) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from reader_worlds import Numbers, plain, prepared, rounds
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 SAMPLERS = {
     "random": lambda: RandomSampler(Numbers(9)),
@@ -87,6 +87,64 @@ def test_the_next_batch_is_read_before_this_one_is_handed_out(order):
     stream = [torch.rand(()).item() for _ in range(8)]
     ahead = [0, 2, 1, 4, 3, 6, 5, 7]  # read 0 and 1, forward 0, read 2, forward 1, ...
     assert drawn == [stream[place] for place in (ahead if order == "accelerate" else range(8))]
+
+
+def test_loaders_that_are_zipped_begin_one_after_the_other():
+    torch.manual_seed(3)
+    (first,) = prepared(lambda reader: DataLoader(Noisy(2), collate_fn=plain), order="accelerate")
+    (second,) = prepared(lambda reader: DataLoader(Noisy(2), collate_fn=plain), order="accelerate")
+    drawn = [number for pair in zip(first, second, strict=True) for ((_, number),) in pair]
+
+    torch.manual_seed(3)
+    wanted = []
+    for _ in range(2):
+        torch.empty((), dtype=torch.int64).random_()  # the loader's own seed
+        wanted.append([torch.rand(()).item() for _ in range(2)])
+    assert drawn == [wanted[0][0], wanted[1][0], wanted[0][1], wanted[1][1]]
+
+
+class Backwards(Sampler):
+    """A sampler around another; it has no generator."""
+
+    def __init__(self, sampler):
+        self.sampler = sampler
+
+    def __len__(self):
+        return len(self.sampler)
+
+    def __iter__(self):
+        return reversed(list(self.sampler))
+
+
+def test_a_sampler_inside_the_users_own_keeps_its_generator():
+    inner = RandomSampler(Numbers(9))
+    prepared(
+        lambda reader: DataLoader(Numbers(9), batch_size=2, sampler=Backwards(inner)), 2, order="accelerate"
+    )
+    assert inner.generator is None
+
+
+def test_a_seedable_sampler_takes_the_seed_that_torch_has_at_prepare():
+    torch.manual_seed(3)
+    loaders = prepared(shuffled(), readers=2, order="accelerate", use_seedable_sampler=True)
+    torch.manual_seed(99)
+    same = RandomSampler(Numbers(9), generator=torch.Generator().manual_seed(3))
+    assert handed_out(loaders) == dealt(list(same))
+
+
+def test_a_loop_that_is_left_early_has_drawn_what_it_read():
+    """torch's RandomSampler draws once more at its end, which this loop does not reach."""
+
+    def make(reader):
+        own = torch.Generator().manual_seed(5)
+        return DataLoader(Numbers(40), 2, sampler=RandomSampler(Numbers(40), generator=own), collate_fn=plain)
+
+    loaders = prepared(make, readers=2, order="accelerate")
+    rounds(loaders, limit=2)
+
+    generator = torch.Generator().manual_seed(5)
+    torch.randperm(40, generator=generator)
+    assert handed_out(loaders) == dealt(torch.randperm(40, generator=generator).tolist())[:10]
 
 
 @pytest.mark.parametrize("stop", [1, 3])

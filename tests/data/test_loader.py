@@ -14,6 +14,7 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     RandomSampler,
+    Sampler,
     SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
@@ -99,6 +100,34 @@ def test_all_readers_share_one_order_in_every_epoch(kind, own_generator):
     following = real(rounds(readers)[0])
     assert len(following) == len(expected)
     assert following != expected
+
+
+class Chunks(Sampler):
+    """Shuffles chunk by chunk, each when it is reached."""
+
+    def __init__(self, length, size):
+        self.length, self.size = length, size
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        for start in range(0, self.length, self.size):
+            yield from (start + torch.randperm(self.size)).tolist()
+
+
+def test_readers_share_an_order_that_is_drawn_while_it_is_read():
+    """Reader 0 and reader 1 draw here from one stream, in turns: dropout on each rank does no less."""
+
+    def make(reader):
+        return DataLoader(Numbers(24), batch_size=2, sampler=Chunks(24, 8), collate_fn=plain)
+
+    loaders = prepared(make, readers=2)
+    for _ in range(2):
+        found = []
+        for batches, _, _ in rounds(loaders)[0]:
+            found += chain(*batches)
+        assert sorted(found) == list(range(24))
 
 
 def test_ranks_keep_their_own_default_stream():
