@@ -6,6 +6,7 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from pathlib import Path
 from typing import Final
 
 from accel_core.contract.config import host_and_port
@@ -18,6 +19,8 @@ __all__ = ["address_towards", "interface_towards", "rendezvous_address", "requir
 LOCAL: Final = "127.0.0.1"
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
+IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
+"""Linux: a line for each address, with its interface at the end."""
 
 
 def rendezvous_address(job: Job, seconds: float) -> tuple[str, int]:
@@ -73,10 +76,13 @@ def _resolve(host: str, job: Job, seconds: float) -> None:
 
 def address_towards(host: str, port: int) -> str | None:
     """Return the address by which other nodes know this one; None if unknown."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))
-        address: str = probe.getsockname()[0]
-        return address
+    with suppress(OSError):
+        places = {place[0]: place[4] for place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)}
+        for family in (socket.AF_INET, socket.AF_INET6):
+            with suppress(OSError, KeyError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(places[family])
+                address: str = probe.getsockname()[0]
+                return address
     return None
 
 
@@ -88,6 +94,8 @@ def interface_towards(host: str, port: int) -> str | None:
     address = address_towards(host, port)
     if sys.platform != "linux" or address is None:
         return None
+    if ":" in address:
+        return _interface_of_ipv6(address)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -96,4 +104,14 @@ def interface_towards(host: str, port: int) -> str | None:
                 packed = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24]
                 if packed == socket.inet_aton(address):
                     return name
+    return None
+
+
+def _interface_of_ipv6(address: str) -> str | None:
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    with suppress(OSError):
+        for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
+            number, *_, name = line.split()
+            if number == packed:
+                return name
     return None

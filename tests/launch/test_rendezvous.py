@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import sys
 import time
 from threading import Thread
 
@@ -168,3 +169,20 @@ def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
 )
 def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
     assert check_scheduler_tasks(environment) is None  # the others above raise
+
+
+def has_ipv6():
+    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
+        try:
+            probe.bind(("::1", 0))
+        except OSError:
+            return False
+    return True
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not has_ipv6(), reason="needs IPv6, on Linux")
+def test_the_interface_towards_an_ipv6_address_is_found_too():
+    """Else gloo would take the loopback's address, where other hosts find nobody."""
+    assert rendezvous.address_towards("::1", 29500) == "::1"
+    assert rendezvous.interface_towards("::1", 29500) == "lo"
+    assert rendezvous.interface_towards("127.0.0.1", 29500) == "lo"

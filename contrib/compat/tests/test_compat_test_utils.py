@@ -30,11 +30,19 @@ from accelerate.test_utils.testing import (
     MockingTestCase,
     SubprocessCallException,
     TempDirTestCase,
+    get_backend,
     run_command,
 )
 from peers import needs_accelerate, said
 
 on_the_cpu = pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+
+
+@on_the_cpu
+def test_programs_ask_it_for_the_device():
+    """Those of transformers' documentation do, outside of tests."""
+    device, count, allocated = get_backend()
+    assert (device, count, allocated()) == ("cpu", 1, 0)
 
 
 def is_skipped(decorate):

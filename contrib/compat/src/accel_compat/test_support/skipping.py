@@ -16,6 +16,7 @@ from accel_compat.environment.variables import parse_flag_from_env
 
 __all__ = [
     "device_count",
+    "get_backend",
     "memory_allocated_func",
     "pytest_xdist_worker_id",
     "require_torch_min_version",
@@ -29,7 +30,8 @@ Test = Any
 """A test function or a class of tests."""
 
 
-def _device() -> tuple[str, int, Callable[[], int]]:
+def get_backend() -> tuple[str, int, Callable[[], int]]:
+    """Return the type of this machine's devices, their number, and what tells the memory in use."""
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "xla" if libraries.is_torch_xla_available() else "cpu" if found is None else found.type
     module: Any = getattr(torch, kind, None)
@@ -37,7 +39,7 @@ def _device() -> tuple[str, int, Callable[[], int]]:
     return kind, 1 if kind in ("cpu", "xla") else torch.accelerator.device_count(), allocated
 
 
-torch_device, device_count, memory_allocated_func = _device()
+torch_device, device_count, memory_allocated_func = get_backend()
 
 
 def has(*names: str) -> bool:
