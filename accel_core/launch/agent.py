@@ -79,7 +79,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         if store.compare_set(f"accel/here/{node}", "", token) != token.encode():
             raise LaunchError(
                 f"two launchers at {place} say that they are node {node} of {nodes}\n"
-                "give each node a --node-rank of its own, from 0"
+                "give each node a --node-rank of its own, from 0; one that was lost can join again where all"
+                " nodes have --min-nodes"
             )
         if store.add("accel/here", 1) == nodes:
             store.set("accel/all", "")

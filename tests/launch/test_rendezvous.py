@@ -116,6 +116,7 @@ def test_two_nodes_of_one_number_are_refused():
 
     assert "two launchers at 127.0.0.1" in told[0]
     assert "say that they are node 1 of 3" in told[0]
+    assert told[0].endswith("one that was lost can join again where all nodes have --min-nodes")
 
 
 def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
