@@ -241,7 +241,10 @@ class PreparedLoader(DataLoader[Any]):
         return self._hand_out(batches, progress)
 
     def _read_ahead(self, progress: Progress, skipped: int) -> Iterator[Any]:
-        """Yield a batch once the next one is read. The epoch begins with the first, as Accelerate's does."""
+        """Yield a batch once the next one is read.
+
+        The epoch begins with the first, as Accelerate's does.
+        """
         source: Any = self._source.open(progress, skipped)
         for batch, _ in with_last(source):
             yield batch

@@ -159,7 +159,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
 
 
 def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]:
-    """Return a loader of the user's class, or torchdata's, that will read in our order."""
+    """Return a copy of the user's loader, or torchdata's in its place."""
     inner = stateful(loader) if wants_torchdata and not is_stateful(loader) else copy.copy(loader)
     inner.__dict__["_iterator"] = None
     return inner

@@ -140,9 +140,10 @@ class Shuffle:
 
 
 def _apart(items: Iterable[Any]) -> Iterator[Any]:
-    """Yield items of a sampler that draws while it runs: each from the state that the one before has left.
+    """Yield items of a sampler that may draw while it runs.
 
-    Else what the ranks draw meanwhile, each its own numbers, would part their orders.
+    Each is drawn from the state that the one before has left. Else what the ranks draw meanwhile would part
+    their orders.
     """
     generator, iterator = torch.default_generator, iter(items)
     state = generator.get_state()

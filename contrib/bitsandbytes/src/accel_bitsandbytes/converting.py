@@ -128,7 +128,9 @@ def exceeds_float16(dtype: torch.dtype) -> bool:
 
 
 def require_range(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise unless float16 can hold all values; NaN and infinities are the same there.
+    """Raise unless float16 can hold all values.
+
+    NaN and infinities are the same there.
 
     Raises:
         ConfigError: names the first tensor that has others.

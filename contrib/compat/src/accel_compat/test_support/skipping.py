@@ -31,7 +31,7 @@ Test = Any
 
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
-    """Return the type of this machine's devices, their number, and what tells the memory in use."""
+    """Return (type of devices here, their number, what tells the memory in use)."""
     found = torch.accelerator.current_accelerator(check_available=True)
     kind = "xla" if libraries.is_torch_xla_available() else "cpu" if found is None else found.type
     module: Any = getattr(torch, kind, None)
