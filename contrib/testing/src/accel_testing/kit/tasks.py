@@ -38,7 +38,7 @@ ForwardLoss = Callable[["nn.Module", Any], "tuple[Tensor, Any]"]
 
 
 _runs: WeakSet[Run] = WeakSet()
-COLLECTIVE_SECONDS = 20
+COLLECTIVE_SECONDS = int(os.environ.get("ACCEL_KIT_COLLECTIVE_SECONDS", "20"))
 OFFERS = "ACCEL_KIT_OFFERS"
 """The variable that lists what the stack's cards offer."""
 

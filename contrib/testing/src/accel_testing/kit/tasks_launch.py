@@ -15,6 +15,8 @@ __all__ = ["configure", "exit_by_rank", "fail", "functions", "meet", "note", "sl
 
 FAILING_CODE = 7
 SLEEP_SECONDS = 120
+ENDING_SECONDS = 20
+"""The time for workers to end after a signal to the launcher, or a failure."""
 LINES = 300
 
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import pytest
@@ -24,8 +25,6 @@ from accel_testing.kit.tasks_launch import LINES
 
 SECONDS = 60
 """The time for a launch, failures included."""
-ENDING_SECONDS = 20
-"""The time for workers to end after a signal to the launcher, or a failure."""
 
 
 @frozen
@@ -41,16 +40,22 @@ class Launches:
         return [*self.command, "-n", str(workers), *flags, str(script), task, str(self.folder), "an argument"]
 
     def run(self, task: str, *flags: str, workers: int = 2) -> subprocess.CompletedProcess[str]:
-        """Launch a task of `tasks_launch`, and wait for its end."""
-        return subprocess.run(
-            self.words(task, *flags, workers=workers),
-            cwd=self.folder,
-            env=self.environment,
-            capture_output=True,
-            text=True,
-            timeout=SECONDS,
-            check=False,
-        )
+        """Launch a task of `tasks_launch`, and wait for the launcher's end."""
+        words = self.words(task, *flags, workers=workers)
+        # A pipe is at its end when the last worker has closed it; a file can be read at once.
+        with TemporaryFile("w+") as output, TemporaryFile("w+") as errors:
+            ended = subprocess.run(
+                words,
+                cwd=self.folder,
+                env=self.environment,
+                stdout=output,
+                stderr=errors,
+                timeout=SECONDS,
+                check=False,
+            )
+            for file in (output, errors):
+                file.seek(0)
+            return subprocess.CompletedProcess(words, ended.returncode, output.read(), errors.read())
 
     def written(self) -> list[dict[str, Any]]:
         """Return the facts that workers wrote, in rank order."""
@@ -58,11 +63,17 @@ class Launches:
 
     def wait_until_gone(self) -> list[int]:
         """Return the workers that still run when their time is over."""
-        deadline = time.monotonic() + ENDING_SECONDS
+        deadline = time.monotonic() + tasks_launch.ENDING_SECONDS
         processes = [facts["process"] for facts in self.written()]
         while (left := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
             time.sleep(0.1)
         return left
+
+    def end(self) -> None:
+        """End the workers that a launcher has left."""
+        for facts in self.written():
+            if _runs(facts["process"]):
+                os.kill(facts["process"], signal.SIGKILL)
 
 
 def _runs(process: int) -> bool:
@@ -75,11 +86,13 @@ def _runs(process: int) -> bool:
 
 
 @pytest.fixture
-def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Launches:
-    """Return a function that launches in an empty folder, on the CPU."""
+def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Iterator[Launches]:
+    """Give launches in an empty folder, on the CPU; no worker outlives the check."""
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
     command = (sys.executable, "-m", "accel_core", "launch", "--launcher", launcher.name, "--device", "cpu")
-    return Launches(tmp_path, command, {**kept, **stack.environment})
+    launches = Launches(tmp_path, command, {**kept, **stack.environment})
+    yield launches
+    launches.end()
 
 
 @contextmanager
@@ -98,9 +111,6 @@ def sleeping(launches: Launches) -> Iterator[subprocess.Popen[str]]:
             yield process
         finally:
             process.kill()
-            for facts in launches.written():
-                if _runs(facts["process"]):
-                    os.kill(facts["process"], signal.SIGKILL)
 
 
 def test_workers_know_their_world_and_their_command(launches: Launches) -> None:
@@ -157,7 +167,7 @@ def test_a_launcher_that_is_stopped_leaves_no_worker(launches: Launches, number:
         assert len(launches.written()) == 2, "the workers did not begin"
         process.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(ENDING_SECONDS)
+            process.wait(tasks_launch.ENDING_SECONDS)
         assert process.returncode is not None, "the launcher goes on"
         assert process.returncode != 0
         assert launches.wait_until_gone() == [], "workers outlive the launcher"
