@@ -129,7 +129,7 @@ def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: py
 @pytest.mark.parametrize(
     "device",
     [
-        pytest.param(device, marks=() if device in ("cuda", "npu") else pytest.mark.slow)
+        pytest.param(device, marks=() if device == "cuda" else pytest.mark.slow)
         for device, name in pairs(allowed=True)
         if name == "ddp"
     ],

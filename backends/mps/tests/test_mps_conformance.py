@@ -14,7 +14,7 @@ STAND_IN = Path(__file__).parent / "stand_in"
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("mps+bf16", "1"), ("mps", "1")],
+    [("mps+bf16", "1"), pytest.param("mps", "1", marks=pytest.mark.slow)],
 )
 def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
     options = ("--accel-world", worlds, "--accel-simulate", "none", "--accel-stand-in", "stands_for_mps")

@@ -37,7 +37,7 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
-    "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together])]
+    "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together, pytest.mark.slow])]
 )
 def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
     report = Path(os.environ.get("ACCEL_KIT_REPORTS", tmp_path), f"{stack}.json")
