@@ -7,9 +7,12 @@ when they are older than their sources. `all` is every package of the checkout.
 
 from __future__ import annotations
 
+import os
 import re
+import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -22,7 +25,10 @@ PROJECTS = {"accel-core": ROOT} | {
 
 
 def main(folder: Path, words: list[str]) -> None:
-    arguments = [] if "--unpinned" in words else ["--constraints", str(ROOT / "constraints.txt")]
+    pinned = "--unpinned" not in words
+    if pinned and (compiled := os.environ.get("PYTHONPYCACHEPREFIX")):
+        share_bytecode(Path(compiled))
+    arguments = ["--constraints", str(ROOT / "constraints.txt")] if pinned else []
     wanted = [word for word in words if word not in ("all", "--unpinned")]
     if "all" in words:
         wanted += ["accel-core[stateful]", *PROJECTS]
@@ -34,6 +40,21 @@ def main(folder: Path, words: list[str]) -> None:
         wheel = built(PROJECTS[name], folder / name)
         arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {wheel.resolve().as_uri()}"]
     uv("pip", "install", "--python", sys.executable, *arguments)
+
+
+def share_bytecode(compiled: Path) -> None:
+    """Compile the modules of site-packages once for all environments.
+
+    Their files are the same, with the same time: uv links them. `compiled` has a folder for each
+    environment's; here it leads to one for all.
+    """
+    packages = Path(sysconfig.get_path("purelib"))
+    own, shared = compiled.joinpath(*packages.parts[1:]), compiled / "site-packages"
+    if not own.is_symlink():
+        shutil.rmtree(own, ignore_errors=True)  # of what Python imports when it starts
+        for folder in (own.parent, shared):
+            folder.mkdir(parents=True, exist_ok=True)
+        own.symlink_to(shared, target_is_directory=True)
 
 
 def built(project: Path, folder: Path) -> Path:
