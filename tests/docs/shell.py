@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import ast
+import io
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import warnings
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from types import ModuleType
 
 from snippets import ROOT, blocks
+
+from accel_testing import run_processes
+
+LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+LAUNCHED += ("MASTER_ADDR", "MASTER_PORT")
+"""Variables that a program which nobody launched does not have."""
 
 TRAIN = '''\
 """A script to launch."""
@@ -57,6 +67,13 @@ class Shell:
         assert process.returncode == 0, f"{command}\n{output}"
         return output
 
+    def python(self, code: str) -> str:
+        """Run a program in a process that has imported torch already: two seconds for each of many."""
+        (self.folder / "snippet.py").write_text(code)  # for commands that follow
+        gone = {name: None for name in os.environ if name not in self.environment}
+        variables = gone | dict.fromkeys(LAUNCHED) | self.environment
+        return run_processes(_printed, str(self.folder), code, world=1, environment=variables)[0]
+
     def install(self, command: str) -> str:
         """Put the projects that a `pip install ./FOLDER ...` names on the path, as pip would."""
         site = self.folder / "site"
@@ -64,6 +81,17 @@ class Shell:
             _install(self.folder / name, site)
         self.environment["PYTHONPATH"] = str(site)
         return ""
+
+
+def _printed(folder: str, code: str) -> str:
+    os.chdir(folder)
+    sys.path[:0] = [folder, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    warnings.simplefilter("default")  # not as errors, which they are in tests
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    output = io.StringIO()
+    with redirect_stdout(output), redirect_stderr(output):
+        exec(compile(code, "snippet.py", "exec"), vars(main))
+    return output.getvalue()
 
 
 def _install(project: Path, site: Path) -> None:
@@ -103,8 +131,7 @@ def play(document: Path, shell: Shell, *, slow: bool = False) -> list[str]:
                 (shell.folder / name).write_text(block.text)
                 shell(f"accel config check --config {name}")
             case ("python",):
-                (shell.folder / "snippet.py").write_text(block.text)
-                printed.append(shell("python snippet.py"))
+                printed.append(shell.python(block.text))
         skipped = "slow" in block.words and not slow
     return printed
 
