@@ -2,49 +2,49 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
-import subprocess
 import sys
 import textwrap
+import warnings
 from collections.abc import Mapping
+from contextlib import redirect_stdout
 from importlib.util import find_spec
-from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
+from accel_testing import run_processes
+
 OURS = "import accel_compat; accel_compat.install()\n"
-# Accelerate leaves its process group alone at the end, which aborts a process now and then.
-AT_ONCE = "\nimport os, sys; sys.stdout.flush(); os._exit(0)\n"
-ONLY_RANK_0 = "import os, sys\nif os.environ['RANK'] != '0': sys.stdout = open(os.devnull, 'w')\n"
+WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
+ALONE = dict.fromkeys((*WORLD, "MASTER_ADDR", "MASTER_PORT"))
+"""A process that nobody launched has none of the variables."""
 needs_accelerate = pytest.mark.skipif(
     find_spec("huggingface_hub") is None, reason="Accelerate itself is not installed"
 )
 
 
+def printed(code: str) -> str:
+    """Run a program in this process, as `__main__`."""
+    warnings.simplefilter("ignore")
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    with redirect_stdout(io.StringIO()) as output:
+        exec(compile(code, "peer.py", "exec"), vars(main))
+    return output.getvalue()
+
+
+def run_program(
+    code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1
+) -> str:
+    """What the code printed on rank 0, in processes that know nothing of this one's `accelerate`."""
+    text = (OURS if ours else "") + textwrap.dedent(code)
+    variables = (ALONE if processes == 1 else {}) | dict(environment or {})
+    return run_processes(printed, text, world=processes, environment=variables, timeout=110)[0]
+
+
 def said(code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1) -> Any:
     """What the code printed as JSON on its last line, on rank 0."""
-    text = (OURS if ours else "") + textwrap.dedent(code) + ("" if ours else AT_ONCE)
-    script = ["-c", text]
-    if processes > 1:
-        file = Path(os.environ["PYTEST_TMP"], "peer.py")
-        file.write_text(ONLY_RANK_0 + text)
-        script = [
-            "-m",
-            "torch.distributed.run",
-            "--standalone",
-            "--nproc-per-node",
-            str(processes),
-            str(file),
-        ]
-    done = subprocess.run(
-        [sys.executable, *script],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **(environment or {})},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.strip().splitlines()[-1])
+    lines = run_program(code, ours=ours, environment=environment, processes=processes)
+    return json.loads(lines.strip().splitlines()[-1])

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from peers import run_program
 
 HEAD = """
 import torch
@@ -201,16 +202,20 @@ def launched(words: list[str]) -> None:
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_runs(tmp_path: Path, name, processes):
-    if processes == 1:
-        script = tmp_path / "script.py"
-        script.write_text("import accel_compat; accel_compat.install()\n" + HEAD + PROGRAMS[name])
-        launched([sys.executable, str(script), str(tmp_path / "state")])
-        return
+    code = f"import sys; sys.argv = ['script.py', {str(tmp_path / 'state')!r}]\n" + HEAD + PROGRAMS[name]
+    run_program(code, ours=True, processes=processes)
+
+
+def test_a_program_is_launched(tmp_path: Path):
     script = tmp_path / "script.py"
-    script.write_text(HEAD + PROGRAMS[name])
+    script.write_text(HEAD + PROGRAMS["checkpoint"])
     accel = str(Path(sys.executable).with_name("accel"))
-    words = ["compat", "launch", "--cpu", "--num_processes", "2", str(script), str(tmp_path / "state")]
-    launched([accel, *words])
+
+    launched(
+        [accel, "compat", "launch", "--cpu", "--num_processes", "2", str(script), str(tmp_path / "state")]
+    )
+
+    assert (tmp_path / "state").is_dir()
 
 
 LAUNCHERS = {
