@@ -67,6 +67,12 @@ OPTIONS = {
     "precision": ("--accel-reference", "acme_reference"),
 }
 """What the kit is told of a template's plugin, besides its name."""
+TRAINING = ("0,2", "packaging or losses_equal")
+CHECKS = {
+    **dict.fromkeys(("strategy", "precision", "extension"), TRAINING),
+    "launcher": ("0,3", "packaging or workers_meet"),
+}
+"""Slot -> levels of the kit, and which of their checks; what is left out, the template's own tests run."""
 MARKS = {"device": pytest.mark.simulated}
 
 
@@ -78,10 +84,11 @@ def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str):
     points = f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n"
     write_distribution(tmp_path, "accel-acme", points, version="0.1.0")
     project = tmp_path / "accel-acme"
-    levels = ("--accel-level", "0,3" if slot == "launcher" else "0,1")
+    levels, some = CHECKS.get(slot, ("0,1", ""))
     folders = [project / "src", project / "tests/stand_in", project / "tests/reference"]
 
-    printed = conform(tmp_path, "acme", *levels, *OPTIONS.get(slot, ()), path=folders)
+    chosen = ("--accel-level", levels, "-k", some, *OPTIONS.get(slot, ()))
+    printed = conform(tmp_path, "acme", *chosen, path=folders)
 
     assert "0 failed, 0 xfailed" in printed
 

@@ -104,7 +104,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, 
     starts = f"import subprocess, sys; p = subprocess.Popen({child}); print(p.pid, flush=True); p.wait()"
     part = Part("a: long one", (sys.executable, "-c", starts), 600, cuda=False)
 
-    result, printed = done(part, "cpu", tmp_path, 20)
+    result, printed = done(part, "cpu", tmp_path, 10)
 
     assert result == "out of time"
     assert (tmp_path / "a-long-one.log").read_text() == printed
