@@ -90,15 +90,19 @@ def test_a_strategy_that_serves_few_networks_brings_one(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize(
+    ("told", "some"),
+    [
+        (True, "losses_equal or clipping_by_norm"),
+        (False, "losses_equal or clipping_by_norm"),
+        pytest.param(True, "", marks=pytest.mark.slow),
+    ],
+)
 def test_a_precision_is_held_to_a_reference_of_its_own(
-    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, told: bool
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, told: bool, some: str
 ) -> None:
-    options = (
-        ("--accel-reference", "unusual_plugins.coarse")
-        if told
-        else ("-k", "losses_equal or clipping_by_norm")
-    )
+    options = ("-k", some)
+    options += ("--accel-reference", "unusual_plugins.coarse") if told else ()
     on = ("--accel-set", "coarse.rounded=true")
     found = run_kit(pytester, monkeypatch, site, "native+coarse", "--accel-level", "2", *on, *options)
     red = set() if told else {"test_losses_equal_the_plain_loop", "test_clipping_by_norm"}
