@@ -57,7 +57,7 @@ def job(folder, wait, hang):
     with redirect_stderr(io.StringIO()) as log:
         if accelerator.process_index == 1:
             with suppress(RuntimeError):
-                hang(time.monotonic() + 1.5 * TIMEOUT)
+                hang(time.monotonic() + 2 * TIMEOUT)
         else:
             try:
                 wait(accelerator, model)
