@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.contract.options import masked
 from accel_core.defaults.lines import LineFile
 from accel_core.errors import AccelError
 from accel_core.runtime.explain import explain
@@ -106,7 +107,7 @@ class RunRecord:
     @_harmless
     def warn(self, text: str) -> None:
         """Note a warning."""
-        self._write("warning", early=True, step=self.sampler.count, text=text)
+        self._write("warning", early=True, step=self.sampler.count, text=masked(text))
 
     @_harmless
     def note_profile(self, path: Path) -> None:

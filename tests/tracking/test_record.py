@@ -511,11 +511,11 @@ def test_warnings_are_recorded(tmp_path):
     from accel_core import get_logger
 
     accelerator = Accelerator(cpu=True, project_dir=tmp_path)
-    get_logger("somebody").warning("%d of %s", 3, "many")
+    get_logger("somebody").warning("%d of %s, not %s", 3, "many", "https://me:secret@host")
     accelerator.end_training()
 
     (warning,) = of_kind(records(tmp_path)[0], "warning")
-    assert (warning["text"], warning["step"]) == ("3 of many", 0)
+    assert (warning["text"], warning["step"]) == ("3 of many, not https://***@host", 0)
 
 
 def test_traces_of_the_profiler_are_recorded(tmp_path):

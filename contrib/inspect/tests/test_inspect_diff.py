@@ -103,6 +103,28 @@ def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path):
     assert boxes == {"layers.0": [[3, 6]] * 2, "layers.1": [[6, 3]] * 2}
 
 
+@pytest.mark.parametrize("world", [2, 4], ids=["stages", "sharded stages"])
+def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world):
+    from accel_fsdp import FullyShardedDataParallelPlugin
+
+    cut = [FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["layers.1"])]
+    run_processes(jobs.train, str(tmp_path), "fsdp", None, 0, cut, world=world)
+    before = (tmp_path / "step3").rename(tmp_path / "before")
+    run_processes(jobs.train, str(tmp_path), "fsdp", str(tmp_path / "step2"), 2, cut, world=world)
+    run_processes(jobs.save_again, str(before), str(tmp_path / "whole"), "single", world=1)
+
+    again = command("diff", before, tmp_path / "step3")
+    assert (again.exit_code, again.stdout) == (0, "no difference\n")
+    code, found = diff(before, tmp_path / "whole", "--only", "model", "--only", "optimizer")
+    assert (code, found["compared"]) == (0, 5 + 5 * 3)
+    rows = json.loads(command("show", "--json", before).stdout)["tensors"]
+    assert {row["key"] for row in rows if row["key"].startswith("model/")} == {
+        f"model/{name}" for name in jobs.Net().state_dict() if name != "head.weight"
+    }
+    stages = {row["key"]: {int(box["file"][5:10]) * 2 // world for box in row["boxes"]} for row in rows}
+    assert (stages["model/layers.0.weight"], stages["model/layers.1.weight"]) == ({0}, {1})
+
+
 def test_world_and_stack_are_told(runs):
     _, found = diff(runs / "one" / "step3", runs / "sharded")
 

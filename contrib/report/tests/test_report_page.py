@@ -14,9 +14,10 @@ from click.testing import CliRunner
 
 from accel_core.contract.world import COLLECTIVES
 from accel_core.runtime import record, sampling
+from accel_report.columns import Curve, Point
 from accel_report.commands import report
 from accel_report.page import _curve, page
-from accel_report.records import Point, Record
+from accel_report.records import Record
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SETTINGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom")
@@ -113,14 +114,28 @@ def test_no_text_of_a_record_becomes_markup():
 
 
 def test_a_long_curve_keeps_its_peaks():
-    points = [Point(step, step, float(step), 1.0) for step in range(100_000)]
-    points[54_321] = Point(54_321, 54_321, 54_321.0, 99.0)
-    points[12_345] = Point(12_345, 12_345, 12_345.0, float("nan"))
+    odd, points = {54_321: 99.0, 12_345: float("nan")}, Curve()
+    for step in range(100_000):
+        points.add(Point(step, step, float(step), odd.get(step, 1.0)))
     curve = _curve(points, 0.0)
 
     assert len(curve["x"]) <= 4000
+    assert max(curve["means"]) < 1.0 + 99.0 / 74  # smoothing goes by means, not by peaks
     assert (54_321, 99.0) in zip(curve["x"], curve["y"], strict=True)
     assert (12_345, None) in zip(curve["x"], curve["y"], strict=True)
+
+
+def test_many_warnings_are_no_longer_page():
+    record = Record("a.jsonl", "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    for step in range(1000):
+        record.add({"kind": "warning", "time": 2.0, "step": step, "text": "overflow"})
+        record.add({"kind": "warning", "time": 2.0, "step": step, "text": f"overflow in step {step}"})
+
+    html = page([record])
+    assert "steps 0 to 999, 1000 times" in html
+    assert "801 later texts of warnings" in html
+    assert len([mark for mark in data(html)[0]["marks"] if mark["kind"] == "warning"]) == 200
 
 
 # -- in a browser --------------------------------------------------------------------------------------

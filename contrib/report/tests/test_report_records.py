@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
 from accel_core import AccelError
-from accel_report.facts import differences, notes, paces
+from accel_report.facts import about, differences, notes, paces
 from accel_report.records import Record, Tail, find, read
+
+LONG = 20_000
 
 
 def lines(*added):
@@ -95,7 +98,7 @@ def test_a_cut_last_line_is_left_out_and_said(tmp_path):
 def test_a_line_that_is_still_being_written_waits(tmp_path):
     path = write(tmp_path, "a.jsonl", rest='{"time": 103.0, "kind": "step", ')
     tail = Tail(path)
-    assert tail.read().steps == []
+    assert tail.read().sample == {}
     with path.open("a") as file:
         file.write('"step": 1, "loss": 3.0}\n')
 
@@ -110,7 +113,7 @@ def test_values_that_are_not_finite_are_kept_and_counted():
     assert math.isnan(nan)
     assert infinite == math.inf
     assert last == (3, 1.0)
-    assert "2 value(s) are not finite" in notes(record)[0]
+    assert "not finite are gaps in the curves: 2 of loss, the first at step 1." in notes(record)[0]
 
 
 def test_logged_values_are_drawn_over_the_step_that_the_program_gave():
@@ -151,14 +154,76 @@ def test_a_run_that_begins_from_a_checkpoint_is_not_charged_for_the_steps_before
     assert loaded.time_by_phase() == pytest.approx({"forward": 0.5, "between": 1.5})
 
 
+def test_time_in_steps_that_are_done_again_was_spent():
+    record = record_of(
+        sample(1, split={"forward": 1.0}),
+        sample(2, split={"forward": 1.0}),
+        {"kind": "restart", "step": 1},
+        sample(2, split={"forward": 1.0}),
+    )
+
+    assert record.time_by_phase() == pytest.approx({"forward": 3.0, "between": 1.0})
+
+
+def test_a_clock_that_was_set_back_turns_no_time_around():
+    record = record_of(sample(1, loss=3.0, split={"forward": 1.0}))  # ends at 101
+    record.add({"time": 40.0, "kind": "run", "step": 1})  # on another machine
+    record.add({"time": 42.0, **sample(2, loss=2.0, split={"forward": 1.0})})
+    record.add({"time": 200.0, "kind": "run", "step": 2})  # on the first
+    record.add({"time": 201.0, **sample(3, loss=1.0, split={"forward": 1.0})})
+
+    assert [point.time for point in record.curves()["loss"]] == [101.0, 103.0, 201.0]
+    assert record.time_by_phase() == pytest.approx({"forward": 3.0, "between": 1.0})
+    assert "a clock went back by 1 min 01 s" in notes(record)[0]
+
+
+def test_a_run_that_went_on_elsewhere_tells_both_places():
+    record = Record("a.jsonl", "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0, "processes": 4, "host": "one", "git": "abc"})
+    record.add({"time": 2.0, **sample(1, ranks=[rank(3, 0.1)])})
+    record.add({"kind": "run", "time": 3.0, "step": 1, "processes": 2, "host": "two", "git": "abc"})
+    rows = {name: value for name, *value in about([record])}
+
+    assert rows["processes"] == ["4 on one, then 2 on two"]
+    assert rows["commit"] == ["abc"]
+    assert paces(record) == []  # of the world before
+
+
+def test_a_warning_that_comes_again_and_again_is_one_with_a_count():
+    record = record_of(*({"kind": "warning", "step": step, "text": "overflow"} for step in range(9)))
+
+    (warning,) = record.of("warning")
+    assert (warning["step"], warning["until"]["step"], warning["times"]) == (0, 8, 9)
+
+
+def test_a_long_record_takes_little_memory(tmp_path):
+    values = {"a": 1.5, "b": 2.5}
+    logged = ({"kind": "log", "step": step, "given": step, "values": values} for step in range(LONG))
+    path = write(tmp_path, "a.jsonl", *logged)
+    tracemalloc.start()
+    record = Tail(path).end()
+    kept, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+
+    assert len(record.curves()["logged b"]) == LONG
+    assert kept / LONG < 200  # bytes of a line
+
+
 def test_a_line_that_lacks_its_parts_is_torn():
     tail = Tail(Path("a.jsonl"))
     tail.record.add({"kind": "run", "time": 100.0, "step": 0})
-    for text in (b'{"kind": "step", "time": 1}', b'{"kind": "step", "time": "x", "step": 1}', b"[]", b"5"):
+    for text in (
+        b'{"kind": "step", "time": 1}',
+        b'{"kind": "step", "time": "x", "step": 1}',
+        b'{"kind": "log", "time": 1, "step": 1, "given": 1, "values": 5}',
+        b"[" * 100_000,
+        b"[]",
+        b"5",
+    ):
         tail._take(text)
 
-    assert tail.record.torn == 4
-    assert not tail.record.steps
+    assert tail.record.torn == 6
+    assert not tail.record.sample
 
 
 def test_a_number_beyond_all_floats_is_not_finite():

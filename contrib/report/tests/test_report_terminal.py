@@ -17,6 +17,7 @@ import pytest
 from rich.console import Console
 
 from accel_report.records import Record
+from accel_report.terminal import summary
 from accel_report.watching import Newest, frame, line
 
 ACCEL = [sys.executable, "-m", "accel_core"]
@@ -197,3 +198,43 @@ def test_the_screen_has_the_devices_sensors():
         screen.print(frame(record, 80, 30, None))
 
     assert re.search(r"device temperature +\S+ +83", shown.get())
+
+
+@pytest.mark.parametrize("name", ["a\x1b[2Jb", "\u202eloss", "loss\rgone"])
+def test_no_text_of_a_record_moves_the_cursor(name):
+    record = Record(Path("a.jsonl"), name)
+    record.add({"kind": "run", "time": 1.0, "step": 0, "host": name, "explain": [name]})
+    record.add({"kind": "log", "time": 2.0, "step": 1, "given": 1, "values": {f"loss {name}": 1.0}})
+    record.add({"kind": "warning", "time": 2.0, "step": 1, "text": name})
+
+    screen = Console(width=80)
+    with screen.capture() as shown:
+        screen.print(summary([record], 80))
+        screen.print(frame(record, 80, 30, None))
+    told = shown.get() + line(record, None)
+
+    assert not {"\x1b", "\u202e", "\r"} & set(told)
+    assert repr(name)[1:-1] in told
+
+
+def test_a_loss_that_was_never_finite_is_not_called_absent():
+    record = Record(Path("a.jsonl"), "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    record.add({"kind": "step", "time": 2.0, "step": 1, "loss": "NaN"})
+
+    screen = Console(width=80)
+    with screen.capture() as shown:
+        screen.print(frame(record, 80, 30, None))
+    assert "loss: nan, and none of its 1 values is finite" in shown.get()
+
+
+@pytest.mark.parametrize("width", range(1, 12))
+def test_a_narrow_terminal_is_no_error(width):
+    record = Record(Path("a.jsonl"), "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    for step in range(1, 30):
+        record.add({"kind": "step", "time": 2.0, "step": step, "loss": 1.0 / step, "seconds": 1.0})
+
+    screen = Console(width=width)
+    with screen.capture():
+        screen.print(frame(record, width, 5, None))

@@ -48,3 +48,5 @@ def test_numbers_and_texts_of_one_log_are_one_step(home, name, config):
     if name == "dvclive":
         (rows,) = home.rglob("loss.tsv")
         assert len(rows.read_text().splitlines()) == 4
+        (record,) = (home / "records").iterdir()
+        assert '"dvclive: the end of a step could not be logged' in record.read_text()

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_report.columns import Curve
 from accel_report.records import Record
 
 __all__ = ["about", "differences", "duration", "memory_text", "notes", "paces", "rate", "traces"]
 
+CLOCK_SECONDS = 1.0
+"""Least seconds of a clock's setting back that are told."""
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -25,7 +29,7 @@ def about(records: Sequence[Record]) -> list[tuple[str, ...]]:
 def _about(record: Record) -> dict[str, str]:
     head = record.head
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.began))
-    memory = {name: max(point.value for point in points) for name, points in record.memory().items()}
+    memory = {name: max(curve.values) for name, curve in record.memory.items()}
     rows = {
         "run": head.get("run"),
         "script": head.get("script"),
@@ -33,15 +37,27 @@ def _about(record: Record) -> dict[str, str]:
         "took": duration(record.last - record.began) + ("" if record.ended else ", has not ended"),
         "steps": f"{record.done}",
         "starts": f"{len(record.starts)}",
-        "stack": (head.get("explain") or [""])[0],
-        "processes": f"{head.get('processes')} on {head.get('host')}",
-        "device": " ".join(dict.fromkeys(f"{value}" for value in head.get("device", {}).values())),
-        "commit": head.get("git") or "not in a git repository",
-        "versions": ", ".join(f"{name} {version}" for name, version in head.get("versions", {}).items()),
+        **_of_starts(record.starts),
         "most memory": ", ".join(f"{memory_text(value)} {name}" for name, value in memory.items()),
         "checkpoints": f"{len(record.of('checkpoint'))}",
     }
     return {name: str(value) for name, value in rows.items() if value}
+
+
+def _of_starts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return facts that another start of the run may have had otherwise, in the order of starts."""
+    found: dict[str, dict[str, None]] = {}
+    for head in starts:
+        each = {
+            "stack": (head.get("explain") or [""])[0],
+            "processes": f"{head.get('processes')} on {head.get('host')}",
+            "device": " ".join(dict.fromkeys(f"{value}" for value in head.get("device", {}).values())),
+            "commit": head.get("git") or "not in a git repository",
+            "versions": ", ".join(f"{name} {version}" for name, version in head.get("versions", {}).items()),
+        }
+        for name, value in each.items():
+            found.setdefault(name, {})[value] = None
+    return {name: ", then ".join(filter(None, values)) for name, values in found.items()}
 
 
 def paces(record: Record) -> list[tuple[str, ...]]:
@@ -50,7 +66,7 @@ def paces(record: Record) -> list[tuple[str, ...]]:
     The slowest rank comes first. Own time is that until a step's last backward, without backwards, and in
     its optimizer.
     """
-    found = record.ranks()
+    found = record.ranks
     if not found:
         return []
     kinds = list(dict.fromkeys(kind for each in found for kind in each["memory"]))
@@ -78,14 +94,20 @@ def notes(record: Record) -> list[str]:
             f"{record.name} went on from step {steps}: {record.redone} line(s) of steps that were done"
             " again gave way to the later ones."
         )
-    odd = sum(not _finite(point.value) for points in record.curves().values() for point in points)
+    if record.set_back > CLOCK_SECONDS:
+        found.append(
+            f"{record.name}: a clock went back by {duration(record.set_back)}, which are added to the times"
+            " after it."
+        )
+    odd = [text for name, curve in record.curves().items() if (text := _not_finite(name, curve))]
     if odd:
-        found.append(f"{record.name}: {odd} value(s) are not finite, and gaps in the curves.")
+        found.append(f"{record.name}: values that are not finite are gaps in the curves: {'; '.join(odd)}.")
     return found
 
 
-def _finite(value: float) -> bool:
-    return value - value == 0
+def _not_finite(name: str, curve: Curve) -> str:
+    odd = [at for at, value in enumerate(curve.values) if not math.isfinite(value)]
+    return f"{len(odd)} of {name}, the first at step {curve.xs[odd[0]]:.12g}" if odd else ""
 
 
 def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:

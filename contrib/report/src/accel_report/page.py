@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
+from accel_report.columns import Curve
 from accel_report.facts import about, differences, notes, paces, traces
 from accel_report.pictures import mesh_picture, schedule_picture
-from accel_report.records import Point, Record
+from accel_report.records import Record
 
 __all__ = ["page"]
 
 MOST_POINTS: Final = 4000
 """Of one curve; a longer one keeps the extremes of each stretch."""
+MOST_WARNINGS: Final = 200
+"""In the table, and on the time axis."""
 GIB: Final = 1 << 30
 
 
@@ -46,16 +49,12 @@ def _file(name: str) -> str:
 
 def _run(record: Record) -> dict[str, Any]:
     began = record.began
-    memory = {
-        name: [Point(point.step, point.x, point.time, point.value / GIB) for point in points]
-        for name, points in record.memory().items()
-    }
     starts = [float(start["time"]) for start in record.starts]
     return {
         "name": record.name,
         "seconds": record.last - began,
-        "curves": {name: _curve(points, began) for name, points in record.curves().items()},
-        "memory": {name: _curve(points, began) for name, points in memory.items()},
+        "curves": {name: _curve(curve, began) for name, curve in record.curves().items()},
+        "memory": {name: _curve(curve, began, GIB) for name, curve in record.memory.items()},
         "phases": record.time_by_phase(),
         "marks": [*_marks(record)],
         "lives": [
@@ -64,32 +63,39 @@ def _run(record: Record) -> dict[str, Any]:
     }
 
 
-def _curve(points: list[Point], began: float) -> dict[str, Any]:
-    kept = [*_thinned(points)]
+def _curve(curve: Curve, began: float, unit: int = 1) -> dict[str, Any]:
+    places = [*_thinned(curve.values)]
+    kept = [curve[at] for at, _ in places]
+    means = {"means": [mean / unit if math.isfinite(mean) else None for _, mean in places]}
     return {
+        **(means if len(kept) < len(curve) else {}),
         "x": [point.x for point in kept],
-        "y": [point.value if math.isfinite(point.value) else None for point in kept],
+        "y": [point.value / unit if math.isfinite(point.value) else None for point in kept],
         "t": [round(point.time - began, 3) for point in kept],
         "own": any(point.x != point.step for point in kept),
     }
 
 
-def _thinned(points: list[Point]) -> Iterator[Point]:
-    """Yield at most MOST_POINTS of the points, peaks and troughs among them."""
-    stretch = 1 if len(points) <= MOST_POINTS else math.ceil(3 * len(points) / MOST_POINTS)
-    for begin in range(0, len(points), stretch):
-        part = points[begin : begin + stretch]
-        odd = [at for at, point in enumerate(part) if not math.isfinite(point.value)]
-        finite = [at for at, point in enumerate(part) if math.isfinite(point.value)]
-        ends = sorted(finite, key=lambda at: part[at].value)
-        yield from (part[at] for at in sorted({*ends[:1], *ends[-1:], *odd[:1]}))
+def _thinned(values: Sequence[float]) -> Iterator[tuple[int, float]]:
+    """Yield the places of at most MOST_POINTS values, peaks and troughs among them.
+
+    With each comes the mean of the finite values of its stretch, which smoothing goes by.
+    """
+    stretch = 1 if len(values) <= MOST_POINTS else math.ceil(3 * len(values) / MOST_POINTS)
+    for begin in range(0, len(values), stretch):
+        part = range(begin, min(begin + stretch, len(values)))
+        odd = [at for at in part if not math.isfinite(values[at])]
+        ends = sorted((at for at in part if math.isfinite(values[at])), key=values.__getitem__)
+        mean = sum(values[at] for at in ends) / len(ends) if ends else math.nan
+        yield from ((at, mean) for at in sorted({*ends[:1], *ends[-1:], *odd[:1]}))
 
 
 def _marks(record: Record) -> Iterator[dict[str, Any]]:
     for start in record.starts[1:]:
         text = f"goes on from step {start['step']} in another process"
         yield _mark("restart", start, record, text)
-    for line in record.events:
+    more = {id(line) for line in record.of("warning")[MOST_WARNINGS:]}
+    for line in (line for line in record.events if id(line) not in more):
         texts = {
             "checkpoint": f"checkpoint of step {line.get('step')}: {line.get('folder')}",
             "restart": f"a state of step {line.get('step')} was loaded",
@@ -114,7 +120,7 @@ def _body(records: Sequence[Record]) -> Iterator[str]:
     yield '<section class="charts" id="curves">'
     measured = {name: None for record in records for name in record.curves()}
     yield from (_chart(_title(name), "curves", name) for name in measured)
-    if any(record.memory() for record in records):
+    if any(record.memory for record in records):
         yield _chart("memory of the main process and its device", "memory")
     yield "</section><h2>Where the time went</h2>"
     yield '<p class="note">An estimate from the samples. "between" is all that belongs to no step: starting,'
@@ -155,8 +161,11 @@ def _details(record: Record, which: str) -> Iterator[str]:
         yield f"<h2>Pipeline schedule{escape(which)}</h2>{schedule}"
     if record.of("warning"):
         yield f"<h2>Warnings{escape(which)}</h2>"
-        rows = [(f"step {line.get('step', '')}", str(line["text"])) for line in record.of("warning")]
-        yield _table(["", ""], rows)
+        found = record.of("warning")
+        yield _table(["", ""], [(_place(line), str(line["text"])) for line in found[:MOST_WARNINGS]])
+        if len(found) > MOST_WARNINGS:
+            more = len(found) - MOST_WARNINGS
+            yield f'<p class="note">{more} later texts of warnings are in the record alone.</p>'
     if record.of("profile"):
         yield f"<h2>Profiler traces{escape(which)}</h2>"
         yield '<p class="note">Open them in chrome://tracing, or in Perfetto.</p><ul>'
@@ -167,6 +176,11 @@ def _details(record: Record, which: str) -> Iterator[str]:
     yield escape("\n".join(record.head.get("explain", []))) + "</pre></details>"
     yield "<details><summary>All options, with origins</summary>"
     yield _table(["option", "value", "from"], options) + "</details>"
+
+
+def _place(warning: Mapping[str, Any]) -> str:
+    first, last, times = warning["step"], warning["until"]["step"], warning["times"]
+    return f"step {first}" if times == 1 else f"steps {first} to {last}, {times} times"
 
 
 def _title(name: str) -> str:

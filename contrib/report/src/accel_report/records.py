@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from attrs import Factory, define, frozen
+from attrs import Factory, define
 
 from accel_core import AccelError
+from accel_report.columns import Curve, Curves, flat
 
 __all__ = ["Record", "Tail", "find", "read"]
 
@@ -18,20 +20,8 @@ FOLDER: Final = "records"
 """In a project's folder."""
 MEASURED: Final = ("loss", "lr", "grad_norm", "samples_per_second", "items_per_second", "seconds")
 """Curves of a sample, in the order in which they are shown."""
+CHUNK_BYTES: Final = 1 << 24
 Line = dict[str, Any]
-
-
-@frozen
-class Point:
-    """A value of a curve.
-
-    step: optimizer steps that were done. x: what it is drawn over, the program's own step if it gave one.
-    """
-
-    step: int
-    x: float
-    time: float
-    value: float
 
 
 @define
@@ -41,26 +31,42 @@ class Record:
     A run that goes on from a checkpoint does some steps again: what came after the checkpoint gives way.
     name: the project's folder, mostly.
     starts: lines of kind `run`, one for each process that wrote here.
-    steps, logs: the samples, and what the program logged.
+    sample: the last sample. seconds: of a step, as last sampled.
     events: checkpoints, restarts, warnings, profiles and the like, in order.
+    ranks: pace and memory of ranks as last compared, the slowest first.
+    done: optimizer steps that are known to be done.
     redone: samples and logged lines that gave way. torn: lines that are not whole.
-    last: time of the last line.
+    last: time of the last line. shift: seconds that are added to its clock, which had gone back.
+    set_back: the most that were added to any.
     """
 
     path: Path
     name: str = ""
     starts: list[Line] = Factory(list)
     settings: Line = Factory(dict)
-    steps: list[Line] = Factory(list)
-    logs: list[Line] = Factory(list)
+    sample: Line = Factory(dict)
+    seconds: float | None = None
+    memory: Curves = Factory(Curves)
     events: list[Line] = Factory(list)
+    ranks: list[Line] = Factory(list)
+    done: int = 0
     redone: int = 0
     torn: int = 0
     last: float = 0.0
+    shift: float = 0.0
+    set_back: float = 0.0
     resumed_at: list[tuple[float, int]] = Factory(list)
     """(when, from which step) the run went on."""
     ended: bool = False
     _ends: list[float] = Factory(list)
+    _measured: Curves = Factory(Curves)
+    _logged: Curves = Factory(Curves)
+    _lines: array[float] = Factory(lambda: array("d"))
+    """Steps of samples and logged lines."""
+    _warnings: dict[str, Line] = Factory(dict)
+    _spent: dict[str, float] = Factory(dict)
+    _sampled: int = 0
+    """The step up to which samples stand for all."""
 
     @property
     def head(self) -> Line:
@@ -72,12 +78,6 @@ class Record:
         """Time of the first line."""
         return float(self.starts[0]["time"]) if self.starts else self.last
 
-    @property
-    def done(self) -> int:
-        """Optimizer steps that are known to be done."""
-        ends = [int(line["step"]) for line in (*self.steps[-1:], *self.logs[-1:], *self.starts[-1:])]
-        return max([*ends, *(line["step"] for line in self.events[-1:] if line["kind"] == "end")], default=0)
-
     def life_ends(self) -> list[float]:
         """Return when each start's process wrote its last line."""
         return [*self._ends, self.last][: len(self.starts)]
@@ -88,65 +88,94 @@ class Record:
 
     def add(self, line: Line) -> None:
         """Take the next line of the file."""
-        kind, at = line["kind"], float(line["time"])
+        kind = line["kind"]
         if kind != "settings" and not isinstance(line["step"], int):
             raise TypeError(line)
+        line["time"] = self._time(float(line["time"]), is_start=kind == "run")
         if kind == "run":
-            if self.starts:
-                self._ends.append(self.last)
-                self._go_on(line)
-            self.starts.append(line)
+            self._start(line)
         elif kind == "restart":
             self._go_on(line)
         elif kind == "settings":
             self.settings = line
-        elif kind in ("step", "log"):
-            (self.steps if kind == "step" else self.logs).append(line)
-        if kind not in ("run", "settings", "step", "log"):
+        elif kind == "step":
+            self._add_sample(line)
+        elif kind == "log":
+            self._add_logged(line)
+        elif kind == "warning":
+            self._warn(line)
+        if kind not in ("run", "settings", "step", "log", "warning"):
             self.events.append(line)
-        self.ended, self.last = kind == "end", at
+        if kind in ("run", "restart", "step", "log", "end"):
+            self.done = line["step"]
+        self.ended, self.last = kind == "end", line["time"]
+
+    def _warn(self, line: Line) -> None:
+        """Take a warning; of one text there is one event, with `times` and the last line, `until`."""
+        if (first := self._warnings.get(line["text"])) is None:
+            first = self._warnings[line["text"]] = line | {"times": 0}
+            self.events.append(first)
+        first["times"], first["until"] = first["times"] + 1, line
+
+    def _time(self, told: float, *, is_start: bool) -> float:
+        """Return the time of a line, which is not before that of the line before it.
+
+        The clock may have been set, or be that of another machine.
+        """
+        self.shift = max(0.0 if is_start else self.shift, self.last - told if self.starts else 0.0)
+        self.set_back = max(self.set_back, self.shift)
+        return told + self.shift
+
+    def _start(self, line: Line) -> None:
+        if self.starts:
+            self._ends.append(self.last)
+            self._go_on(line)
+        self.starts.append(line)
+        self._sampled, self.ranks = line["step"], []
 
     def _go_on(self, line: Line) -> None:
-        self.resumed_at.append((line["time"], line["step"]))
-        for lines in (self.steps, self.logs):
-            kept = [each for each in lines if each["step"] <= line["step"]]
-            self.redone += len(lines) - len(kept)
-            lines[:] = kept
+        step = line["step"]
+        self.resumed_at.append((line["time"], step))
+        for curves in (self._measured, self._logged, self.memory):
+            curves.cut(step)
+        kept = array("d", (each for each in self._lines if each <= step))
+        self.redone += len(self._lines) - len(kept)
+        self._lines, self._sampled, self.sample = kept, step, {}
 
-    def curves(self) -> dict[str, list[Point]]:
-        """Return what can be drawn over the steps: name -> points in order.
+    def _add_logged(self, line: Line) -> None:
+        self._lines.append(line["step"])
+        for name, value in flat(line["values"]):
+            self._logged.put(f"logged {name}", line, line["given"], value)
+
+    def _add_sample(self, line: Line) -> None:
+        step, split, seconds = line["step"], line.get("split", {}), line.get("seconds")
+        several = {f"loss of {unit}": value for unit, value in line.get("losses", {}).items()}
+        sensors = {
+            f"device {name}": bool(value) if isinstance(value, list) else value  # reasons, or none
+            for name, value in line.get("health", {}).items()
+        }
+        for name, value in {**{name: line.get(name) for name in MEASURED}, **several, **sensors}.items():
+            self._measured.put(name, line, step, value)
+        for name, value in line.get("memory", {}).items():
+            self.memory.put(name, line, step, value)
+        weight, own = float(max(1, step - self._sampled)), math.fsum(split.values())
+        if seconds and own:
+            weight = min(weight, max(1.0, seconds * weight / own))
+        for phase, spent in split.items():
+            if phase != "checkpoint":  # these are counted one by one
+                self._spent[phase] = self._spent.get(phase, 0.0) + spent * weight
+        self.sample, self._sampled = line, step
+        self._lines.append(step)
+        self.seconds, self.ranks = seconds or self.seconds, line.get("ranks", self.ranks)
+
+    def curves(self) -> dict[str, Curve]:
+        """Return what can be drawn over the steps, by name.
 
         Measured values come first; a sensor is called `device NAME`, and what the program logged
         `logged NAME`.
         """
-        found: dict[str, list[Point]] = {}
-        for line in self.steps:
-            several = {f"loss of {unit}": value for unit, value in line.get("losses", {}).items()}
-            sensors = {
-                f"device {name}": bool(value) if isinstance(value, list) else value  # reasons, or none
-                for name, value in line.get("health", {}).items()
-            }
-            for name, value in {**{name: line.get(name) for name in MEASURED}, **several, **sensors}.items():
-                _put(found, name, line["step"], line, value)
-        order = {name: found[name] for name in (*MEASURED, *found) if name in found}
-        logged: dict[str, list[Point]] = {}
-        for line in self.logs:
-            x = line["step"] if line["given"] is None else line["given"]
-            for name, value in _flat(line["values"]):
-                _put(logged, f"logged {name}", x, line, value)
-        return {**order, **logged}
-
-    def memory(self) -> dict[str, list[Point]]:
-        """Return memory in bytes over the steps: what -> points in order."""
-        found: dict[str, list[Point]] = {}
-        for line in self.steps:
-            for name, value in line.get("memory", {}).items():
-                _put(found, name, line["step"], line, value)
-        return found
-
-    def ranks(self) -> list[Line]:
-        """Return the pace and memory of ranks as last compared, the slowest first."""
-        return next((line["ranks"] for line in reversed(self.steps) if "ranks" in line), [])
+        names = [name for name in (*MEASURED, *self._measured) if name in self._measured]
+        return {**{name: self._measured[name] for name in names}, **self._logged}
 
     def time_by_phase(self) -> dict[str, float]:
         """Return the seconds of the whole run by what they went to: an estimate.
@@ -154,21 +183,8 @@ class Record:
         A sample stands for the steps since the one before, and for no more time than these took; what is left
         of the time is `between`: starting, evaluating, and all else that is not part of a step.
         """
-        spent: dict[str, float] = {}
-        begun = [int(line["step"]) for line in (*self.starts, *self.of("restart"))]
-        before = 0
-        for line in self.steps:
-            split, step = line.get("split", {}), line["step"]
-            before = max(before, *(at for at in (0, *begun) if at < step))
-            weight, own = float(max(1, step - before)), math.fsum(split.values())
-            if line.get("seconds") and own:
-                weight = min(weight, max(1.0, line["seconds"] * weight / own))
-            before = step
-            for phase, seconds in split.items():
-                if phase != "checkpoint":  # these are counted one by one
-                    spent[phase] = spent.get(phase, 0.0) + seconds * weight
         stalls = math.fsum(line.get("seconds") or 0.0 for line in self.of("checkpoint"))
-        spent |= {"checkpoint": stalls} if stalls else {}
+        spent = self._spent | ({"checkpoint": stalls} if stalls else {})
         lives = zip(self.starts, self.life_ends(), strict=True)
         rest = math.fsum(end - start["time"] for start, end in lives) - math.fsum(spent.values())
         return {**spent, "between": rest} if spent and rest > 0 else spent
@@ -186,11 +202,11 @@ class Tail:
         """Add what has come since the last call; a line that is not whole yet waits."""
         with self.record.path.open("rb") as file:
             file.seek(self._at)
-            content = file.read()
-        self._at += len(content)
-        *lines, self._rest = (self._rest + content).split(b"\n")
-        for line in filter(bytes.strip, lines):
-            self._take(line)
+            while content := file.read(CHUNK_BYTES):
+                self._at += len(content)
+                *lines, self._rest = (self._rest + content).split(b"\n")
+                for line in filter(bytes.strip, lines):
+                    self._take(line)
         return self.record
 
     def end(self) -> Record:
@@ -205,7 +221,7 @@ class Tail:
         try:
             line = json.loads(text)
             self.record.add(line)
-        except (ValueError, KeyError, TypeError):  # cut, by a kill or a full disk
+        except (AttributeError, LookupError, RecursionError, TypeError, ValueError):  # cut, as by a kill
             self.record.torn += 1
 
 
@@ -255,26 +271,3 @@ def read(runs: Sequence[Path]) -> list[Record]:
 def _begins_as_record(path: Path) -> bool:
     with path.open("rb") as file:
         return b'"kind": "run"' in file.readline()
-
-
-def _put(found: dict[str, list[Point]], name: str, x: float, line: Line, value: Any) -> None:
-    number = _number(value)
-    if number is not None:
-        found.setdefault(name, []).append(Point(line["step"], x, line["time"], number))
-
-
-def _number(value: Any) -> float | None:
-    if isinstance(value, str) and value in ("NaN", "Infinity", "-Infinity"):
-        return float(value)
-    try:
-        return float(value) if isinstance(value, (int, float)) else None
-    except OverflowError:  # an integer beyond all floats
-        return math.inf if value > 0 else -math.inf
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{name}/")
-        else:
-            yield f"{prefix}{name}", value

@@ -13,9 +13,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
+from accel_report.columns import Curve
 from accel_report.curve import curve, spark
 from accel_report.facts import about, differences, duration, memory_text, notes, paces, rate
-from accel_report.records import Point, Record
+from accel_report.records import Record
 
 __all__ = [
     "console",
@@ -24,6 +25,7 @@ __all__ = [
     "loss_of",
     "losses",
     "memory",
+    "printable",
     "ranks",
     "rates",
     "shares",
@@ -44,11 +46,11 @@ def summary(records: Sequence[Record], width: int) -> RenderableType:
     """Return what `accel report` prints."""
     parts: list[RenderableType] = []
     for record in records:
-        parts += [Rule(Text(record.name, "bold"), align="left")]
+        parts += [Rule(Text(printable(record.name), "bold"), align="left")]
         parts += [lines(about([record])), losses(record, width, 8), rates(record, width)]
         parts += [time_by_phase(record, width), memory(record), ranks(record, 8)]
         parts += [events(record, 8)]
-        parts += [Text(note, "yellow") for note in notes(record)]
+        parts += [Text(printable(note), "yellow") for note in notes(record)]
     found = differences(records)
     if found:
         parts += [Rule(Text("differences of settings", "bold"), align="left")]
@@ -63,29 +65,40 @@ def lines(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Renderable
     for at in range(len(rows[0]) if rows else 0):
         grid.add_column(Text(head[at]) if head else "", style="cyan" if at == 0 else "", overflow="fold")
     for row in rows:
-        grid.add_row(*map(Text, row))
+        grid.add_row(*(Text(printable(cell)) for cell in row))
     return grid
 
 
-def loss_of(record: Record) -> tuple[str, list[Point]]:
-    """Return the loss and its name; without a loss the first curve."""
+def printable(text: str) -> str:
+    """Return a text of a record, its characters that would move the cursor as escapes."""
+    return "".join(
+        one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text
+    )
+
+
+def loss_of(record: Record) -> tuple[str, Curve | None]:
+    """Return the loss and its name; without a loss the first curve, if there is any."""
     curves = record.curves()
     named = [name for name in curves if "loss" in name.lower()]
     name = next(iter([*named, *curves]), "")
-    return name, curves.get(name, [])
+    return name, curves.get(name)
 
 
 def losses(record: Record, width: int, height: int) -> RenderableType:
     """Return the loss as a curve with its scale."""
     name, points = loss_of(record)
-    values = [point.value for point in points]
+    if points is None:
+        return Text("no loss is recorded yet", "dim")
+    values = points.values
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        return Text("no loss is recorded yet", "dim")
+        said = f"{printable(name)}: {values[-1]}, and none of its {len(values)} values is finite"
+        return Text(said, "yellow")
     scale = [f"{max(finite):.4g}", *[""] * (height - 2), f"{min(finite):.4g}"]
     margin = max(map(len, scale))
-    text = Text(f"{name}: {values[0]:.4g} -> {values[-1]:.4g}, steps {points[0].x:g} to {points[-1].x:g}\n")
-    for label, line in zip(scale, curve(values, width - margin - 1, height), strict=True):
+    steps = f"steps {points[0].x:.12g} to {points[-1].x:.12g}"
+    text = Text(f"{printable(name)}: {values[0]:.4g} -> {values[-1]:.4g}, {steps}\n")
+    for label, line in zip(scale, curve(finite, max(8, width - margin - 1), height), strict=True):
         text.append(f"{label:>{margin}} ", "dim").append(f"{line}\n", "blue")
     return text
 
@@ -103,14 +116,14 @@ def rates(record: Record, width: int) -> RenderableType:
     words |= {name: name for name in curves if name.startswith("device ")}
     bars = max(8, width - 36)
     rows = [
-        (words[name], spark([point.value for point in curves[name]], bars), _short(name, curves[name]))
+        (words[name], spark(curves[name].values, bars), _short(name, curves[name]))
         for name in words
         if name in curves
     ]
     return lines(rows)
 
 
-def _short(name: str, points: list[Point]) -> str:
+def _short(name: str, points: Curve) -> str:
     last = points[-1].value
     return rate(last) if "second" in name and name != "seconds" else f"{last:.4g}"
 
@@ -146,8 +159,8 @@ def shares(record: Record) -> str:
 def memory(record: Record) -> RenderableType:
     """Return the memory of the main process and its device: last, and most."""
     rows = [
-        (name, memory_text(points[-1].value), f"most {memory_text(max(point.value for point in points))}")
-        for name, points in record.memory().items()
+        (name, memory_text(points[-1].value), f"most {memory_text(max(points.values))}")
+        for name, points in record.memory.items()
     ]
     return lines([(f"memory: {name}", *rest) for name, *rest in rows])
 
@@ -170,7 +183,8 @@ def _events(record: Record) -> Iterator[tuple[str, str]]:
             waited = "" if line["seconds"] is None else f", {line['seconds']:.2g} s"
             found.append((line["time"], f"checkpoint of step {line['step']}: {line['folder']}{waited}"))
         elif line["kind"] == "warning":
-            found.append((line["time"], f"warning: {line['text']}"))
+            again = f" ({line['times']} times, first at step {line['step']})" if line["times"] > 1 else ""
+            found.append((line["until"]["time"], f"warning: {line['text']}{again}"))
         elif line["kind"] == "profile":
             found.append((line["time"], f"profile: {line['path']}"))
     for at, text in sorted(found):
@@ -183,6 +197,7 @@ def state(record: Record, now: float) -> str:
         return "has written nothing yet"
     if record.ended:
         return f"ended after {duration(record.last - record.began)}"
+    now += record.shift
     silent = now - record.last
     return f"runs for {duration(now - record.began)}" + (
         f", nothing new for {duration(silent)}" if silent > 60 else ""

@@ -16,7 +16,18 @@ from rich.text import Text
 from accel_core import AccelError
 from accel_report.facts import duration, rate
 from accel_report.records import Record, Tail, find
-from accel_report.terminal import console, events, loss_of, losses, memory, ranks, rates, shares, state
+from accel_report.terminal import (
+    console,
+    events,
+    loss_of,
+    losses,
+    memory,
+    printable,
+    ranks,
+    rates,
+    shares,
+    state,
+)
 
 __all__ = ["frame", "line", "watch_run"]
 
@@ -95,9 +106,9 @@ def _found(run: Path, *, once: bool) -> Path:
 
 def frame(record: Record, width: int, height: int, steps: int | None) -> RenderableType:
     """Return the screen."""
-    head = Text(record.name, "bold").append(f"  {state(record, time.time())}", "not bold")
+    head = Text(printable(record.name), "bold").append(f"  {state(record, time.time())}", "not bold")
     place = record.head
-    where = Text(f"{(place.get('explain') or [''])[0]}, {place.get('host', '')}", "dim")
+    where = Text(printable(f"{(place.get('explain') or [''])[0]}, {place.get('host', '')}"), "dim")
     curve_height = max(3, min(12, height - 20))
     return Group(
         head,
@@ -115,14 +126,14 @@ def frame(record: Record, width: int, height: int, steps: int | None) -> Rendera
 def line(record: Record, steps: int | None) -> str:
     """Return the state of the run in one line."""
     name, points = loss_of(record)
-    parts = [time.strftime("%H:%M:%S", time.localtime(record.last)), _place(record, steps)]
-    parts += [f"{name} {points[-1].value:.4g}"] if points else []
+    parts = [time.strftime("%H:%M:%S", time.localtime(record.last - record.shift)), _place(record, steps)]
+    parts += [f"{name} {points[-1].value:.4g}"] if points is not None else []
     for unit in ("samples", "items"):
         values = record.curves().get(f"{unit}_per_second")
         parts += [f"{rate(values[-1].value)} {unit}/s"] if values else []
     saved = record.of("checkpoint")
     parts += [f"checkpoint of step {saved[-1]['step']}"] if saved else []
-    return ", ".join([*parts, state(record, time.time())])
+    return printable(", ".join([*parts, state(record, time.time())]))
 
 
 def _place(record: Record, steps: int | None) -> str:
@@ -132,19 +143,18 @@ def _place(record: Record, steps: int | None) -> str:
 def _progress(record: Record, width: int, steps: int | None) -> RenderableType:
     """Return bars of the steps, if their number is known, and of the epoch's batches."""
     grid = Table.grid(padding=(0, 1))
-    seconds = next((each["seconds"] for each in reversed(record.steps) if each["seconds"]), None)
     bar_width = max(10, width - 50)
     if steps:
-        left = _left(steps - record.done, seconds)
+        left = _left(steps - record.done, record.seconds)
         grid.add_row(_place(record, steps), ProgressBar(steps, record.done, width=bar_width), left)
     else:
         grid.add_row(_place(record, None))
-    last = record.steps[-1] if record.steps else {}
+    last = record.sample
     if last.get("batches"):
         options = {path: value for path, value, _ in record.head.get("config", [])}
         size = options.get("gradient_accumulation_steps") or 1
         text = f"epoch {last['epoch'] + 1}: {last['batch']} of {last['batches']} batches"
-        left = _left((last["batches"] - last["batch"]) / size, seconds)
+        left = _left((last["batches"] - last["batch"]) / size, record.seconds)
         grid.add_row(text, ProgressBar(last["batches"], last["batch"], width=bar_width), left)
     return grid
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +11,7 @@ from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from accel_core import AccelError, ConfigError, hooks, implements
+from accel_core import AccelError, ConfigError, get_logger, hooks, implements
 from accel_trackers.options import TrackerConfig
 from accel_trackers.values import described, flat, plain
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LibraryTracker"]
 
-logger = logging.getLogger("accel_trackers")
+logger = get_logger("accel_trackers")
 
 
 class LibraryTracker:
@@ -231,7 +230,7 @@ class LibraryTracker:
         kind = message.partition(":")[0]
         if kind not in self._warned:
             self._warned.add(kind)
-            logger.warning("%s: %s", self.name, message)
+            logger.warning("%s: %s", self.name, message, main_process_only=False)
 
     def _check_address(self) -> None:
         asked = str(self.config.directory or self.run.config.project.logging_dir or "")

@@ -70,7 +70,7 @@ function drawCurves(plot) {
       const plain = { x, y: curve.y, name: shown, mode, line, marker: { size: 4 }, type: "scatter" };
       if (share) {
         traces.push({ ...plain, opacity: 0.25, hoverinfo: "skip", mode: "lines" });
-        traces.push({ ...plain, y: smoothed(curve.y, share), mode: "lines" });
+        traces.push({ ...plain, y: smoothed(curve.means || curve.y, share), mode: "lines" });
       } else traces.push(plain);
     }
   });
