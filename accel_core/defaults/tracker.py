@@ -24,7 +24,7 @@ __all__ = ["JsonLines"]
 class JsonLines:
     """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.
 
-    A run that is resumed appends; see `LineFile`.
+    A run that is resumed appends, and so do two at once; each line names its run. See `LineFile`.
     """
 
     def __init__(self, config: Any, run: Run) -> None:
@@ -56,7 +56,7 @@ class JsonLines:
         _refuse(options, "log_kwargs")
         assert self._file is not None
         try:
-            self._file.write(step=step, values=values)
+            self._file.write(run=self.run.run_id, step=step, values=values)
         except OSError as error:  # a full disk, say: it costs what was to be logged, and not the training
             if not self._warned:
                 self._warned = True

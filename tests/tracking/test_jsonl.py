@@ -77,6 +77,23 @@ def test_a_resumed_run_appends(lines):
     assert [line.get("values") for line in lines({"x": 2})] == [None, {"x": 1}, None, {"x": 2}]
 
 
+def test_lines_of_two_runs_at_once_can_be_told_apart(tmp_path):
+    both = [Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path) for _ in range(2)]
+    for accelerator in both:
+        accelerator.init_trackers("project")
+    for accelerator, value in zip(both * 2, range(4), strict=True):
+        accelerator.log({"x": value}, step=0)
+    for accelerator in both:
+        accelerator.end_training()
+    lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
+    found = {
+        run: [line["values"]["x"] for line in lines if line["run"] == run and "values" in line]
+        for run in {line["run"] for line in lines}
+    }
+
+    assert sorted(found.values()) == [[0, 2], [1, 3]]
+
+
 def test_a_torn_last_line_spoils_no_other(lines, tmp_path):
     (tmp_path / "project.jsonl").write_text('{"step": 1, "val')
     with pytest.raises(json.JSONDecodeError):

@@ -39,6 +39,10 @@ const found = {
 };
 for (const plot of document.querySelectorAll(".plot[data-name]"))
   found.drawn[plot.dataset.name] = plot.data.map(({ x, y }) => ({ x: [...x], y: [...y] }));
+found.ranges = Object.fromEntries([...document.querySelectorAll(".plot[data-name]")]
+  .map((plot) => [plot.dataset.name, plot._fullLayout.yaxis.range]));
+found.shapes = document.querySelector(".plot[data-name]").layout.shapes.map((each) => each.x0);
+found.marks = control("marks").parentElement.textContent.trim();
 control("smoothing").value = 0.9;
 control("log").checked = true;
 control("axis").value = "t";
@@ -190,6 +194,49 @@ def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
     assert len(found["axes"]) > 20
     assert min(contrast(ink, found["card"]) for ink in found["axes"]) >= 4.5
     assert min(contrast(ink, found["card"]) for ink in found["lines"]) >= 3
+
+
+@pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
+def test_a_long_run_is_drawn_as_means_among_extremes_with_marks_that_can_be_told_apart(tmp_path):
+    record = Record("a.jsonl", "long")
+    for line in long_run():
+        record.add(line)
+    found = seen(page([record]), tmp_path, 1)
+
+    peaks, means = found["drawn"]["logged loss"]
+    assert max(peaks["y"]) == 9.0
+    assert len(means["y"]) == len(peaks["y"])
+    assert max(means["y"]) < 2.5
+    assert len(found["drawn"]["loss"]) == 1  # a short one is as it is
+    assert found["ranges"]["lr"] == pytest.approx([0.0005, 0.0015])
+    assert found["ranges"]["seconds"][0] == 0
+    assert found["shapes"] == [4500]  # the restart, and none of so many checkpoints
+    assert found["marks"] == "restarts (checkpoints: below)"
+    assert found["errors"] == []
+
+
+def long_run():
+    yield {"kind": "run", "time": 1.0, "step": 0}
+    for step in range(1, 9001):
+        yield {
+            "kind": "log",
+            "time": 1.0 + step,
+            "step": step,
+            "given": step,
+            "values": {"loss": 9.0 if step == 777 else 1.0 + step % 2},
+        }
+        if step % 100 == 0:
+            yield {
+                "kind": "step",
+                "time": 1.0 + step,
+                "step": step,
+                "loss": 1.0,
+                "lr": 0.001,
+                "seconds": 0.1 + step / 1e6,
+            }
+            yield {"kind": "checkpoint", "time": 1.0 + step, "step": step, "folder": "x", "seconds": 0.1}
+        if step == 4500:
+            yield {"kind": "restart", "time": 1.0 + step, "step": step}
 
 
 def test_each_part_of_a_step_that_the_record_names_has_a_bar_and_a_colour():

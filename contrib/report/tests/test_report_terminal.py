@@ -17,7 +17,7 @@ import pytest
 from rich.console import Console
 
 from accel_report.records import Record
-from accel_report.terminal import summary
+from accel_report.terminal import losses, summary
 from accel_report.watching import Newest, frame, line
 
 ACCEL = [sys.executable, "-m", "accel_core"]
@@ -226,6 +226,23 @@ def test_a_loss_that_was_never_finite_is_not_called_absent():
     with screen.capture() as shown:
         screen.print(frame(record, 80, 30, None))
     assert "loss: nan, and none of its 1 values is finite" in shown.get()
+
+
+def test_the_scale_is_that_of_the_curve_which_is_drawn():
+    """Of many values means are drawn, whose extremes are not theirs."""
+    record = Record(Path("a.jsonl"), "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    for step in range(1, 2000):
+        record.add({"kind": "step", "time": 2.0, "step": step, "loss": step % 2 * 2.0})
+
+    screen = Console(width=80)
+    with screen.capture() as shown:
+        screen.print(losses(record, 80, 4))
+    title, top, *_, bottom = shown.get().rstrip().splitlines()
+
+    assert title == "loss: 2 -> 2, steps 1 to 1999"
+    assert 0.8 < float(bottom.split()[0]) <= float(top.split()[0]) < 1.2
+    assert len(top) <= 80
 
 
 @pytest.mark.parametrize("width", range(1, 12))

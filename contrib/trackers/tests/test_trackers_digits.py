@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -71,19 +72,39 @@ def digits(tmp_path_factory):
             "2",
             str(job),
         ]
-        done = subprocess.run(
-            [*command, str(folder), ",".join(NAMES), *arguments],
-            env=environment,
-            cwd=folder,
-            capture_output=True,
-            text=True,
-            timeout=1200,
-            check=False,
-        )
-        codes.append(done.returncode)
-        (folder.parent / f"said-{len(codes)}").write_text(done.stdout + done.stderr)
+        words = [*command, str(folder), ",".join(NAMES), *arguments]
+        with (folder.parent / f"said-{len(codes) + 1}").open("wb") as said:
+            process = subprocess.Popen(words, env=environment, cwd=folder, stdout=said, stderr=said)
+        try:
+            if "kill" in arguments:
+                wait_until_written(folder, process)
+            codes.append(process.wait(timeout=1200))
+        finally:
+            process.kill()
     assert codes == [9, 0], (folder.parent / f"said-{len(codes)}").read_text()[-3000:]
     return folder
+
+
+def wait_until_written(folder, process):
+    """Let the run be killed once what it logged is on the disk, or too long after it logged that."""
+    while process.poll() is None and not (folder / "logged-0").exists():
+        time.sleep(0.2)
+    given_up = time.monotonic() + 120
+    while process.poll() is None and not is_written(folder) and time.monotonic() < given_up:
+        time.sleep(0.5)
+    (folder / "may-die").touch()
+
+
+def is_written(folder):
+    try:
+        found = [read_back.read(name, folder / name)[1] for name in ON_DISK_AT_ONCE & {*NAMES}]
+    except Exception:  # what is half written fails each reader in another way
+        return False
+    return all(
+        set(metrics.get(metric, ())) >= set(range(7))
+        for metrics in found
+        for metric in ("train/loss", "train/half")
+    )
 
 
 @pytest.fixture(scope="module")

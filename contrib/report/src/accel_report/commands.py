@@ -28,7 +28,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     for run, record in zip(runs, records, strict=True):
         others = len(find(run)) - 1
         if others:
-            click.echo(f"{run}: {others} older record(s) there; shown is {record.path.name}", err=True)
+            click.echo(f"{run}: {others} other record(s) there; shown is {record.path.name}", err=True)
     if output is None:
         from accel_report.terminal import console, summary
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from itertools import pairwise
 
-__all__ = ["curve", "spark"]
+__all__ = ["curve", "means", "spark"]
 
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 """Bits of braille's dots, by column and row from the top."""
@@ -15,25 +15,24 @@ BARS = "▁▂▃▄▅▆▇█"
 
 def spark(values: Sequence[float], width: int) -> str:
     """Return one line of bars, each the mean of its stretch of the finite values."""
-    means = _means([value for value in values if math.isfinite(value)], width)
-    if not means:
+    drawn = means([value for value in values if math.isfinite(value)], width)
+    if not drawn:
         return ""
-    low, high = min(means), max(means)
+    low, high = min(drawn), max(drawn)
     span = high - low or 1.0
-    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in means)
+    return "".join(BARS[round((value - low) / span * (len(BARS) - 1))] for value in drawn)
 
 
 def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     """Return lines of braille, two dots across and four down in each character.
 
-    Of more values than dots across, the means of stretches are drawn. Not finite values are left out.
+    The values are finite, and at most as many as dots across (see `means`).
     """
-    means = _means([value for value in values if math.isfinite(value)], 2 * width)
     cells = [[0] * width for _ in range(height)]
-    if not means:
+    if not values:
         return [" " * width] * height
-    low, high = min(means), max(means)
-    rows = [round((high - value) / ((high - low) or 1.0) * (4 * height - 1)) for value in means]
+    low, high = min(values), max(values)
+    rows = [round((high - value) / ((high - low) or 1.0) * (4 * height - 1)) for value in values]
     wide = 2 * width - 1
     before = rows[0]
     for column in range(2 * width):
@@ -44,7 +43,8 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
     return ["".join(chr(0x2800 + bits) for bits in line) for line in cells]
 
 
-def _means(values: Sequence[float], most: int) -> list[float]:
+def means(values: Sequence[float], most: int) -> list[float]:
+    """Return the means of at most so many stretches of the values, which are all of them if few."""
     if len(values) <= most:
         return list(values)
     ends = [round(at * len(values) / most) for at in range(most + 1)]

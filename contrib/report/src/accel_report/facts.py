@@ -12,7 +12,7 @@ from typing import Any
 from accel_report.columns import Curve
 from accel_report.records import Record
 
-__all__ = ["about", "differences", "duration", "memory_text", "notes", "paces", "rate", "traces"]
+__all__ = ["about", "differences", "duration", "folder_of", "memory_text", "notes", "paces", "rate", "traces"]
 
 CLOCK_SECONDS = 1.0
 """Least seconds of a clock's setting back that are told."""
@@ -133,6 +133,12 @@ def _device(head: Mapping[str, Any]) -> dict[str, Any]:
 
 def _text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def folder_of(line: Mapping[str, Any], record: Record) -> str:
+    """Return a checkpoint's folder, within the project's folder if it is there."""
+    folder, project = Path(str(line["folder"])), Path(record.path).resolve().parent.parent
+    return str(folder.relative_to(project) if folder.is_relative_to(project) else folder)
 
 
 def traces(record: Record) -> list[tuple[str, str]]:

@@ -14,8 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_report.columns import Curve
-from accel_report.curve import curve, spark
-from accel_report.facts import about, differences, duration, memory_text, notes, paces, rate
+from accel_report.curve import curve, means, spark
+from accel_report.facts import about, differences, duration, folder_of, memory_text, notes, paces, rate
 from accel_report.records import Record
 
 __all__ = [
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 PIPE_WIDTH: Final = 80
+MARGIN: Final = 10
+"""Columns of a curve's scale."""
 
 
 def console() -> Console:
@@ -94,12 +96,13 @@ def losses(record: Record, width: int, height: int) -> RenderableType:
     if not finite:
         said = f"{printable(name)}: {values[-1]}, and none of its {len(values)} values is finite"
         return Text(said, "yellow")
-    scale = [f"{max(finite):.4g}", *[""] * (height - 2), f"{min(finite):.4g}"]
-    margin = max(map(len, scale))
+    columns = max(8, width - MARGIN - 1)
+    drawn = means(finite, 2 * columns)
+    scale = [f"{max(drawn):.4g}", *[""] * (height - 2), f"{min(drawn):.4g}"]
     steps = f"steps {points[0].x:.12g} to {points[-1].x:.12g}"
     text = Text(f"{printable(name)}: {values[0]:.4g} -> {values[-1]:.4g}, {steps}\n")
-    for label, line in zip(scale, curve(finite, max(8, width - margin - 1), height), strict=True):
-        text.append(f"{label:>{margin}} ", "dim").append(f"{line}\n", "blue")
+    for label, line in zip(scale, curve(drawn, columns, height), strict=True):
+        text.append(f"{label:>{MARGIN}} ", "dim").append(f"{line}\n", "blue")
     return text
 
 
@@ -181,7 +184,9 @@ def _events(record: Record) -> Iterator[tuple[str, str]]:
     for line in record.events:
         if line["kind"] == "checkpoint":
             waited = "" if line["seconds"] is None else f", {line['seconds']:.2g} s"
-            found.append((line["time"], f"checkpoint of step {line['step']}: {line['folder']}{waited}"))
+            found.append(
+                (line["time"], f"checkpoint of step {line['step']}: {folder_of(line, record)}{waited}")
+            )
         elif line["kind"] == "warning":
             again = f" ({line['times']} times, first at step {line['step']})" if line["times"] > 1 else ""
             found.append((line["until"]["time"], f"warning: {line['text']}{again}"))

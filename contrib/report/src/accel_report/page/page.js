@@ -2,7 +2,8 @@
 const runs = JSON.parse(document.getElementById("runs").textContent);
 const PHASES = ["data", "forward", "forward_backward", "backward", "optimizer", "collectives", "checkpoint", "other", "between"];
 const PHASE_COLOURS = { data: 4, forward: 0, forward_backward: 0, backward: 1, optimizer: 2, collectives: 7, checkpoint: 3, other: 5, between: 6 };
-const MOST_MARKS = 80;
+const MOST_MARKS = 30;
+const FROM_ZERO = ["samples_per_second", "items_per_second", "seconds"];
 const hidden = new Set();
 const control = (name) => document.getElementById(name);
 
@@ -42,17 +43,30 @@ function layout(more) {
 const CONFIG = { responsive: true, displaylogo: false, modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]] };
 const draw = (plot, traces, more) => Plotly.react(plot, traces, layout(more), CONFIG);
 
+// Of too many marks none is drawn in the curves; the time axis below has them all.
+const marksOf = (index, kind) => runs[index].marks.filter((mark) => mark.kind === kind);
+const isDrawn = (kind) => runs.every((run, index) => marksOf(index, kind).length <= MOST_MARKS);
+
 // Lines where a run saved or went on; not over steps of the program's own counting.
 function markLines(drawn) {
   if (!control("marks").checked) return [];
   const axis = control("axis").value, [unit] = clock();
   if (axis === "x" && drawn.some(([, curve]) => curve.own)) return [];
-  const lines = drawn.flatMap(([index]) => runs[index].marks.map((mark) => [index, mark]));
-  return lines.filter(([, mark]) => ["checkpoint", "restart"].includes(mark.kind)).slice(-MOST_MARKS).map(([index, mark]) => {
+  const kinds = ["checkpoint", "restart"].filter(isDrawn), shown = new Set(drawn.map(([index]) => index));
+  const lines = [...shown].flatMap((index) => kinds.flatMap((kind) => marksOf(index, kind).map((mark) => [index, mark])));
+  return lines.map(([index, mark]) => {
     const at = axis === "t" ? mark.t / unit : mark.step;
     return { type: "line", xref: "x", yref: "paper", x0: at, x1: at, y0: 0, y1: 1, layer: "below", opacity: 0.55,
       line: { color: ofRun(index), width: 1, dash: mark.kind === "restart" ? "solid" : "dot" } };
   });
+}
+
+// Around one value plotly has an axis from -1 to 1, on which 0.001 is nothing.
+function rangeOf(traces, logarithmic) {
+  const values = traces.flatMap((trace) => trace.y).filter((value) => value !== null);
+  const value = values[0];
+  if (!value || logarithmic || values.some((each) => each !== value)) return {};
+  return { range: [value - Math.abs(value) / 2, value + Math.abs(value) / 2] };
 }
 
 function drawCurves(plot) {
@@ -68,16 +82,20 @@ function drawCurves(plot) {
       const mode = curve.y.length < 60 ? "lines+markers" : "lines";
       const line = { color: ofRun(index), width: 1.6, dash };
       const plain = { x, y: curve.y, name: shown, mode, line, marker: { size: 4 }, type: "scatter" };
-      if (share) {
+      if (share || curve.means) {
         traces.push({ ...plain, opacity: 0.25, hoverinfo: "skip", mode: "lines" });
         traces.push({ ...plain, y: smoothed(curve.means || curve.y, share), mode: "lines" });
       } else traces.push(plain);
     }
   });
+  const logarithmic = control("log").checked, fromZero = plot.dataset.group === "memory" || FROM_ZERO.includes(plot.dataset.name);
   draw(plot, traces, {
     shapes: markLines(drawn), showlegend: !plot.dataset.name, legend: { orientation: "h", y: 1.02, yanchor: "bottom" },
     xaxis: { title: { text: axis === "t" ? word : "step" } },
-    yaxis: { type: control("log").checked ? "log" : "linear", ticksuffix: plot.dataset.group === "memory" ? " GiB" : "" },
+    yaxis: {
+      type: logarithmic ? "log" : "linear", ticksuffix: plot.dataset.group === "memory" ? " GiB" : "",
+      ...(fromZero ? { rangemode: "tozero" } : rangeOf(traces, logarithmic)),
+    },
   });
 }
 
@@ -137,6 +155,7 @@ runs.forEach((run, index) => {
   });
   control("legend").append(button);
 });
+if (!isDrawn("checkpoint")) control("marks").nextSibling.textContent = " restarts (checkpoints: below)";
 control("controls").addEventListener("input", () => {
   document.querySelector("#controls output").value = control("smoothing").value;
   drawAll();
