@@ -429,7 +429,8 @@ def test_show_prints_the_tree(runs):
 
     assert ended.exit_code == 0
     assert re.search(
-        r"\n  model\n(.*\n)*    layers\n      0\n        weight +float32 +\[6, 6\] +144 B  2 files",
+        r"\n  model\n(.*\n)*    layers\n      0\n        bias .*\n"
+        r"        weight +float32 +\[6, 6\] +144 B  2 files",
         ended.stdout,
     )
     assert "tied in unit0: embedding.weight = head.weight\n20 tensors, " in ended.stdout

@@ -207,6 +207,19 @@ def test_of_copies_on_several_nodes_one_is_read():
     assert found.boxes == [box]
 
 
+def test_tensors_of_several_ranks_are_in_the_order_of_their_names():
+    (box,) = stored(torch.arange(8)).boxes
+    about = {"shape": [8], "dtype": "int64", "kind": "x", "boxes": [[[0], [8], 0]]}
+    ranks = [{"unit0": ["model/layers.10.a"], "": ["a"]}, {"unit0": ["optimizer/b/step", "model/layers.9.a"]}]
+    shares = {
+        rank: (box.source, {"tensors": {unit: dict.fromkeys(names, about) for unit, names in units.items()}})
+        for rank, units in enumerate(ranks)
+    }
+    found = tensors.tensors_of(SimpleNamespace(shares=shares, manifest=SimpleNamespace(domains=None)))
+
+    assert [name for _, name in found] == ["model/layers.9.a", "model/layers.10.a", "optimizer/b/step", "a"]
+
+
 @sure
 @given(array_shapes(max_dims=4, max_side=6), st.integers(1, 40))
 def test_blocks_make_up_the_shape_in_order_and_are_small(shape, limit):

@@ -11,7 +11,7 @@ from attrs import define, field, frozen
 from accel_core import CheckpointFiles
 from accel_inspect.measure import Difference, Tolerance, measure
 from accel_inspect.state import SECTIONS, SETTINGS, sections_of, ties_of
-from accel_inspect.tensors import Key, StoredTensor, inline, tensors_of
+from accel_inspect.tensors import Key, StoredTensor, in_order, inline, tensors_of
 
 __all__ = ["ABSENT", "Comparison", "TensorPair", "ValuePair", "compare"]
 
@@ -129,7 +129,7 @@ def _pairs(
 ) -> Iterator[TensorPair]:
     """Yield the tensors of one name, once each; a tied weight has all of its names."""
     seen: set[tuple[Key | None, Key | None]] = set()
-    for key in dict.fromkeys([*a, *b]):
+    for key in sorted({*a, *b}, key=lambda key: in_order("/".join(key))):
         if not key[0] or key[1].partition("/")[0] not in chosen:
             continue  # those of the run itself are compared where its state names them
         place = _stored_as(key, a, ties_a), _stored_as(key, b, ties_b)

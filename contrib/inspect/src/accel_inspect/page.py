@@ -11,6 +11,7 @@ from typing import Final
 from accel_inspect.diff import Comparison, TensorPair
 from accel_inspect.report import told, value_lines
 from accel_inspect.state import SECTIONS
+from accel_inspect.tensors import in_order
 
 __all__ = ["page"]
 
@@ -83,7 +84,7 @@ def _table(members: list[tuple[str, TensorPair]]) -> Iterator[str]:
     columns = list(dict.fromkeys(part for row in cells.values() for part in row))
     heads = "".join(f"<th>{escape(column)}</th>" for column in columns)
     yield f"<table><thead><tr><th>layer</th>{heads}</tr></thead><tbody>"
-    for layer in sorted(cells, key=_in_order):
+    for layer in sorted(cells, key=in_order):
         row = "".join(_cell(cells[layer].get(column)) for column in columns)
         yield f"<tr><th>{escape(layer)}</th>{row}</tr>"
     yield "</tbody></table>"
@@ -95,11 +96,6 @@ def _split(name: str) -> tuple[str, str]:
         return match["layer"], match["part"]
     layer, _, part = name.rpartition(".")
     return layer or "-", part
-
-
-def _in_order(layer: str) -> list[tuple[bool, int, str]]:
-    """Sort numbers as numbers."""
-    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in layer.split(".")]
 
 
 def _cell(pair: TensorPair | None) -> str:

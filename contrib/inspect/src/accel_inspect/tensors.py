@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from functools import cached_property
@@ -19,7 +20,7 @@ from accel_inspect.blocks import Part, common
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["Box", "Key", "StoredTensor", "inline", "tensors_of"]
+__all__ = ["Box", "Key", "StoredTensor", "in_order", "inline", "tensors_of"]
 
 Key = tuple[str, str]
 """A unit ("" is the run itself), and `model/NAME`, `optimizer/NAME/KEY` or alike."""
@@ -154,7 +155,9 @@ def _within(part: Part, block: Part) -> tuple[slice, ...]:
 
 
 def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
-    """Return the tensors of a checkpoint whose files are here, by their keys.
+    """Return the tensors of a checkpoint whose files are here, by their keys, in order.
+
+    Files of several ranks have none, so that of the names is taken; the run's own come last.
 
     Raises:
         CheckpointError: an index says what no save writes.
@@ -173,7 +176,13 @@ def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
                 f"{data.path.with_suffix('.json')}: this is not what a save writes: {error!r}\n"
                 "restore this file, or install an accel-inspect that is as new as what wrote it"
             ) from error
-    return found
+    return dict(sorted(found.items(), key=lambda item: (not item[0][0], in_order("/".join(item[0])))))
+
+
+def in_order(name: str) -> list[tuple[bool, int, str]]:
+    """Return what to sort names by: their words, of which numbers count as numbers."""
+    words = re.split("[./]", name)
+    return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in words]
 
 
 def _boxes_in(index: Mapping[str, Any], found: dict[Key, StoredTensor]) -> Iterator[tuple[Key, Part, int]]:

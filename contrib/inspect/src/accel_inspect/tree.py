@@ -20,7 +20,7 @@ def as_rows(opened: CheckpointFiles) -> dict[str, Any]:
         "folder": str(opened.folder),
         "absent": opened.absent,
         "ties": ties_of(opened),
-        "tensors": [_row(key, tensor) for key, tensor in sorted(tensors_of(opened).items())],
+        "tensors": [_row(key, tensor) for key, tensor in tensors_of(opened).items()],
     }
 
 
