@@ -194,6 +194,13 @@ def test_folders_are_referenced_and_files_are_copied(notes, tmp_path):
         tracker.log_artifact(tmp_path / "gone")
 
 
+@pytest.mark.parametrize("name", ["../notes", "/notes", "a/../../b"])
+def test_the_name_of_an_artifact_may_not_lead_out_of_the_run(notes, tmp_path, name):
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(AccelError, match=r"leads out of the run's files\ngive it another"):
+        started(notes()).log_artifact(tmp_path / "notes.txt", name=name)
+
+
 def test_a_folder_that_vanishes_while_it_is_described_costs_no_training(notes, tmp_path, monkeypatch, caplog):
     def rglob(folder, pattern):
         raise FileNotFoundError("weights.bin")

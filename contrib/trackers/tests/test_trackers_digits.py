@@ -30,10 +30,12 @@ KEPT = {
     "aim": [".aim/artifacts/*/notes.txt"],
     "clearml": ["offline/**/shown_train_*.jpeg", "offline/**/artifacts/notes.txt/notes.txt"],
     "comet": [],
-    "dvclive": ["*/plots/images/shown.png", "*/tables/rows.csv", "*/artifacts/notes.txt"],
-    "mlflow": [f"artifacts/*/artifacts/{name}" for name in ("images/shown/*.png", "rows.json", "notes.txt")],
+    "dvclive": ["*/plots/images/shown.png", "*/tables/rows/*.csv", "*/artifacts/notes.txt"],
+    "mlflow": [
+        f"artifacts/*/artifacts/{name}" for name in ("images/shown/*.png", "rows/*.json", "notes.txt")
+    ],
     "neptune": ["offline/*/upload_path/rows_*.csv"],
-    "swanlab": ["run-*/media/image/*.png"],
+    "swanlab": ["run-*/media/image/*.png", "artifacts/*/notes.txt", "run-*/files/*.txt"],
     "trackio": ["media/digits/*/*/*.png", "artifacts/digits/blobs/*/*/*"],
     "wandb": [f"wandb/*/files/media/{name}" for name in ("images/shown_*.png", "table/rows_*.json")],
 }
@@ -138,6 +140,24 @@ def test_images_tables_and_files_are_kept(digits, name):
     if name == "comet":  # all in the archive that the run which ended has left
         messages = str([text for path in (digits / name).glob("*.zip") for text in contents(path)])
         assert [asset for asset in ("shown", "rows.csv", "notes.txt") if asset not in messages] == []
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in {"dvclive", "mlflow", "swanlab"}])
+def test_a_kept_file_has_the_name_it_was_given_and_is_a_copy(digits, name):
+    """The file was written anew after it was logged, and logged again by another name."""
+    found = {path.name: path.read_text() for path in (digits / name).rglob("*.txt")}
+
+    assert {kept: found.get(kept) for kept in ("notes.txt", "again [1].txt")} == {
+        "notes.txt": "kept",
+        "again [1].txt": "changed",
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name in {"dvclive", "mlflow"}])
+def test_tables_of_several_steps_are_several(digits, name):
+    tables = [path for path in (digits / name).rglob("rows/*") if path.suffix in {".csv", ".json"}]
+
+    assert sorted(path.stem for path in tables) == ["12", "7"]
 
 
 def test_nobody_tried_the_network(digits):

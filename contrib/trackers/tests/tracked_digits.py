@@ -78,6 +78,8 @@ def main(folder, names, first, last, kill):
             tracker.log_artifact(f"{folder}/checkpoint")
             Path(folder, "notes.txt").write_text("kept")
             tracker.log_artifact(f"{folder}/notes.txt")
+            Path(folder, "notes.txt").write_text("changed")
+            tracker.log_artifact(f"{folder}/notes.txt", name="again [1].txt")
             tracker.log_images({"shown": np.arange(192, dtype=np.uint8).reshape(8, 8, 3)}, step=last)
             tracker.log_table("rows", ["a", "b"], [[1, "x"], [2, "y"]], step=last)
     if kill:

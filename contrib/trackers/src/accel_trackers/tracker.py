@@ -143,9 +143,11 @@ class LibraryTracker:
             name: of the artifact; by default that of the file.
 
         Raises:
-            AccelError: there is nothing at that path.
+            AccelError: there is nothing at that path, or the name leads out of the run.
         """
         place = Path(path)
+        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+            raise AccelError(f"log_artifact: the name {name!r} leads out of the run's files\ngive it another")
         if not place.exists():
             raise AccelError(f"log_artifact: there is nothing at {place}\ngive it a file or a folder")
         if place.is_dir():

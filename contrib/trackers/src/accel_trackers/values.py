@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import io
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-__all__ = ["as_csv", "as_images", "described", "flat", "is_finite", "plain"]
+__all__ = ["as_csv", "as_identifier", "as_images", "described", "flat", "is_finite", "plain"]
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -41,6 +42,11 @@ def as_images(images: Any) -> list[Any]:
     """A list of images, for one or several; tensors become arrays."""
     several = images if isinstance(images, (list, tuple)) else [images]
     return [image.detach().cpu().numpy() if isinstance(image, Tensor) else image for image in several]
+
+
+def as_identifier(name: str) -> str:
+    """A name of ASCII letters, digits and "_.-", as some libraries want one for an artifact."""
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:128] or "artifact"
 
 
 def as_csv(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -78,7 +78,8 @@ class DVCLive(Library):
         **options: Any,
     ) -> None:
         text = as_csv(columns or (), data or ()) if dataframe is None else dataframe.to_csv(index=False)
-        path = Path(self.handle.dir, "tables", f"{table_name}.csv")
+        place = table_name if step is None else f"{table_name}/{step}"
+        path = Path(self.handle.dir, "tables", f"{place}.csv")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_trackers.libraries.library import Library
@@ -44,9 +46,9 @@ class MLflow(Library):
 
         place: of the artifacts of one that is made.
         """
-        known = self.library.search_experiments(filter_string=f"name = '{name}'")
-        if known:
-            return known[0].experiment_id
+        known = self.library.get_experiment_by_name(f"{name}")
+        if known and known.lifecycle_stage == "active":
+            return known.experiment_id
         place = place or self._place
         return self.library.create_experiment(name=name, artifact_location=place, tags=tags)
 
@@ -98,10 +100,17 @@ class MLflow(Library):
     ) -> None:
         lists = {name: [row[number] for row in data or ()] for number, name in enumerate(columns or ())}
         table = lists if dataframe is None else dataframe
-        self.library.log_table(table, f"{table_name}.json", **options)
+        place = (
+            table_name if step is None else f"{table_name}/{step}"
+        )  # MLflow appends to a file that is there
+        self.library.log_table(table, f"{place}.json", **options)
 
     def log_file(self, path: Path, name: str) -> None:
-        self.library.log_artifact(str(path))
+        with TemporaryDirectory() as folder:  # MLflow keeps a file under the name that it has
+            copy = Path(folder, name)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(path, copy)
+            self.library.log_artifacts(folder)
 
     def log_reference(self, name: str, facts: Mapping[str, Any]) -> None:
         self.library.log_dict(dict(facts), f"references/{name}.json")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import glob
 import json
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +26,8 @@ class SwanLab(Library):
     """
 
     module = "swanlab"
+    _files: Path
+    """A folder for files of this run, which SwanLab links to."""
 
     def check_project(self, project: str) -> None:
         super().check_project(project)
@@ -39,6 +43,7 @@ class SwanLab(Library):
         return self.library.init  # type: ignore[no-any-return]
 
     def arguments(self, config: TrackerConfig, folder: Path, run_id: str, *, resumed: bool) -> dict[str, Any]:
+        self._files = folder / "artifacts" / run_id
         offline = {"mode": "offline"} if config.offline else {}
         named = {"name": config.run_name, "tags": list(config.tags) or None}
         # The command line, a part of "runtime", and what is printed may hold secrets; and two libraries that
@@ -80,7 +85,11 @@ class SwanLab(Library):
         self.log({table_name: text}, step)
 
     def log_file(self, path: Path, name: str) -> None:
-        self.library.save(str(path), base_path=str(path.parent))
+        copy = self._files / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+        if not self.library.save(glob.escape(str(copy)), base_path=str(self._files), policy="now"):
+            raise OSError(f"SwanLab does not take {copy}")
 
     def log_reference(self, name: str, facts: Mapping[str, Any]) -> None:
         self.log({f"artifacts/{name}": json.dumps(dict(facts))})

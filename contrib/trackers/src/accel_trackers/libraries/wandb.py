@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_core import ConfigError
 from accel_trackers.libraries.library import Library
-from accel_trackers.values import as_images
+from accel_trackers.values import as_identifier, as_images
 
 if TYPE_CHECKING:
     from accel_trackers.options import TrackerConfig
@@ -78,10 +78,10 @@ class Wandb(Library):
         self.log({table_name: table}, step=step, **options)
 
     def log_file(self, path: Path, name: str) -> None:
-        self.handle.log_artifact(str(path), name=name, type="file")
+        self.handle.log_artifact(str(path), name=as_identifier(name), type="file")
 
     def log_reference(self, name: str, facts: Mapping[str, Any]) -> None:
-        artifact = self.library.Artifact(name, type="folder", metadata=dict(facts))
+        artifact = self.library.Artifact(as_identifier(name), type="folder", metadata=dict(facts))
         artifact.add_reference(facts["uri"], checksum=False)  # a checksum would read every byte
         self.handle.log_artifact(artifact)
 
