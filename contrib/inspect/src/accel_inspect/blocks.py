@@ -12,8 +12,8 @@ __all__ = ["BLOCK_ELEMENTS", "Part", "blocks", "common"]
 Part = tuple[tuple[int, ...], tuple[int, ...]]
 """A rectangular part of a tensor: (offset, shape)."""
 
-BLOCK_ELEMENTS: Final = 1 << 19
-"""Largest number of elements of a block: 4 MiB as float64."""
+BLOCK_ELEMENTS: Final = 1 << 17
+"""Largest number of elements of a block: 1 MiB as float64, of which a processor's cache holds some."""
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Part]:

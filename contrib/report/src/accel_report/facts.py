@@ -53,11 +53,16 @@ def _of_starts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
             "processes": f"{head.get('processes')} on {head.get('host')}",
             "device": " ".join(dict.fromkeys(f"{value}" for value in head.get("device", {}).values())),
             "commit": head.get("git") or "not in a git repository",
-            "versions": ", ".join(f"{name} {version}" for name, version in head.get("versions", {}).items()),
+            "versions": _versions(head.get("versions", {})),
         }
         for name, value in each.items():
             found.setdefault(name, {})[value] = None
     return {name: ", then ".join(filter(None, values)) for name, values in found.items()}
+
+
+def _versions(told: Mapping[str, str]) -> str:
+    """Return the versions, and the distribution of several plugins once."""
+    return ", ".join(dict.fromkeys(v if " " in v else f"{name} {v}" for name, v in told.items()))
 
 
 def paces(record: Record) -> list[tuple[str, ...]]:
@@ -120,7 +125,7 @@ def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:
 
 def _settings(record: Record) -> dict[str, str]:
     head = record.head
-    found = {path: json.dumps(value) for path, value, _ in head.get("config", [])}
+    found = {path: _text(value) for path, value, _ in head.get("config", [])}
     found |= {f"settings.{name}": _text(value) for name, value in record.settings.get("values", {}).items()}
     found |= {f"versions.{name}": str(version) for name, version in head.get("versions", {}).items()}
     facts = {"commit": head.get("git"), "processes": head.get("processes"), "mesh": head.get("mesh")}
@@ -132,7 +137,7 @@ def _device(head: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def folder_of(line: Mapping[str, Any], record: Record) -> str:
