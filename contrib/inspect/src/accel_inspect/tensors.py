@@ -155,7 +155,7 @@ def _within(part: Part, block: Part) -> tuple[slice, ...]:
 
 
 def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
-    """Return the tensors of a checkpoint whose files are here, by their keys, in order.
+    """Return the tensors of a checkpoint whose files are here, by key, in order.
 
     Files of several ranks have none, so that of the names is taken; the run's own come last.
 
