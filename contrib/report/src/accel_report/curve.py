@@ -44,7 +44,7 @@ def curve(values: Sequence[float], width: int, height: int) -> list[str]:
 
 
 def means(values: Sequence[float], most: int) -> list[float]:
-    """Return the means of at most so many stretches of the values, which are all of them if few."""
+    """Return the values or, of more than `most`, the means of as many stretches."""
     if len(values) <= most:
         return list(values)
     ends = [round(at * len(values) / most) for at in range(most + 1)]

@@ -45,7 +45,7 @@ def _about(record: Record) -> dict[str, str]:
 
 
 def _of_starts(starts: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return facts that another start of the run may have had otherwise, in the order of starts."""
+    """Return facts that starts of one run may not share, in their order."""
     found: dict[str, dict[str, None]] = {}
     for head in starts:
         each = {

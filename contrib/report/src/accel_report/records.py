@@ -111,7 +111,10 @@ class Record:
         self.ended, self.last = kind == "end", line["time"]
 
     def _warn(self, line: Line) -> None:
-        """Take a warning; of one text there is one event, with `times` and the last line, `until`."""
+        """Take a warning; of one text there is one event.
+
+        It has a count, `times`, and the last line, `until`.
+        """
         if (first := self._warnings.get(line["text"])) is None:
             first = self._warnings[line["text"]] = line | {"times": 0}
             self.events.append(first)

@@ -72,7 +72,7 @@ def lines(rows: Iterable[Sequence[str]], head: Sequence[str] = ()) -> Renderable
 
 
 def printable(text: str) -> str:
-    """Return a text of a record, its characters that would move the cursor as escapes."""
+    """Return a text of a record; what would move the cursor is an escape."""
     return "".join(
         one if one.isprintable() or one == "\n" else one.encode("unicode_escape").decode() for one in text
     )

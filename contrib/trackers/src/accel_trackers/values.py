@@ -45,7 +45,7 @@ def as_images(images: Any) -> list[Any]:
 
 
 def as_identifier(name: str) -> str:
-    """A name of ASCII letters, digits and "_.-", as some libraries want one for an artifact."""
+    """A name of ASCII letters, digits and "_.-", as some libraries want them."""
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name).strip("-.")[:128] or "artifact"
 
 
