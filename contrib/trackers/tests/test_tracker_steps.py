@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sqlite3
 import subprocess
 import sys
 
@@ -50,3 +51,34 @@ def test_numbers_and_texts_of_one_log_are_one_step(home, name, config):
         assert len(rows.read_text().splitlines()) == 4
         (record,) = (home / "records").iterdir()
         assert '"dvclive: the end of a step could not be logged' in record.read_text()
+
+
+NAMED = """
+import sys
+import accel_trackers
+from accel_core import Accelerator
+for _ in range(2):
+    plugin = accel_trackers.MLflowConfig(offline=True, directory=sys.argv[1])
+    accelerator = Accelerator(cpu=True, log_with="mlflow", project_dir=sys.argv[1], plugins=[plugin])
+    accelerator.init_trackers("bob's 実験")
+    accelerator.log({"loss": 1.0}, step=0)
+    accelerator.end_training()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_two_runs_are_of_one_experiment_whatever_its_name_is(home):
+    if importlib.util.find_spec("mlflow") is None:
+        pytest.skip("mlflow is not installed")
+    command = [sys.executable, "-c", NAMED, str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "could not be" not in done.stderr
+
+    with sqlite3.connect(home / "mlflow.db") as database:
+        query = (
+            "select e.name, r.run_uuid from runs r join experiments e on e.experiment_id = r.experiment_id"
+        )
+        rows = database.execute(query).fetchall()
+    assert [name for name, _ in rows] == ["bob's 実験"] * 2
