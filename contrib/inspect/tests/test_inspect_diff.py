@@ -477,7 +477,9 @@ finally:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("megabytes", [256, pytest.param(4096, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "megabytes", [256, pytest.param(4096, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+)
 def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes):
     contents = CheckpointContents.read(runs / "one" / "step3")
     for name, value in (("a", 0.0), ("b", 1.0)):
