@@ -13,7 +13,10 @@ Part = tuple[tuple[int, ...], tuple[int, ...]]
 """A rectangular part of a tensor: (offset, shape)."""
 
 BLOCK_ELEMENTS: Final = 1 << 17
-"""Largest number of elements of a block: 1 MiB as float64, of which a processor's cache holds some."""
+"""Largest number of elements of a block: 1 MiB as float64.
+
+A processor's cache holds some of these.
+"""
 
 
 def blocks(shape: tuple[int, ...]) -> Iterator[Part]:
