@@ -20,7 +20,8 @@ def started(tracker, config=None, options=None):
 
 
 def warnings(caplog):
-    return [record.message for record in caplog.records if record.name == "accel_trackers"]
+    told = [record.message for record in caplog.records if record.name == "accel_trackers"]
+    return [text.removeprefix("[RANK 0] ") for text in told]
 
 
 def test_the_run_begins_with_the_first_log_and_has_the_settings(notes):
