@@ -17,6 +17,7 @@ _PUBLIC: Final = {
     "checkpoint.export": "stored_weights",
     "checkpoint.own_state": "refuse_own_state",
     "checkpoint.reader": "CheckpointFiles",
+    "checkpoint.stored": "store_for",
     "contract": "hooks",
     "contract.card": "API_VERSION CAPABILITIES Card",
     "contract.config": (

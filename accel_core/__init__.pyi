@@ -12,6 +12,7 @@ from accel_core.checkpoint.contents import CheckpointContents as CheckpointConte
 from accel_core.checkpoint.export import stored_weights as stored_weights
 from accel_core.checkpoint.own_state import refuse_own_state as refuse_own_state
 from accel_core.checkpoint.reader import CheckpointFiles as CheckpointFiles
+from accel_core.checkpoint.stored import store_for as store_for
 from accel_core.contract import hooks as hooks
 from accel_core.contract.card import API_VERSION as API_VERSION
 from accel_core.contract.card import CAPABILITIES as CAPABILITIES

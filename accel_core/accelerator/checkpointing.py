@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.checkpoint.file import save as write_object
-from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.stored import Place, place, told
 from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
 
@@ -59,10 +59,10 @@ class States:
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
-    ) -> Path:
+    ) -> Path | str:
         """Write everything that training needs to continue into `output_dir`.
 
-        Atomic, and collective.
+        Atomic, and collective. The directory may be the URL of a store that an installed plugin serves.
 
         Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
         project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
@@ -71,7 +71,7 @@ class States:
         A checkpoint that is there is replaced; any other folder is refused.
         With `wait=False` training stops only while the state is copied, and a thread writes the copy
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
-        as do `wait_for_checkpoint` and `end_training`. Returns the directory.
+        as do `wait_for_checkpoint` and `end_training`. Returns the directory; a URL is text.
 
         With `alone` one rank saves by itself, and no other need call: where each rank holds the whole state
         (one process, `ddp`). It is the checkpoint of a world of one: random streams of other ranks start
@@ -86,9 +86,10 @@ class States:
         directory = self._checkpoint_directory(output_dir, "save_state")
         best = self.run.config.project.keep_best if directory is None else None
         needed = metric_and_mode(best)[0] if best else None
-        return self.run.checkpoints.save(
+        saved = self.run.checkpoints.save(
             directory, step=step, wait=wait, alone=alone, metrics=metrics, needed=needed
         )
+        return told(saved)
 
     def wait_for_checkpoint(self) -> None:
         """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
@@ -132,7 +133,7 @@ class States:
         strict: bool = True,
         missing_ok: bool = False,
         best: bool = False,
-    ) -> Path | None:
+    ) -> Path | str | None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
 
         In a world of another size weights, optimizers and data go on exactly; random streams start
@@ -145,7 +146,7 @@ class States:
             best: without `input_dir`, take the best by `project.keep_best` in place of the newest.
             missing_ok: where there is no checkpoint yet, do nothing and return None.
 
-        Returns the directory that was loaded.
+        Returns the directory that was loaded; a URL is text.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
@@ -156,12 +157,13 @@ class States:
                 "load_state(best=True) goes by project.keep_best, among the numbered checkpoints\n"
                 "set project.keep_best, and give no directory"
             )
-        return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
+        loaded = self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
+        return None if loaded is None else told(loaded)
 
-    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Path | None:
+    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Place | None:
         self.run.require_alive()
         if given is not None:
-            return local_path(given)
+            return place(given)
         if not self.run.config.project.automatic_checkpoint_naming:
             raise CheckpointError(
                 f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint'), or set"

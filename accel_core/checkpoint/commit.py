@@ -22,6 +22,7 @@ from attrs import frozen
 
 from accel_core.checkpoint.files import sync_folder
 from accel_core.checkpoint.manifest import is_ours, manifest_if_any, read_manifest
+from accel_core.checkpoint.stored import Place
 from accel_core.checkpoint.writer import (
     SAVE_ID,
     begin_writing,
@@ -200,12 +201,12 @@ def workshop(folder: Path) -> Iterator[Path]:
         end_writing(save_id)
 
 
-def locate(target: Path) -> Path:
+def locate(target: Place) -> Place:
     """Return the folder that holds the checkpoint `target`.
 
     It is another than the target after a kill between two renames.
     """
-    if target.exists():
+    if not isinstance(target, Path) or target.exists():
         return target
     old = sorted(left.path for left in _leftovers_of(target) if left.kind == "replaced")
     return next(filter(is_ours, old), target)

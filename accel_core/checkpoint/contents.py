@@ -17,6 +17,7 @@ from accel_core.checkpoint.manifest import manifest_of, write_manifest
 from accel_core.checkpoint.paths import local_path
 from accel_core.checkpoint.pending_save import Share
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.stored import place
 from accel_core.checkpoint.writer import end_writing, new_save_id
 from accel_core.contract.state import Leaf, whole
 
@@ -38,12 +39,12 @@ class CheckpointContents:
 
     @classmethod
     def read(cls, folder: str | os.PathLike[str]) -> CheckpointContents:
-        """Read the checkpoint `folder` into memory, verified.
+        """Read the checkpoint `folder`, a path or a URL, into memory, verified.
 
         Raises:
             CheckpointError: it is not a checkpoint, or is damaged.
         """
-        checkpoint = Checkpoint.open(locate(local_path(folder)))
+        checkpoint = Checkpoint.open(locate(place(folder)))
         checkpoint.verify(0, 1)
         leaves = {
             key: evolve(whole(stored.tensor(), kind=stored.kind), layout=stored.layout)

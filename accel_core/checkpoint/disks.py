@@ -27,6 +27,7 @@ from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
+    from accel_core.checkpoint.stored import Place
     from accel_core.checkpoint.votes import Message, Votes
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
@@ -106,9 +107,9 @@ def answer(votes: Votes, rank: int, phase: str, deadline: float, action: Callabl
         votes.publish(f"{phase}-{rank}", action(asked["text"]))
 
 
-def locate_on_all_disks(run: Run, target: Path) -> Path:
+def locate_on_all_disks(run: Run, target: Place) -> Place:
     """Return the newest save named `target` that all disks have. Collective."""
-    if not run.config.project.save_on_each_node:
+    if not isinstance(target, Path) or not run.config.project.save_on_each_node:
         return locate(target)
     copies = gather_from_all_ranks(run.collectives("control"), "find copies", lambda: find_copies(target))
     everywhere = set.intersection(*(set(found) for found in copies))
@@ -131,7 +132,7 @@ def nodes_without(manifest: Manifest, ranks: Collection[int]) -> str:
     )
 
 
-def files_are_elsewhere(folder: Path, what: str, nodes: str) -> CheckpointError:
+def files_are_elsewhere(folder: Place, what: str, nodes: str) -> CheckpointError:
     """Return the error for a part that is on another node's disk."""
     return CheckpointError(
         f"{folder} lacks {what}: it was saved on the disks of several nodes, and what {nodes},"

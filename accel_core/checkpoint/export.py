@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.commit import locate
 from accel_core.checkpoint.files import understanding
-from accel_core.checkpoint.paths import local_path
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.stored import Place, place
 from accel_core.checkpoint.weights import bytes_in, weights_in, write_weights
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import CheckpointError
@@ -24,8 +23,8 @@ __all__ = ["export", "stored_weights", "weights"]
 
 
 def export(
-    folder: Path, target: Path, unit: str | None, limit: int | str, *, safe: bool, force: bool = False
-) -> list[Path]:
+    folder: Place, target: Place, unit: str | None, limit: int | str, *, safe: bool, force: bool = False
+) -> list[Place]:
     """Write the weights of a unit into `target`, or of each into a folder there.
 
     Returns the folders.
@@ -48,13 +47,15 @@ def export(
                 f"\nit has {', '.join(units) or 'none'}",
                 path=str(folder),
             )
-        chosen = {unit: target} if unit is not None else {name: target / name for name in units}
+        chosen: dict[str, Place] = {name: target / name for name in ([] if unit is not None else units)}
+        if unit is not None:
+            chosen = {unit: target}
         if len(units) == 1:
             chosen = dict.fromkeys(units, target)
         homes = {
-            (name, prefix): home / f"model{place}" if prefix else home
+            (name, prefix): home / f"model{number}" if prefix else home
             for name, home in chosen.items()
-            for place, prefix in _prefixes(checkpoint, name)
+            for number, prefix in _prefixes(checkpoint, name)
         }
         if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
             raise CheckpointError(
@@ -85,7 +86,7 @@ def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], 
         CheckpointError: the folder is not a checkpoint, is damaged, has several models, or a weight that only
             the plugin that saved it can read.
     """
-    checkpoint = Checkpoint.open(locate(local_path(folder)))
+    checkpoint = Checkpoint.open(locate(place(folder)))
     checkpoint.verify(0, 1)
     with understanding(checkpoint.folder):
         models = [(unit, told["models"]) for unit, told in checkpoint.state["units"].items()]
@@ -130,7 +131,7 @@ def _prefixes(checkpoint: Checkpoint, unit: str) -> list[tuple[int, str]]:
     names = [name for listed, _ in _named(checkpoint, unit) for name in listed]
     numbers = [number for owner, number in checkpoint.state["prepared"]["models"] if owner == unit]
     prefixes = enumerate(f"{number}." for number in numbers)
-    return [(place, prefix) for place, prefix in prefixes if any(n.startswith(prefix) for n in names)]
+    return [(order, prefix) for order, prefix in prefixes if any(n.startswith(prefix) for n in names)]
 
 
 def _named(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Stored]]:

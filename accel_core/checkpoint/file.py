@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.stored import Place
 from accel_core.errors import CheckpointError
 
 __all__ = ["load", "not_written", "save", "write_whole"]
@@ -43,7 +44,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
             beside.unlink(missing_ok=True)
 
 
-def not_written(path: Path, error: Exception) -> CheckpointError:
+def not_written(path: Place, error: Exception) -> CheckpointError:
     """Return the error for a file or folder that the disk does not take."""
     return CheckpointError(
         f"{path} could not be written: {type(error).__name__}: {error}\n"

@@ -23,6 +23,7 @@ from weakref import ref
 from attrs import frozen
 from xxhash import xxh3_64, xxh3_64_hexdigest
 
+from accel_core.checkpoint.stored import Place, StoredPath, UnreadableError
 from accel_core.errors import CheckpointError, module_that_raised
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ __all__ = [
 ]
 
 BLOCK_BYTES: Final = 4 << 20
+FETCHED_BLOCKS: Final = 16
+"""Largest number of blocks that are asked of a store at once."""
 OPEN_FILES: Final = 64
 """Largest number of data files that are open at once.
 
@@ -123,13 +126,6 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
     return head, [len(head) + start for start in starts[:-1]]
 
 
-class UnreadableError(CheckpointError):
-    """The checkpoint cannot be read now, and may be whole.
-
-    No older one is taken instead.
-    """
-
-
 class DataFile:
     """A file of a checkpoint that is being read.
 
@@ -144,11 +140,16 @@ class DataFile:
     _open: ClassVar[deque[ref[DataFile]]] = deque()
     """The data files that are open, the oldest first."""
 
-    def __init__(self, path: Path, record: FileRecord) -> None:
+    def __init__(self, path: Place, record: FileRecord) -> None:
         self.path, self.record = path, record
         self._handle: int | None = None
         self._identity: tuple[int, ...] | None = None
-        self._opened()
+        self._digests: Sequence[str] = ()
+        if not isinstance(path, StoredPath):
+            self._opened(path)
+        elif path.size != record.size:
+            found = "it is not there" if path.size is None else f"it is not a file of {record.size} bytes"
+            raise damaged(path, found)
 
     @property
     def blocks(self) -> range:
@@ -161,15 +162,44 @@ class DataFile:
         Raises:
             CheckpointError: they are not there, or cannot be read.
         """
+        path = self.path
         while into:
-            try:
-                count = _read_at(self._opened(), into, start)
-            except OSError as error:
-                raise cannot_be_read(self.path, error) from error
+            if isinstance(path, StoredPath):
+                count = self._copy_blocks(path, start, into)
+            else:
+                try:
+                    count = _read_at(self._opened(path), into, start)
+                except OSError as error:
+                    raise cannot_be_read(path, error) from error
             if not count:
-                raise damaged(self.path, f"it ends after {start} bytes")
+                raise damaged(path, f"it ends after {start} bytes")
             start, into = start + count, into[count:]
             DataFile.bytes_read += count
+
+    def _copy_blocks(self, path: StoredPath, start: int, into: memoryview) -> int:
+        """Copy from whole blocks of a store; return how many bytes.
+
+        Each block is compared with its digest.
+        Nothing keeps a file in a store from being replaced after it was verified.
+        """
+        first = start // BLOCK_BYTES
+        kept, content = getattr(_memory, "last", ((), b""))
+        if kept != (path, first):
+            last = min(first + FETCHED_BLOCKS, -(-(start + len(into)) // BLOCK_BYTES))
+            size = min(last * BLOCK_BYTES, self.record.size) - first * BLOCK_BYTES
+            try:
+                content = path.read(first * BLOCK_BYTES, size)
+            except FileNotFoundError as error:
+                raise damaged(path, "it is not there any more") from error
+            for number in range(first, last) if self._digests else ():
+                block = memoryview(content)[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
+                if xxh3_64_hexdigest(block) != self._digests[number]:
+                    raise damaged(path, f"block {number} is not what was written")
+            if self._digests:  # parts of the next tensor may lie in the last one
+                _memory.last = (path, last - 1), content[(last - 1 - first) * BLOCK_BYTES :]
+        part = memoryview(content)[start - first * BLOCK_BYTES :][: len(into)]
+        into[: len(part)] = part
+        return len(part)
 
     @classmethod
     def measured(cls, total: int) -> Callable[[], tuple[int, int]]:
@@ -191,7 +221,8 @@ class DataFile:
 
     def check(self, blocks: Iterable[str]) -> None:
         """Raise CheckpointError if these are not the blocks of the manifest."""
-        if FileRecord.of(self.record.size, blocks) != self.record:
+        self._digests = [*blocks]
+        if FileRecord.of(self.record.size, self._digests) != self.record:
             raise damaged(self.path, "its digest is not the one in the manifest")
 
     def json(self) -> Any:
@@ -210,15 +241,15 @@ class DataFile:
         self.read(start, memoryview(memory))
         return tensor_from(memory, dtype, shape)
 
-    def _opened(self) -> int:
+    def _opened(self, path: Path) -> int:
         if self._handle is None:
-            self._handle = open_file(self.path)
+            self._handle = open_file(path)
             found = os.fstat(self._handle)
             identity = found.st_dev, found.st_ino, found.st_mtime_ns
             if not S_ISREG(found.st_mode) or found.st_size != self.record.size:
-                raise damaged(self.path, f"it is not a file of {self.record.size} bytes")
+                raise damaged(path, f"it is not a file of {self.record.size} bytes")
             if identity != (self._identity or identity):
-                raise damaged(self.path, "it was replaced while it was read")
+                raise damaged(path, "it was replaced while it was read")
             self._identity = identity
             self._open.append(ref(self))
             if len(self._open) > OPEN_FILES and (first := self._open.popleft()()):
@@ -276,7 +307,7 @@ def sync_folder(path: Path) -> None:
             os.close(handle)
 
 
-def damaged(path: Path, problem: str) -> CheckpointError:
+def damaged(path: Place, problem: str) -> CheckpointError:
     """Return the error for a file that is not what was written."""
     return CheckpointError(
         f"{path} is damaged: {problem}\nnothing was loaded; load another checkpoint, or restore this file",
@@ -285,7 +316,7 @@ def damaged(path: Path, problem: str) -> CheckpointError:
 
 
 @contextmanager
-def understanding(path: Path, *, calls_plugins: bool = False) -> Iterator[None]:
+def understanding(path: Place, *, calls_plugins: bool = False) -> Iterator[None]:
     """Around code that takes a checkpoint's JSON at its word.
 
     calls_plugins: errors that other code than ours raises inside stay what they are.

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING
 from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
 from accel_core.checkpoint.commit import carry_back
 from accel_core.checkpoint.disks import locate_on_all_disks
-from accel_core.checkpoint.files import UnreadableError
+from accel_core.checkpoint.manifest import is_there
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.retention import number_in
+from accel_core.checkpoint.stored import Place, UnreadableError, place
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 def find(
     run: Run,
     series: CheckpointSeries,
-    directory: str | os.PathLike[str] | None,
+    directory: str | os.PathLike[str] | Place | None,
     *,
     missing_ok: bool,
     best: bool = False,
@@ -43,11 +44,18 @@ def find(
     """
     control = run.collectives("control")
     first = run.world.first_of_disk(each_node=run.config.project.save_on_each_node)
-    around = series.folder.parent if directory is None else Path(os.path.realpath(directory))
-    run_on_all_ranks(control, "load_state: carry back", lambda: carry_back(around) if first else None)
+    around = series.folder.parent if directory is None else _real(place(directory))
+
+    def carry() -> None:
+        if first and isinstance(around, Path):
+            carry_back(around)
+
+    run_on_all_ranks(control, "load_state: carry back", carry)
     if directory is not None:
         folder = locate_on_all_disks(run, around)
-        there = gather_from_all_ranks(control, "load_state: look", folder.exists) if missing_ok else [True]
+        there = [True]
+        if missing_ok:
+            there = gather_from_all_ranks(control, "load_state: look", lambda: is_there(folder))
         return _verified(run, folder) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
     listed = gather_from_all_ranks(control, "load_state: list", lambda: candidates() if first else [])
@@ -86,7 +94,11 @@ def find(
     )
 
 
-def _verified(run: Run, folder: Path) -> Checkpoint:
+def _real(where: Place) -> Place:
+    return Path(os.path.realpath(where)) if isinstance(where, Path) else where
+
+
+def _verified(run: Run, folder: Place) -> Checkpoint:
     """Open the checkpoint in `folder`, the same on all ranks, every block verified."""
     control, world = run.collectives("control"), run.world
     checkpoint = run_on_all_ranks(control, "load_state: open", lambda: Checkpoint.open(folder))

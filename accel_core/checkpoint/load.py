@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
     from accel_core.checkpoint.read import Stored
     from accel_core.checkpoint.retention import CheckpointSeries
+    from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
@@ -46,12 +46,12 @@ Scope = Literal["replicated", "per_reader", "per_rank"]
 def load(
     run: Run,
     series: CheckpointSeries,
-    directory: str | os.PathLike[str] | None,
+    directory: str | os.PathLike[str] | Place | None,
     *,
     strict: bool,
     missing_ok: bool,
     best: bool,
-) -> tuple[Path, Manifest] | None:
+) -> tuple[Place, Manifest] | None:
     """Load a checkpoint, and return its folder and manifest.
 
     See `CheckpointSession.load`.
@@ -316,7 +316,7 @@ class Restoration:
             self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
 
 
-def _mixed(folder: Path, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
+def _mixed(folder: Place, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
     """Return the error for an action that failed after others were done."""
     state = "nothing else was changed"
     if done:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, Final
@@ -22,12 +24,16 @@ from accel_core.checkpoint.files import (
     understanding,
     write_file,
 )
+from accel_core.checkpoint.stored import Place, StoredPath
 from accel_core.errors import CheckpointError
 
 __all__ = [
     "MANIFEST",
     "Manifest",
+    "commits_in",
+    "folder_of_files",
     "is_ours",
+    "is_there",
     "manifest_if_any",
     "manifest_of",
     "read_manifest",
@@ -37,6 +43,8 @@ __all__ = [
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES: Final = 1 << 28
 """No manifest is larger: it has a line of some 100 bytes for each file."""
+COMMIT: Final = re.compile(r"manifest-(\d{8})\.json")
+"""Names of manifests in a store: each save takes the next number."""
 FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 1
 _CONVERTER: Final = Converter(detailed_validation=False)
@@ -67,25 +75,66 @@ def manifest_of(members: Mapping[str, Any]) -> bytes:
     return _with_checksum(text.removesuffix("\n}").encode())
 
 
-def write_manifest(folder: Path, content: bytes) -> None:
+def write_manifest(folder: Place, content: bytes) -> None:
     """Write and sync the manifest."""
-    write_file(folder / MANIFEST, [content])
+    if isinstance(folder, StoredPath):
+        with suppress(FileExistsError):  # the answer was lost, and the store's library tried again
+            folder.store.create_stored(str(folder / MANIFEST), content)
+    else:
+        write_file(folder / MANIFEST, [content])
 
 
-def read_manifest(folder: Path) -> Manifest:
+def commits_in(folder: StoredPath) -> dict[int, str]:
+    """Number -> name of the manifests in a folder of a store, the newest last."""
+    named = {int(found[1]): name for name in folder.entries if (found := COMMIT.fullmatch(name))}
+    return {number: named[number] for number in sorted(named)}
+
+
+def folder_of_files(folder: Place, manifest: Manifest) -> Place:
+    """Return the folder that holds the checkpoint's files.
+
+    In a store each save has one of its own.
+    """
+    if isinstance(folder, Path):
+        return folder
+    here = folder.listed()
+    return (here / manifest.save_id).listed() if manifest.save_id in here.entries else here
+
+
+def is_there(folder: Place) -> bool:
+    """Return True if there is something to load.
+
+    In a store, a save that has not ended is nothing.
+    """
+    return folder.exists() if isinstance(folder, Path) else _path_in(folder) is not None
+
+
+def _path_in(folder: Place) -> Place | None:
+    """Return the manifest that counts, if there is one."""
+    if isinstance(folder, Path):
+        return folder / MANIFEST if os.path.lexists(folder / MANIFEST) else None
+    here = folder.listed()
+    name = next(reversed(commits_in(here).values()), MANIFEST)
+    return here / name if name in here.entries else None
+
+
+def read_manifest(folder: Place) -> Manifest:
     """Return the manifest of a checkpoint, checked.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
     """
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
+    path = _path_in(folder)
+    if path is None:
         raise CheckpointError(
             f"{folder} is not a checkpoint: {MANIFEST} is missing\n"
             "give the folder that save_state() returned",
             path=str(folder),
         )
-    content = _content(path)
+    try:
+        content = _content(path)
+    except FileNotFoundError:  # of a store, where a newer one has replaced it
+        return read_manifest(folder)
     with understanding(path):
         members = json.loads(content, parse_constant=_no_number)
         if (members["format"], members["version"]) != (FORMAT, VERSION):
@@ -104,8 +153,12 @@ def read_manifest(folder: Path) -> Manifest:
         return _CONVERTER.structure({**members, "members": members}, Manifest)
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Place) -> bytes:
     """Return the content of a manifest. Raises CheckpointError."""
+    if isinstance(path, StoredPath):
+        if path.size is None or path.size > MANIFEST_BYTES:
+            raise damaged(path, f"it is not a file of at most {MANIFEST_BYTES} bytes")
+        return path.content()
     handle = open_file(path)
     try:
         found = os.fstat(handle)
@@ -123,7 +176,7 @@ def _no_number(text: str) -> Any:
     raise ValueError(f"{text} is not a number")
 
 
-def manifest_if_any(folder: Path) -> Manifest | None:
+def manifest_if_any(folder: Place) -> Manifest | None:
     """Return the manifest, or None where `read_manifest` raises."""
     try:
         return read_manifest(folder)
@@ -131,11 +184,12 @@ def manifest_if_any(folder: Path) -> Manifest | None:
         return None
 
 
-def is_ours(folder: Path) -> bool:
+def is_ours(folder: Place) -> bool:
     """Return True if some version of this format wrote the folder, damaged or not."""
     try:
-        return bool(json.loads(_content(folder / MANIFEST))["format"] == FORMAT)
-    except (CheckpointError, ValueError, KeyError, TypeError, RecursionError):
+        path = _path_in(folder)
+        return path is not None and bool(json.loads(_content(path))["format"] == FORMAT)
+    except (CheckpointError, FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

@@ -37,6 +37,7 @@ from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.stored_target import StoredTarget
     from accel_core.checkpoint.target import SaveTarget
     from accel_core.checkpoint.votes import Message, Votes
 
@@ -101,7 +102,7 @@ class PendingSave:
     ranks: how many save together. manifest: what it says but for the files.
     """
 
-    target: SaveTarget
+    target: SaveTarget | StoredTarget
     step: int | None
     share: Share
     ranks: int
@@ -144,7 +145,7 @@ class PendingSave:
             return {"error": f"{type(error).__name__}: {error}"[:SAID_BYTES]}
 
     def _write(self) -> Message:
-        records = self.share.write(self.target.folder)
+        records = self.target.write(self.share.write, self.share.size)
         return {"files": {name: asdict(record) for name, record in records.items()}}
 
     @property
@@ -182,10 +183,7 @@ class PendingSave:
         return show_progress(f"writing {self.target.path.name}", self._written)
 
     def _written(self) -> tuple[int, int]:
-        try:
-            return (self.target.folder / self.share.data).stat().st_size, self.share.size
-        except FileNotFoundError:  # the folder has the target's name by now
-            return self.share.size, self.share.size
+        return self.target.written(self.share.data, self.share.size), self.share.size
 
 
 # -- rank 0 --------------------------------------------------------------------------------------

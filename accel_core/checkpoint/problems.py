@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,6 +15,7 @@ from accel_core.distributed.tensor_bytes import DTYPES, name_of
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
+    from accel_core.checkpoint.stored import Place
 
 __all__ = ["Action", "Problems"]
 
@@ -32,7 +32,7 @@ class Problems:
     Not strict, only `fatal` ones count.
     """
 
-    folder: Path
+    folder: Place
     strict: bool
     found: list[str] = field(factory=list)
     fatal: list[str] = field(factory=list)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -21,6 +22,7 @@ from accel_core.checkpoint.files import DataFile, damaged, understanding
 from accel_core.checkpoint.manifest import MANIFEST
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
 from accel_core.checkpoint.reader import CheckpointFiles
+from accel_core.checkpoint.stored import Place
 from accel_core.contract.state import Kind, Leaf, whole
 from accel_core.distributed.tensor_bytes import DTYPES, bytes_within
 from accel_core.errors import CheckpointError
@@ -59,11 +61,14 @@ class Stored:
 
     @property
     def place(self) -> tuple[Path, int] | None:
-        """The file and the start of all its bytes; None if they lie in several boxes."""
+        """The local file and the start of all its bytes.
+
+        None if they lie in several boxes, or in a store.
+        """
         if len(self.boxes) != 1 or self.layout is not None:
             return None
         ((_, (file, start)),) = self.boxes.items()
-        return file.path, start
+        return (file.path, start) if isinstance(file.path, Path) else None
 
     @property
     def nbytes(self) -> int:
@@ -115,7 +120,7 @@ class Checkpoint(CheckpointFiles):
     tensors: Mapping[Key, Stored]
 
     @classmethod
-    def open(cls, folder: Path) -> Checkpoint:
+    def open(cls, folder: str | os.PathLike[str] | Place) -> Checkpoint:
         files = CheckpointFiles.open(folder)
         tensors: dict[Key, Stored] = {}
         ranks: dict[int, Any] = {}
@@ -123,11 +128,11 @@ class Checkpoint(CheckpointFiles):
             with understanding(data.path.with_suffix(".json")):
                 _add_tensors(tensors, index["tensors"], data, files)
                 ranks[rank] = index["state"]
-        with understanding(folder / MANIFEST):
+        with understanding(files.folder / MANIFEST):
             for (unit, key), stored in tensors.items() if not files.absent else ():
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        return cls(folder, files.manifest, files.state, files.shares, ranks, tensors)
+        return cls(files.folder, files.manifest, files.state, files.shares, ranks, tensors)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the state of one rank, still encoded."""

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from attrs import frozen
 
 from accel_core.checkpoint.disks import files_are_elsewhere, nodes_without
 from accel_core.checkpoint.files import DataFile, damaged, understanding
-from accel_core.checkpoint.manifest import MANIFEST, Manifest, read_manifest
+from accel_core.checkpoint.manifest import MANIFEST, Manifest, folder_of_files, read_manifest
+from accel_core.checkpoint.stored import Place, place
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 __all__ = ["CheckpointFiles"]
+
+AT_ONCE: Final = 8
+"""Number of blocks that are asked of a store at the same time."""
 
 
 @frozen
@@ -25,18 +31,19 @@ class CheckpointFiles:
     disks of their own, the files of other nodes may be absent.
     """
 
-    folder: Path
+    folder: Place
     manifest: Manifest
     state: Mapping[str, Any]
     shares: Mapping[int, tuple[DataFile, Mapping[str, Any]]]
 
     @classmethod
-    def open(cls, folder: Path) -> CheckpointFiles:
-        """Open the checkpoint in `folder`, its small files verified.
+    def open(cls, folder: str | os.PathLike[str] | Place) -> CheckpointFiles:
+        """Open the checkpoint in `folder`, a path or a URL, its small files verified.
 
         Raises:
             CheckpointError: it is not a checkpoint, or a file is missing or damaged; the message names it.
         """
+        folder = place(folder)
         manifest = read_manifest(folder)
         while True:
             try:
@@ -48,16 +55,18 @@ class CheckpointFiles:
                 manifest = now  # it was replaced by another save meanwhile
 
     @classmethod
-    def _of(cls, folder: Path, manifest: Manifest) -> CheckpointFiles:
+    def _of(cls, folder: Place, manifest: Manifest) -> CheckpointFiles:
+        home = folder_of_files(folder, manifest)
+
         def opened(name: str) -> DataFile:
             with understanding(folder / MANIFEST):
                 record = manifest.files[name]
-            return DataFile(folder / name, record)
+            return DataFile(home / name, record)
 
         state, shares = opened("state.json").json(), {}
         for rank in range(manifest.world["size"]):
             names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-            if manifest.domains and not any((folder / name).exists() for name in names):
+            if manifest.domains and not any((home / name).exists() for name in names):
                 continue
             data, file = map(opened, names)
             index = file.json()
@@ -86,9 +95,28 @@ class CheckpointFiles:
             for data, index in self.shares.values()
             for number, digest in enumerate(index["blocks"])
         ]
-        mine = blocks[share::shares]
+        mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
         total = sum(file.size_of(number) for file, number, _ in mine)
+
+        def check(block: tuple[DataFile, int, str]) -> None:
+            file, number, digest = block
+            if file.block(number) != digest:
+                raise damaged(file.path, f"block {number} is not what was written")
+
         with show_progress(f"verifying {self.folder.name}", DataFile.measured(total)):
-            for file, number, digest in mine:
-                if file.block(number) != digest:
-                    raise damaged(file.path, f"block {number} is not what was written")
+            if isinstance(self.folder, Path):
+                for block in mine:
+                    check(block)
+            else:
+                _at_once(check, mine)
+
+
+def _at_once(check: Callable[[Any], None], blocks: Iterable[Any]) -> None:
+    """Check blocks of a store, each of which takes a while to come."""
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        try:
+            for _ in pool.map(check, blocks):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

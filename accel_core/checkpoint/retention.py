@@ -11,13 +11,15 @@ import logging
 import os
 import re
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_core.checkpoint.commit import discard
 from accel_core.checkpoint.manifest import Manifest, manifest_if_any
 from accel_core.checkpoint.metrics import best_first
-from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.stored import Place, StoredPath, place
+from accel_core.checkpoint.stored_commit import remove_stored
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -47,9 +49,10 @@ class CheckpointSeries:
         self.kept: dict[int, str] = {}
 
     @property
-    def folder(self) -> Path:
+    def folder(self) -> Place:
         """The folder of the numbered checkpoints."""
-        return Path(os.path.realpath(local_path(self.run.config.project.project_dir or "."))) / "checkpoints"
+        project = place(self.run.config.project.project_dir or ".")
+        return (Path(os.path.realpath(project)) if isinstance(project, Path) else project) / "checkpoints"
 
     @property
     def lineage(self) -> list[str]:
@@ -72,12 +75,16 @@ class CheckpointSeries:
             )
         return number
 
+    def uncounted(self) -> list[Place]:
+        """Return the numbered folders that `total_limit` does not count."""
+        return [path for number, path in _numbered(self.folder, _NAME) if number not in self.kept]
+
     def candidates(self) -> list[str]:
         """Names of the checkpoints that may be loaded, newest first.
 
         Those that this run and the runs which resumed it have saved; if there are none, all.
         """
-        found: list[tuple[Path, Manifest | None]] = []
+        found: list[tuple[Place, Manifest | None]] = []
         for _, path in _numbered(self.folder, _NAME):
             manifest = manifest_if_any(path)  # None: loading it finds out why, and says so
             if manifest is None or manifest.name == path.name:
@@ -150,8 +157,11 @@ class CheckpointSeries:
             path, expected = self.folder / f"checkpoint_{number}", self.kept.pop(number)
             manifest = manifest_if_any(path)
             names = manifest and (manifest.name, manifest.save_id)
-            if names != (path.name, expected) or path.is_symlink():
+            if names != (path.name, expected) or (isinstance(path, Path) and path.is_symlink()):
                 logger.warning("%s is not what this run saved; it stays", path)
+                continue
+            if isinstance(path, StoredPath):
+                remove_stored(path)
                 continue
             aside = path.with_name(f".{path.name}.{save_id}.removed")
             try:
@@ -172,8 +182,8 @@ def number_in(name: str) -> int:
     return int(name.rpartition("_")[2])
 
 
-def _numbered(folder: Path, pattern: re.Pattern[str]) -> list[tuple[int, Path]]:
+def _numbered(folder: Place, pattern: re.Pattern[str]) -> list[tuple[int, Place]]:
     """Return (number, path) of all entries with such a name, newest first."""
-    entries = folder.iterdir() if folder.is_dir() else ()
+    entries: Iterable[Place] = folder.iterdir() if folder.is_dir() else ()
     named = [(int(name[1]), path) for path in entries if (name := pattern.fullmatch(path.name))]
-    return sorted(named, reverse=True)
+    return sorted(named, key=itemgetter(0), reverse=True)

@@ -6,7 +6,6 @@ import os
 import platform
 import secrets
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +26,8 @@ from accel_core.checkpoint.metrics import agreed_metrics
 from accel_core.checkpoint.pending_save import PendingSave, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
+from accel_core.checkpoint.stored import Place, StoredPath, told
+from accel_core.checkpoint.stored_target import StoredTarget
 from accel_core.checkpoint.target import SaveTarget
 from accel_core.checkpoint.votes import Votes
 from accel_core.errors import CheckpointError
@@ -53,17 +54,17 @@ class Saver:
         self._votes = Votes.of(run, alone=alone)
         self._layout: Layout | None = None
         self._pending: PendingSave | None = None
-        self._disks = Disks.of(run, self.control)
+        self._disks = self._planned_for = Disks.of(run, self.control)
 
     def save(
         self,
-        directory: str | os.PathLike[str] | None,
+        directory: str | os.PathLike[str] | StoredPath | None,
         *,
         step: int | None,
         wait: bool,
         metrics: Mapping[str, Any] | None,
         needed: str | None,
-    ) -> Path:
+    ) -> Place:
         """See `CheckpointSession.save`."""
         run_on_all_ranks(self.control, "save_state: wait for the save before", self.wait)
         noted = {"step": step, "metrics": agreed_metrics(self.control, metrics, needed)}
@@ -79,18 +80,25 @@ class Saver:
         return pending.target.path
 
     def _snapshot(
-        self, directory: str | os.PathLike[str] | None, noted: Mapping[str, Any], *, wait: bool
+        self, directory: str | os.PathLike[str] | StoredPath | None, noted: Mapping[str, Any], *, wait: bool
     ) -> PendingSave:
         """Do all that is collective or reads the run's state; the rest only writes."""
         run, control, disks = self.run, self.control, self._disks
+        where = self._series.folder if directory is None else directory
+        if isinstance(where, StoredPath):  # which is one place for all nodes
+            disks = Disks(control.rank, [0] * control.size)
         if run.mark_step is not None:
             run.mark_step("state")
         state = run_on_all_ranks(control, "save_state: collect", lambda: self._collect(wait=wait))
         split_rank_state(control, state)
-        layout = self._layout_of(state)
+        layout = self._layout_of(state, disks)
         if control.size > 1:
             layout.replicas.compare(control, state.leaves, state.declared)
-        target = SaveTarget.choose(self._series, control, directory, disks)
+        target: SaveTarget | StoredTarget
+        if isinstance(where, StoredPath):
+            target = StoredTarget.choose(self._series, control, None if directory is None else where, disks)
+        else:
+            target = SaveTarget.choose(self._series, control, None if directory is None else where, disks)
 
         def share() -> Share:
             # Each disk has the state of rank 0: one file, though several write it.
@@ -105,7 +113,7 @@ class Saver:
             if disks.are_several:
                 shared = control.broadcast_object(mine.state)
                 mine.state = shared if disks.is_first else None
-            manifest = {**target.members, **noted, **_manifest(run, control)}
+            manifest = {**_named(target), **noted, **_manifest(run, control)}
         except BaseException:  # no memory for the copy, Ctrl-C: nothing half-written stays
             if disks.is_first:
                 target.discard()
@@ -123,7 +131,7 @@ class Saver:
         finally:
             if pending.is_over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
                 self._pending = None
-        self.run.hooks.checkpoint_committed(pending.target.path, pending.step)
+        self.run.hooks.checkpoint_committed(told(pending.target.path), pending.step)
 
     def free_memory(self) -> None:
         """Give back the memory of the copy.
@@ -141,17 +149,19 @@ class Saver:
                 )
         return collect(self.run)
 
-    def _layout_of(self, state: Collected) -> Layout:
+    def _layout_of(self, state: Collected, disks: Disks) -> Layout:
         """Return the layout of the save before, while no leaf changes on any rank.
 
         Else a new one.
         """
         before, control = self._layout, self.control
-        name = before.name if before is not None and before.declared == state.declared else None
+        same = before is not None and before.declared == state.declared and self._planned_for == disks
+        name = before.name if before is not None and same else None
         names = set(gather_from_all_ranks(control, "save_state: compare layouts", lambda: name))
         if before is not None and len(names) == 1 and None not in names:
             return before
         self._layout = before = None  # with its buffer, before the next one is made
+        self._planned_for = disks
 
         def declared() -> tuple[str, Any]:
             check_names(self.run, state)
@@ -160,7 +170,7 @@ class Saver:
         told = gather_from_all_ranks(control, "save_state: plan", declared)
         declarations = [leaves for _, leaves in told]
         try:
-            writes = plan(declarations, self._disks.of_rank)[control.rank]
+            writes = plan(declarations, disks.of_rank)[control.rank]
         except CheckpointError as error:
             if not self.alone:
                 raise
@@ -169,6 +179,18 @@ class Saver:
         replicas = Replicas.of(declarations, control.rank)
         self._layout = Layout.of(told[0][0], state.declared, writes, state.leaves, replicas)
         return self._layout
+
+
+def _named(target: SaveTarget | StoredTarget) -> dict[str, Any]:
+    """Return the members of the manifest that describe the save."""
+    return {
+        "name": target.path.name if target.numbered else None,
+        "iteration": target.number,
+        "save_id": target.save_id,
+        "run_id": target.series.run.run_id,
+        "lineage": target.series.lineage,
+        "domains": target.disks.member,
+    }
 
 
 def _manifest(run: Run, control: Collectives) -> dict[str, Any]:

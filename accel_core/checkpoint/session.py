@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.distributed.watch import assemble
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.preemption import Preemption
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.checkpoint.save import Saver
+    from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
 
 __all__ = ["CheckpointSession"]
@@ -39,14 +39,14 @@ class CheckpointSession:
 
     def save(
         self,
-        directory: str | os.PathLike[str] | None,
+        directory: str | os.PathLike[str] | Place | None,
         *,
         step: int | None = None,
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
         needed: str | None = None,
-    ) -> Path:
+    ) -> Place:
         """Save all state of the run as the checkpoint `directory`.
 
         Collective: all ranks, one directory. With `alone` it is not collective: this rank saves what it
@@ -79,12 +79,12 @@ class CheckpointSession:
 
     def load(
         self,
-        directory: str | os.PathLike[str] | None,
+        directory: str | os.PathLike[str] | Place | None,
         *,
         strict: bool = True,
         missing_ok: bool = False,
         best: bool = False,
-    ) -> Path | None:
+    ) -> Place | None:
         """Bring the run into the state that the checkpoint `directory` holds.
 
         Collective: all ranks.

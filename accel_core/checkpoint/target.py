@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 from weakref import finalize
 
 from attrs import frozen
@@ -16,10 +16,11 @@ from accel_core.checkpoint.writer import end_writing, is_over, new_save_id
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.disks import Disks
+    from accel_core.checkpoint.files import FileRecord
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.world import Collectives
 
-__all__ = ["SaveTarget"]
+__all__ = ["SaveTarget", "judge_leftovers"]
 
 
 @frozen
@@ -57,9 +58,12 @@ class SaveTarget:
             CheckpointError: the path is there and is not a checkpoint, or a folder cannot be made.
         """
         numbered = directory is None
-        parent = series.folder if directory is None else Path(os.path.realpath(directory)).parent
+        parent = Path(str(series.folder)) if directory is None else Path(os.path.realpath(directory)).parent
 
-        save_id, over = _judge_leftovers(parent, series, control, disks)
+        def left() -> set[str]:
+            return commit.leftover_ids(parent) if disks.is_first else set()
+
+        save_id, over = judge_leftovers(series, control, left)
 
         def clear() -> int:
             if not disks.is_first:
@@ -89,17 +93,17 @@ class SaveTarget:
         """The folder that the save is written into."""
         return commit.partial_folder(self.path, self.save_id)
 
-    @property
-    def members(self) -> dict[str, Any]:
-        """The members of the manifest that describe the save."""
-        return {
-            "name": self.path.name if self.numbered else None,
-            "iteration": self.number,
-            "save_id": self.save_id,
-            "run_id": self.series.run.run_id,
-            "lineage": self.series.lineage,
-            "domains": self.disks.member,
-        }
+    def write(self, write: Callable[[Path], dict[str, FileRecord]], size: int) -> dict[str, FileRecord]:
+        """Let a rank write its files; name -> record."""
+        del size
+        return write(self.folder)
+
+    def written(self, name: str, size: int) -> int:
+        """Return how many bytes of a file are written, of `size` in all."""
+        try:
+            return (self.folder / name).stat().st_size
+        except FileNotFoundError:  # the folder has the target's name by now
+            return size
 
     # -- by the first rank of each disk, not collective --------------------------------------------
 
@@ -128,14 +132,13 @@ class SaveTarget:
         end_writing(self.save_id)
 
 
-def _judge_leftovers(
-    parent: Path, series: CheckpointSeries, control: Collectives, disks: Disks
+def judge_leftovers(
+    series: CheckpointSeries, control: Collectives, left_here: Callable[[], set[str]]
 ) -> tuple[str, set[str]]:
     """Return the new save's id and the ids of finished ones beside it. Collective."""
 
     def look() -> tuple[str, set[str]]:
-        new_id = new_save_id(series.run.run_id) if control.rank == 0 else ""
-        return new_id, commit.leftover_ids(parent) if disks.is_first else set()
+        return new_save_id(series.run.run_id) if control.rank == 0 else "", left_here()
 
     looked = gather_from_all_ranks(control, "save_state: look for leftovers", look)
     save_id, left = looked[0][0], set().union(*(ids for _, ids in looked))

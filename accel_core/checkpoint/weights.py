@@ -23,7 +23,8 @@ from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.file import not_written, write_whole
 from accel_core.checkpoint.files import sync_folder, write_file
 from accel_core.checkpoint.module_state import module_state, state_dict_outline
-from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.stored import Place, StoredPath, place
+from accel_core.checkpoint.stored_commit import send, spool
 from accel_core.contract.suggest import did_you_mean
 from accel_core.distributed.progress import show_progress
 from accel_core.distributed.watch import assemble
@@ -121,7 +122,7 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    folder, size, weights = local_path(directory), bytes_in(limit), weights_of(run, model)
+    folder, size, weights = place(directory), bytes_in(limit), weights_of(run, model)
 
     def write() -> None:
         try:
@@ -147,7 +148,7 @@ def bytes_in(size: int | str) -> int:
 
 
 def write_weights(
-    folder: Path,
+    folder: Place,
     weights: Iterable[tuple[Names, Tensor]],
     extra: dict[str, Any],
     limit: int,
@@ -158,8 +159,26 @@ def write_weights(
     """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
 
     Needs memory for one file's. What was there before stays until all of it is written. total: bytes of all,
-    if they are known.
+    if they are known. In a store, weights that are there are not replaced: a reader could mix the two.
     """
+    if isinstance(folder, StoredPath):
+        if there := weights_in(folder):
+            raise CheckpointError(
+                f"{there[0]} exists, and was left as it is\nwrite to another folder, or remove it",
+                path=str(folder),
+            )
+        with spool(total) as beside:
+            write_weights(beside, weights, extra, limit, safe=safe, total=total)
+            names = sorted(
+                (path.name for path in beside.iterdir()), key=lambda name: name.endswith(".index.json")
+            )
+            try:
+                send(beside, names, folder)
+            except OSError as error:
+                with suppress(OSError):
+                    folder.remove(names)
+                raise not_written(folder, error) from error
+        return
     _refuse(folder, extra, safe=safe)
     done = 0
 
@@ -179,10 +198,11 @@ def write_weights(
         raise not_written(folder, error) from error
 
 
-def weights_in(folder: Path) -> list[Path]:
+def weights_in(folder: Place) -> list[Place]:
     """Return the files of weights in a folder, whatever wrote them."""
     names = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors|\.bin)(\.index\.json)?")
-    return sorted(path for path in folder.iterdir() if names.fullmatch(path.name)) if folder.is_dir() else []
+    entries: Iterable[Place] = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in entries if names.fullmatch(path.name)), key=str)
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:

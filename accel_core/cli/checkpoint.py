@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.stored import Place, place
 from accel_core.cli import Group
 from accel_core.cli.terminal import table
 from accel_core.errors import CheckpointError, PluginError
@@ -28,15 +28,16 @@ __all__ = ["checkpoint"]
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-class _Local(click.Path):
-    """A path of this machine: `~` is the home folder, a URL is refused by name."""
+class _Place(click.Path):
+    """A path of this machine, where `~` is the home folder, or a URL of a store."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(local_path(value), param, ctx)
+        where = place(value)
+        return super().convert(where, param, ctx) if isinstance(where, Path) else where
 
 
-_folder = _Local(exists=True, file_okay=False, path_type=Path)
-_target = click.argument("target", type=_Local(path_type=Path))
+_folder = _Place(exists=True, file_okay=False, path_type=Path)
+_target = click.argument("target", type=_Place(path_type=Path))
 _more = click.argument("more", nargs=-1, type=click.UNPROCESSED)
 _COLUMNS: Final = ("name", "step", "age", "size", "ranks", "stack", "valid")
 _TIMES: Final = (("d", 86400), ("h", 3600), ("min", 60), ("s", 1))
@@ -53,15 +54,14 @@ def checkpoint() -> None:
 @checkpoint.command("list")
 @click.argument("folder", default=".", type=_folder)
 @_json
-def list_(folder: Path, as_json: bool) -> None:
+def list_(folder: Place, as_json: bool) -> None:
     """List the checkpoints in FOLDER; or, if FOLDER is one, the parameters in it.
 
     VALID looks at what describes the data and at the sizes of files; verify reads every byte.
     """
-    from accel_core.checkpoint.manifest import MANIFEST
     from accel_core.checkpoint.reader import CheckpointFiles
 
-    if (folder / MANIFEST).exists():
+    if _is_one(folder):
         parameters = list(_parameters(CheckpointFiles.open(folder)))
         found: Any = {**_describe(folder), "parameters": parameters}
         lines = [*_table(_COLUMNS, [found]), "", *_table(("unit", "name", "shape", "dtype"), parameters)]
@@ -87,18 +87,28 @@ def _cell(value: Any) -> str:
     return str(value) if value is not None else "-"
 
 
-def _inside(folder: Path) -> list[Path]:
+def _is_one(folder: Place) -> bool:
+    """Return True if the folder is a checkpoint, damaged or not."""
+    from accel_core.checkpoint.manifest import MANIFEST, is_there
+
+    return (folder / MANIFEST).exists() if isinstance(folder, Path) else is_there(folder)
+
+
+def _inside(folder: Place) -> list[Place]:
     """Return the checkpoints in a folder, or in its `checkpoints`.
 
     Damaged ones too, unfinished ones not.
     """
     from accel_core.checkpoint.manifest import MANIFEST
 
+    if not isinstance(folder, Path):
+        entries = [*folder.iterdir(), *(folder / "checkpoints").iterdir()]
+        return [entry for entry in entries if entry.size is None and _is_one(entry)]
     found = sorted([*folder.glob(f"*/{MANIFEST}"), *folder.glob(f"checkpoints/*/{MANIFEST}")])
     return [path.parent for path in found if not path.parent.name.startswith(".")]
 
 
-def _describe(folder: Path) -> dict[str, Any]:
+def _describe(folder: Place) -> dict[str, Any]:
     from accel_core.checkpoint.manifest import read_manifest
     from accel_core.checkpoint.reader import CheckpointFiles
 
@@ -144,14 +154,12 @@ def _parameters(opened: CheckpointFiles) -> Iterator[dict[str, Any]]:
 @checkpoint.command()
 @click.argument("folders", nargs=-1, required=True, type=_folder)
 @_json
-def verify(folders: tuple[Path, ...], as_json: bool) -> None:
+def verify(folders: tuple[Place, ...], as_json: bool) -> None:
     """Read every byte of the checkpoints FOLDERS, or in them, and name damaged files.
 
     Exit status 1 if there is one.
     """
-    from accel_core.checkpoint.manifest import MANIFEST
-
-    chosen = [one for each in folders for one in ([each] if (each / MANIFEST).exists() else _inside(each))]
+    chosen = [one for each in folders for one in ([each] if _is_one(each) else _inside(each))]
     if not chosen:
         raise CheckpointError(f"no checkpoint in {', '.join(map(str, folders))}\ngive the folder of one")
     problems = {str(folder): _problems(folder) for folder in chosen}
@@ -163,7 +171,7 @@ def verify(folders: tuple[Path, ...], as_json: bool) -> None:
     sys.exit(1 if any(problems.values()) else 0)
 
 
-def _problems(folder: Path) -> list[str]:
+def _problems(folder: Place) -> list[str]:
     """Return the problems of a checkpoint.
 
     Looks again if another save replaces it meanwhile.
@@ -176,9 +184,9 @@ def _problems(folder: Path) -> list[str]:
     return _problems(folder) if before and now and before.save_id != now.save_id else found
 
 
-def _problems_now(folder: Path) -> list[str]:
+def _problems_now(folder: Place) -> list[str]:
     from accel_core.checkpoint.files import DataFile
-    from accel_core.checkpoint.manifest import read_manifest
+    from accel_core.checkpoint.manifest import folder_of_files, read_manifest
     from accel_core.checkpoint.reader import CheckpointFiles
     from accel_core.distributed.progress import show_progress
 
@@ -186,11 +194,13 @@ def _problems_now(folder: Path) -> list[str]:
     files: list[DataFile] = []
     with _noting(problems):
         manifest = read_manifest(folder)
+        home = folder_of_files(folder, manifest)
         for name, record in manifest.files.items():
-            if manifest.domains and not [*folder.glob(f"{Path(name).stem}.*")]:
+            both = [home / f"{Path(name).stem}{suffix}" for suffix in (".json", ".safetensors")]
+            if manifest.domains and not any(path.exists() for path in both):
                 continue  # it is on another node's disk
             with _noting(problems):
-                files.append(DataFile(folder / name, record))
+                files.append(DataFile(home / name, record))
     total = sum(file.record.size for file in files)
     with show_progress(f"verifying {folder.name}", DataFile.measured(total)):
         for file in files:
@@ -223,8 +233,8 @@ def _first_line(error: Exception) -> str:
 @click.option("--force", is_flag=True, help="Replace weights that are in TARGET.")
 @_more
 def export(
-    folder: Path,
-    target: Path,
+    folder: Place,
+    target: Place,
     form: str,
     unit: str | None,
     limit: str | None,
@@ -255,7 +265,7 @@ def export(
 @_target
 @click.option("--format", "form", required=True, help="What FOLDER is; plugins add formats.")
 @_more
-def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> None:
+def import_(folder: Place, target: Place, form: str, more: tuple[str, ...]) -> None:
     """Write the checkpoint TARGET from FOLDER, which another library has saved.
 
     Runs no code found in FOLDER.
@@ -263,7 +273,7 @@ def import_(folder: Path, target: Path, form: str, more: tuple[str, ...]) -> Non
     _hand_over(form, "import", folder, target, *more)
 
 
-def _hand_over(form: str, *words: str | Path) -> None:
+def _hand_over(form: str, *words: str | Place) -> None:
     """Call the command plugin `checkpoint-FORM`, which has `import` and `export`."""
     from accel_core.plugins.catalog import not_installed
 

@@ -17,7 +17,7 @@ API_VERSION: Final = "1.0"
 """major.minor of this contract; not of any package. Majors N and N-1 are served."""
 
 
-Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "command"]
+Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "store", "command"]
 
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 
@@ -124,6 +124,7 @@ class Card:
     """Words that several plugins of a slot answer, such as `fp8` of a precision.
 
     Like `auto`, such a word takes the usable plugin of highest priority; a tie is an error that names both.
+    Store slot: the schemes of the URLs that it serves, each by one plugin.
     """
     distributed_type: str | None = None
     """The value of `accelerator.distributed_type`.

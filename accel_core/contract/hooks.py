@@ -649,6 +649,57 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
     """Return the same nested structure with its tensors on the device."""
 
 
+# -- places of checkpoints: implemented by stores, which live without a run ----------------------
+
+
+@spec("owner")
+def refuse_stored(url: str) -> str | None:
+    """Return why no checkpoint may be saved there, or None. Asks nobody.
+
+    A store may be saved into if its `create_stored` is one step: of two that come at once, one fails. Others
+    are read, and take files of weights.
+    """
+
+
+@spec("owner")
+def list_stored(url: str) -> Mapping[str, int | None]:
+    """Return the entries of a folder: name -> bytes, None of a folder in it.
+
+    Of this moment, from no cache. Empty where nothing lies; FileNotFoundError if there is no such bucket.
+    All hooks of stores may be called from any thread, and raise OSError and its kinds only: PermissionError
+    for missing rights and credentials, FileNotFoundError, FileExistsError.
+    """
+
+
+@spec("owner")
+def read_stored(url: str, start: int, size: int) -> bytes:
+    """Return exactly these bytes of a file.
+
+    Core asks for at most 64 MiB, but for the whole of a manifest, and never beyond the file's end.
+    """
+
+
+@spec("owner")
+def create_stored(url: str, content: bytes) -> None:
+    """Write a small new file in one step.
+
+    FileExistsError if there is one of this name.
+    """
+
+
+@spec("owner")
+def send_stored(path: Path, url: str) -> None:
+    """Write a file with the content of a local one, which may be large.
+
+    A file of this name is replaced.
+    """
+
+
+@spec("owner")
+def remove_stored(urls: Sequence[str]) -> None:
+    """Remove files; one that is gone already is no error."""
+
+
 # -- observers and helpers -----------------------------------------------------------------------
 
 
@@ -658,9 +709,10 @@ def run_started(run_id: str, config: RunConfig) -> None:
 
 
 @spec("observer")
-def checkpoint_committed(folder: Path, step: int | None) -> None:
+def checkpoint_committed(folder: Path | str, step: int | None) -> None:
     """Note that a save has become the checkpoint `folder`. Every rank, main thread.
 
+    A URL is text.
     At once after a save that waits; else when the rank next saves, waits for the checkpoint, or ends.
     """
 

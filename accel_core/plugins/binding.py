@@ -31,6 +31,7 @@ LAYERS: Final[Mapping[str, int]] = {
     "precision": 2,
     "strategy": 3,
     "launcher": 3,
+    "store": 3,
     "extension": 4,
     "tracker": 5,
 }

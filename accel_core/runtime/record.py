@@ -248,7 +248,7 @@ class RunRecord:
 
     @implements(hooks.checkpoint_committed)
     @_harmless
-    def checkpoint_committed(self, folder: Path, step: int | None) -> None:
+    def checkpoint_committed(self, folder: Path | str, step: int | None) -> None:
         begun, since = self._saved_at or (-1, 0.0)
         waited = begun == self.sampler.count  # else it was written while training went on
         if waited:

@@ -227,12 +227,17 @@ def test_weights_that_are_there_are_replaced_only_by_force(project):
 
 @pytest.mark.parametrize(
     "words",
-    [("list", "s3://b/c"), ("verify", "s3://b/c"), ("export", "s3://b/c", "x"), ("export", ".", "s3://b/c")],
+    [
+        ("list", "nowhere://b/c"),
+        ("verify", "nowhere://b/c"),
+        ("export", "nowhere://b/c", "x"),
+        ("export", ".", "nowhere://b/c"),
+    ],
 )
-def test_a_url_is_refused_by_name(words):
+def test_a_url_that_no_plugin_serves_is_refused_by_name(words):
     ended = accel("checkpoint", *words)
     assert ended.returncode == 1
-    assert "s3://b/c is a URL" in ended.stderr
+    assert "no plugin here reads and writes nowhere: URLs" in ended.stderr
 
 
 def test_one_unit_can_be_chosen_and_torchs_own_format(project):

@@ -1,7 +1,8 @@
-"""Paths as users write them: URLs are refused by name, `~` is the home folder, a slash at the end is fine."""
+"""Paths as users write them: URLs need a plugin, `~` is the home folder, a slash at the end is fine."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -10,17 +11,12 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointContents, ProjectConfiguration
 from accel_core.checkpoint import file
+from accel_core.checkpoint.stored import store_for
 from accel_core.errors import CheckpointError
+from accel_core.plugins import discovery
+from accel_core.plugins.discovery import Discovery
 
-URLS = [
-    "gs://bucket/ck",
-    "s3://bucket/ck",
-    "hf://me/ck",
-    "memory://ck",
-    "file:///tmp/ck",
-    "abfss+x://a/b",
-    Path("s3://b/c"),
-]
+URLS = ["s3://bucket/ck", "nowhere://ck", "file:///tmp/ck", "abfss+x://a/b", Path("s3://b/c")]
 
 
 @pytest.fixture
@@ -36,27 +32,56 @@ CALLS = {
     "save_state": lambda accelerator, path: accelerator.save_state(path),
     "load_state": lambda accelerator, path: accelerator.load_state(path, missing_ok=True),
     "save_model": lambda accelerator, path: accelerator.save_model(accelerator.model, path),
+    "contents": lambda accelerator, path: CheckpointContents.read(path),
+}
+FILES = {
     "save": lambda accelerator, path: accelerator.save({}, path),
     "load": lambda accelerator, path: file.load(path),
-    "contents": lambda accelerator, path: CheckpointContents.read(path),
 }
 
 
+@pytest.fixture
+def no_stores(monkeypatch):
+    """As where no plugin of the slot `store` is installed."""
+    monkeypatch.setattr(discovery, "discover", lambda: Discovery(()))
+    store_for.cache_clear()
+    yield
+    store_for.cache_clear()
+
+
+@pytest.mark.usefixtures("no_stores")
 @pytest.mark.parametrize("url", URLS, ids=str)
 @pytest.mark.parametrize("call", CALLS)
-def test_a_url_is_refused_by_name(accelerator, tmp_path, monkeypatch, url, call):
+def test_a_url_that_no_plugin_serves_is_refused_by_name(accelerator, tmp_path, monkeypatch, url, call):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(CheckpointError, match=r"is a URL, and checkpoints and weights are .* local"):
+    scheme = str(url).partition(":")[0]
+    remedy = "pip install ./contrib/stores" if scheme == "s3" else "give a folder on a disk"
+    with pytest.raises(
+        CheckpointError, match=rf"(?s)no plugin here .* {re.escape(scheme)}: URLs\n.*{remedy}"
+    ):
         CALLS[call](accelerator, url)
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_url_as_the_projects_folder_is_refused(tmp_path, monkeypatch):
+@pytest.mark.parametrize("call", FILES)
+def test_single_files_are_local_ones(accelerator, call):
+    with pytest.raises(CheckpointError, match=r"is a URL, and this is .* local"):
+        FILES[call](accelerator, "s3://bucket/file")
+
+
+def test_a_url_with_a_password_is_refused_and_not_repeated(accelerator):
+    with pytest.raises(CheckpointError, match="with a password in it") as refused:
+        accelerator.save_state("s3://me:secret@bucket/ck")
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.usefixtures("no_stores")
+def test_a_url_as_the_projects_folder_needs_a_plugin_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     project = ProjectConfiguration(project_dir="gs://bucket/run", automatic_checkpoint_naming=True)
     accelerator = Accelerator(cpu=True, project_config=project)
     for call in (accelerator.save_state, accelerator.load_state):
-        with pytest.raises(CheckpointError, match="gs://bucket/run is a URL"):
+        with pytest.raises(CheckpointError, match="reads and writes gs: URLs"):
             call()
     assert list(tmp_path.iterdir()) == []
     accelerator.end_training()

@@ -51,6 +51,7 @@ PLUGINS = {
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
     "accel-ray": {"ray"},
+    "accel-stores": {"fsspec"},
     "accel-kubernetes": {"kubernetes"},
     "accel-sagemaker": {"sagemaker"},
     "accel-context-parallel": {"cp"},
