@@ -369,6 +369,105 @@ def test_careless_packages_are_red_where_they_are_careless(
     assert found.names("failed") == red, describe(found)
 
 
+STORE = """
+from accel_core import Card, hooks, implements
+CARD = Card(name="careless", slot="store", summary="A broken plugin.", api_version="1.0",
+            also=("careless-files",), implementation="careless:Store")
+files = {}
+class Store:
+    def __init__(self, config, run):
+        pass
+    @implements(hooks.refuse_stored)
+    def refuse_stored(self, url):
+        return None
+    @implements(hooks.list_stored)
+    def list_stored(self, url):
+        names = [name for name in files if name.startswith(url + "/")]
+        below = {name[len(url) + 1 :]: len(files[name]) for name in names}
+        return LISTED
+    @implements(hooks.read_stored)
+    def read_stored(self, url, start, size):
+        if url not in files:
+            raise MISSING(url)
+        return files[url][READ]
+    @implements(hooks.create_stored)
+    def create_stored(self, url, content):
+        if CREATED != content:
+            raise FileExistsError(url)
+    @implements(hooks.send_stored)
+    def send_stored(self, path, url):
+        SENT
+    @implements(hooks.remove_stored)
+    def remove_stored(self, urls):
+        for url in urls:
+            REMOVED
+"""
+SOUND = {
+    "LISTED": "{name.partition('/')[0]: None if '/' in name else size for name, size in below.items()}",
+    "MISSING": "FileNotFoundError",
+    "READ": "start : start + size",
+    "CREATED": "files.setdefault(url, content)",
+    "SENT": "files[url] = path.read_bytes()",
+    "REMOVED": "files.pop(url, None)",
+}
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("broken", "red"),
+    [
+        ({}, set[str]()),
+        (
+            {"CREATED": "files.__setitem__(url, content) or content"},
+            {"test_a_second_create_is_refused", "test_of_creates_at_once_one_is_done"},
+        ),
+        ({"LISTED": "below"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
+        ({"READ": "start : size"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
+        (
+            {"SENT": "files.setdefault(url, path.read_bytes())"},
+            {"test_a_large_file_is_sent_whole_and_read_in_parts"},
+        ),
+        ({"REMOVED": "files.pop(url)"}, {"test_what_is_removed_is_gone_and_may_be_gone_already"}),
+        ({"MISSING": "KeyError"}, {"test_a_file_that_is_not_there_is_said_so"}),
+        (
+            {"LISTED": "below or [][0]"},
+            {
+                "test_nothing_lies_in_a_new_place",
+                "test_a_large_file_is_sent_whole_and_read_in_parts",
+                "test_what_is_removed_is_gone_and_may_be_gone_already",
+            },
+        ),
+    ],
+    ids=[
+        "sound",
+        "creates-again",
+        "lists-all",
+        "reads-others",
+        "keeps-old",
+        "removes-once",
+        "odd-error",
+        "odd-list",
+    ],
+)
+def test_careless_stores_are_red_where_they_are_careless(
+    pytester: pytest.Pytester,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    broken: dict[str, str],
+    red: set[str],
+) -> None:
+    package = tmp_path / "site" / "careless"
+    package.mkdir(parents=True)
+    code = STORE
+    for word, text in {**SOUND, **broken}.items():
+        code = code.replace(word, text)
+    (package / "__init__.py").write_text(code)
+    (package / "py.typed").touch()
+    write_distribution(tmp_path / "site", "accel-careless", "[accel_core.store]\ncareless = careless:CARD\n")
+    found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "--accel-level", "1")
+    assert found.names("failed") == red, describe(found)
+
+
 COMMAND = """
 from accel_core import Card
 {imports}

@@ -23,13 +23,17 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
 class _Folder(click.Path):
-    """A checkpoint on this machine; `~` is the home folder."""
+    """A checkpoint on this machine, or at a URL, which stays text.
+
+    `~` is the home folder.
+    """
 
     def __init__(self) -> None:
         super().__init__(exists=True, file_okay=False, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return super().convert(Path(value).expanduser(), param, ctx)
+        is_url = "://" in str(value)
+        return str(value) if is_url else super().convert(Path(value).expanduser(), param, ctx)
 
 
 def _failing_with(code: int, call: Callable[[], int]) -> int:
@@ -71,7 +75,13 @@ def _print(lines: Iterable[str]) -> None:
 @click.option("--html", type=click.Path(path_type=Path, dir_okay=False), help="Write a page with heat maps.")
 @_json
 def diff(
-    a: Path, b: Path, only: tuple[str, ...], rtol: float, atol: float, html: Path | None, as_json: bool
+    a: Path | str,
+    b: Path | str,
+    only: tuple[str, ...],
+    rtol: float,
+    atol: float,
+    html: Path | None,
+    as_json: bool,
 ) -> None:
     """Say how the checkpoints A and B differ.
 
@@ -100,7 +110,7 @@ def diff(
 @click.command()
 @click.argument("folder", type=_Folder())
 @_json
-def show(folder: Path, as_json: bool) -> None:
+def show(folder: Path | str, as_json: bool) -> None:
     """Show the tensors of the checkpoint FOLDER as a tree, with their files."""
     from accel_inspect.tree import as_rows, lines
 

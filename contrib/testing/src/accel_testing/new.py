@@ -22,7 +22,7 @@ __all__ = ["new", "render"]
 CORE: Final = "accel-core"
 LONGEST: Final = 60
 """Letters of a name: paths in the package repeat it."""
-RENDERED: Final = ("device", "strategy", "precision", "launcher", "extension", "tracker", "command")
+RENDERED: Final = ("device", "strategy", "precision", "launcher", "extension", "tracker", "store", "command")
 NEEDED_BY_TESTS: Final = {"device": ', "accel-ddp"'}
 """Requirements of a template's tests besides the conformance kit."""
 

@@ -29,6 +29,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="MODULE",
         help="its convert(model) and context(device) train by hand in the stack's precision (level 2)",
     )
+    group.addoption(
+        "--accel-store", metavar="URL", help="where a store is checked; it must be writable (level 1)"
+    )
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"

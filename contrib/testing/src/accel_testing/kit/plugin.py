@@ -175,7 +175,7 @@ class Kit:
                 item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
 
     def _concerns(self, item: Any) -> bool:
-        """Tell if the stack has the tracker, launcher or command of the check.
+        """Tell if the stack has the tracker, launcher, store or command of the check.
 
         Without a plugin that takes part in runs, checks of runs would only check core.
         """
@@ -200,6 +200,11 @@ class Kit:
     def launcher(self) -> Record:
         """Return the launcher of the stack. Stacks without one leave out its checks."""
         return self.tested.plugins["launcher"]
+
+    @pytest.fixture
+    def store(self) -> Record:
+        """Return the store of the stack, likewise."""
+        return self.tested.plugins["store"]
 
     @pytest.fixture
     def command(self) -> Record:

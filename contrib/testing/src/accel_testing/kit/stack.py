@@ -19,8 +19,8 @@ REFERENCE = "ACCEL_KIT_REFERENCE"
 """The variable that names a module with a precision's reference."""
 
 _DEFAULTS = {"device": "native", "strategy": "single"}
-_SLOTS = ("device", "strategy", "precision", "extension", "tracker", "launcher", "command")
-OUTSIDE_OF_RUNS: Final = frozenset({"launcher", "command"})
+_SLOTS = ("device", "strategy", "precision", "extension", "tracker", "launcher", "store", "command")
+OUTSIDE_OF_RUNS: Final = frozenset({"launcher", "store", "command"})
 """Slots whose plugins do not belong to a run."""
 
 
