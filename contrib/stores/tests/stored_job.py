@@ -1,0 +1,79 @@
+"""A small training run with checkpoints in a store, as functions for processes of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from accel_core import Accelerator, CheckpointError, ProjectConfiguration
+
+
+def made(width: int = 64, **options: Any) -> tuple[Accelerator, Any, Any]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, **options)
+    model = nn.Linear(width, 512)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    return accelerator, model, optimizer
+
+
+def numbered(url: str, **options: Any) -> tuple[Accelerator, Any, Any]:
+    project = ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, **options)
+    return made(project_config=project)
+
+
+def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:
+    accelerator.backward(model(torch.ones(2, model_width(accelerator, model))).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def model_width(accelerator: Accelerator, model: Any) -> int:
+    width: int = accelerator.unwrap_model(model).in_features
+    return width
+
+
+def weight(accelerator: Accelerator, model: Any) -> torch.Tensor:
+    found: torch.Tensor = accelerator.unwrap_model(model).weight.detach().clone()
+    return found
+
+
+def saved(url: str, steps: int, width: int = 64, background: bool = False) -> torch.Tensor:
+    """Train, save, and return the weight."""
+    accelerator, model, optimizer = made(width)
+    for _ in range(steps):
+        step(accelerator, model, optimizer)
+    accelerator.save_state(url, step=steps, wait=not background)
+    found = weight(accelerator, model)
+    accelerator.end_training()
+    return found
+
+
+def saved_again(url: str, steps: int) -> torch.Tensor:
+    """Load, train on, save under the same name, and return the weight."""
+    accelerator, model, optimizer = made()
+    accelerator.load_state(url)
+    for _ in range(steps):
+        step(accelerator, model, optimizer)
+    accelerator.save_state(url)
+    found = weight(accelerator, model)
+    accelerator.end_training()
+    return found
+
+
+def loaded(url: str, width: int = 64) -> torch.Tensor:
+    accelerator, model, _ = made(width)
+    accelerator.load_state(url)
+    found = weight(accelerator, model)
+    accelerator.end_training()
+    return found
+
+
+def tried(url: str, steps: int) -> str:
+    """Save, and return the error's text, or nothing."""
+    try:
+        saved(url, steps)
+    except CheckpointError as error:
+        return str(error)
+    return ""

@@ -1,0 +1,44 @@
+"""`accel checkpoint` on URLs."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import stored_job as job
+import torch
+from s3_server import BUCKET, S3Server
+from safetensors.torch import load_file
+
+
+def accel(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "accel_core", "checkpoint", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+def test_checkpoints_are_listed_verified_shown_and_exported(s3: S3Server, tmp_path: Path) -> None:
+    accelerator, model, optimizer = job.numbered(f"s3://{BUCKET}/run")
+    for _ in range(2):
+        job.step(accelerator, model, optimizer)
+        accelerator.save_state()
+    expected = job.weight(accelerator, model)
+    accelerator.end_training()
+    one = f"s3://{BUCKET}/run/checkpoints/checkpoint_1"
+
+    listed = accel("list", "--json", f"s3://{BUCKET}/run")
+    assert listed.returncode == 0, listed.stderr
+    assert [row["name"] for row in json.loads(listed.stdout)] == ["checkpoint_0", "checkpoint_1"]
+    assert {row["valid"] for row in json.loads(listed.stdout)} == {"yes"}
+
+    verified = accel("verify", one)
+    assert verified.stdout == f"{one}: every byte is what was written\n", verified.stderr
+
+    shown = accel("show", one)
+    assert shown.returncode == 0, shown.stderr
+    assert "weight" in shown.stdout
+
+    exported = accel("export", one, str(tmp_path / "weights"))
+    assert exported.returncode == 0, exported.stderr
+    assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], expected)

@@ -1,0 +1,15 @@
+"""The installed package against the conformance kit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from s3_server import BUCKET, S3Server
+
+from accel_testing import conform
+
+
+@pytest.mark.parametrize("url", [f"s3://{BUCKET}/kit", "memory://kit"])
+def test_it_conforms(s3: S3Server, tmp_path: Path, url: str) -> None:
+    assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, "fsspec", "--accel-store", url)

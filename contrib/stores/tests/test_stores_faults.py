@@ -1,0 +1,156 @@
+"""Faults of an S3 server, and kills: nothing half loads, nothing committed is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections import Counter
+
+import pytest
+import stored_job as job
+import torch
+from s3_server import BUCKET, Request, S3Server
+
+from accel_core import CheckpointError
+from accel_testing import ProcessError, run_processes
+
+URL = f"s3://{BUCKET}/run/ck"
+WRITES = ("PUT", "POST", "DELETE")
+
+
+def killed_at(s3: S3Server, number: int) -> bool:
+    """Replace the checkpoint in a process that is killed when it sends its write of this number."""
+    count = 0
+
+    def kill(request: Request) -> None:
+        nonlocal count
+        if request.method in WRITES:
+            count += 1
+            if count == number:
+                os.kill(int(s3.client.get_object(Bucket=BUCKET, Key="pid")["Body"].read()), signal.SIGKILL)
+
+    s3.fault = kill
+    try:
+        run_processes(told_who, s3.url, URL, world=1)
+    except ProcessError as error:
+        if error.kind != f"exit -{signal.SIGKILL.value}":
+            raise
+        return True
+    finally:
+        s3.fault = lambda request: None
+    return False
+
+
+def told_who(endpoint: str, url: str) -> None:
+    """Put this process's number where the server finds it, then save."""
+    import boto3
+
+    boto3.client("s3", endpoint_url=endpoint).put_object(
+        Bucket=BUCKET, Key="pid", Body=str(os.getpid()).encode()
+    )
+    job.saved_again(url, 1)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(3, 8), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(s3: S3Server, numbers: range) -> None:
+    old = job.saved(URL, 1)
+    new = job.saved_again("memory://twin/ck", 1) if job.saved("memory://twin/ck", 1) is not None else old
+    for number in numbers:
+        if not killed_at(s3, number):
+            break
+        found = job.loaded(URL)
+        assert torch.equal(found, old) or torch.equal(found, new), number
+        job.saved(URL, 1)
+        files = Counter(key.count("/") for key in s3.names() if key.startswith("run/"))
+        assert files == {2: 1, 3: 4}, f"what the kill at write {number} has left is removed by the next save"
+
+
+def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
+    s3.client.put_object(
+        Bucket=BUCKET, Key=f"run/ck/{'0' * 16}-{'0' * 8}-1-1-{'0' * 8}/rank-00000.json", Body=b"{"
+    )
+    accelerator, *_ = job.made()
+    assert accelerator.load_state(URL, missing_ok=True) is None
+    with pytest.raises(
+        CheckpointError, match=r"s3://bucket/run/ck is not a checkpoint: manifest.json is missing"
+    ):
+        accelerator.load_state(URL)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize("status", [500, 503])
+def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, status: int) -> None:
+    seen: Counter[tuple[str, str]] = Counter()
+
+    def fail_first(request: Request) -> int | None:
+        seen[request.method, request.path] += 1
+        return status if seen[request.method, request.path] == 1 and request.name.startswith("rank") else None
+
+    s3.fault = fail_first
+    expected = job.saved(URL, 2)
+    assert torch.equal(job.loaded(URL), expected)
+
+
+def test_a_save_that_cannot_be_sent_fails_and_leaves_the_old_one(s3: S3Server) -> None:
+    expected = job.saved(URL, 1)
+    before = sorted(s3.names())
+    s3.fault = lambda request: (
+        403 if request.method == "PUT" and request.name.endswith(".safetensors") else None
+    )
+    accelerator, model, optimizer = job.made()
+    job.step(accelerator, model, optimizer)
+    accelerator.save_state(URL, wait=False)
+    with pytest.raises(
+        CheckpointError, match=r"(?s)the save to s3://bucket/run/ck failed; .* still whole.*Permission"
+    ):
+        accelerator.wait_for_checkpoint()
+    accelerator.end_training()
+    s3.fault = lambda request: None
+    assert sorted(s3.names()) == before
+    assert torch.equal(job.loaded(URL), expected)
+
+
+def test_a_damaged_block_is_named_and_nothing_is_changed(s3: S3Server) -> None:
+    job.saved(URL, 1)
+    key = next(key for key in s3.names() if key.endswith(".safetensors"))
+    content = bytearray(s3.content(key))
+    content[-7] ^= 1
+    s3.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    accelerator, model, _ = job.made()
+    before = job.weight(accelerator, model)
+    with pytest.raises(
+        CheckpointError, match=rf"s3://{BUCKET}/{key} is damaged: block 0 is not what was written"
+    ):
+        accelerator.load_state(URL)
+    assert torch.equal(job.weight(accelerator, model), before)
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        (
+            "s3://nowhere/ck",
+            "s3://nowhere/ck cannot be reached: FileNotFoundError: there is no bucket nowhere",
+        ),
+        ("http://127.0.0.1:9/ck", "http: has no way to create a file only once"),
+        ("gs://bucket/ck", "gs: URLs"),
+    ],
+)
+def test_a_place_that_cannot_be_saved_into_is_said_before_anything_is_sent(
+    s3: S3Server, url: str, said: str
+) -> None:
+    accelerator, *_ = job.made()
+    with pytest.raises(CheckpointError, match=said):
+        accelerator.save_state(url)
+    accelerator.end_training()
+
+
+def test_missing_rights_are_said(s3: S3Server) -> None:
+    s3.fault = lambda request: 403
+    accelerator, *_ = job.made()
+    with pytest.raises(CheckpointError, match=r"cannot be reached: PermissionError.*\ncheck the name"):
+        accelerator.save_state(URL)
+    accelerator.end_training()

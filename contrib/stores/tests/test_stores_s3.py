@@ -1,0 +1,193 @@
+"""Checkpoints on an S3 server: whole or absent, sent once, read by ranges."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import stored_job as job
+import torch
+from s3_server import BUCKET, SECRET, Request, S3Server
+from safetensors.torch import load as tensors_in
+
+from accel_core import CheckpointError
+from accel_stores.store import FsspecStore
+from accel_testing import run_processes
+
+URL = f"s3://{BUCKET}/run/ck"
+WIDTH = 4096
+"""Of a model whose checkpoint has some 25 MB: several blocks for each of two ranks."""
+
+
+def writes(s3: S3Server) -> list[Request]:
+    return [request for request in s3.seen if request.method == "PUT"]
+
+
+# -- the proof that the row rests on ---------------------------------------------------------------
+
+
+def test_a_second_create_is_refused_and_the_first_stays(s3: S3Server) -> None:
+    store, url = FsspecStore(None, None), f"s3://{BUCKET}/one"
+    store.create_stored(url, b"first")
+    with pytest.raises(FileExistsError):
+        store.create_stored(url, b"second")
+    assert s3.content("one") == b"first"
+    assert [request.is_conditional for request in writes(s3)] == [True, True]
+
+
+def test_a_server_that_accepts_a_second_create_is_refused_before_anything_is_sent(s3: S3Server) -> None:
+    s3.fault = lambda request: "accept" if request.is_conditional else None
+    with pytest.raises(CheckpointError, match=r"this store has created one file twice.*\n.*If-None-Match"):
+        job.saved(URL, 1)
+    assert s3.names() == []
+    assert len(writes(s3)) == 2
+
+
+# -- save and load -----------------------------------------------------------------------------------
+
+
+def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(s3: S3Server, tmp_path: Path) -> None:
+    run_processes(job.saved, str(tmp_path / "local"), 2, WIDTH, world=2)
+    local = sum(path.stat().st_size for path in (tmp_path / "local").iterdir())
+
+    first, second = run_processes(job.saved, URL, 2, WIDTH, world=2)
+    sent, requests = sum(request.sent for request in writes(s3)), len(s3.seen)
+    assert torch.equal(first, second)
+    assert sent <= 1.01 * local
+    assert requests <= 30
+
+    s3.seen.clear()
+    assert torch.equal(job.loaded(URL, WIDTH), first)
+    got = sum(size for request in s3.seen if request.method == "GET" for size in request.answered)
+    assert got <= 2.3 * local, "once to verify, once to fill; blocks with two tensors come once more"
+
+
+def test_two_ranks_load_what_one_rank_saved_and_verify_a_half_each(s3: S3Server) -> None:
+    expected = job.saved(URL, 1, WIDTH)
+    size = sum(len(s3.content(key)) for key in s3.names())
+    s3.seen.clear()
+    for found in run_processes(job.loaded, URL, WIDTH, world=2):
+        assert torch.equal(found, expected)
+    got = sum(size for request in s3.seen if request.method == "GET" for size in request.answered)
+    assert got <= 3.5 * size, "half each to verify, all to fill where each rank holds all"
+
+
+def test_a_save_in_the_background_is_whole_when_training_ends(s3: S3Server) -> None:
+    expected = job.saved(URL, 3, background=True)
+    assert torch.equal(job.loaded(URL), expected)
+
+
+def test_a_save_under_the_same_name_replaces_the_one_before(s3: S3Server) -> None:
+    job.saved(URL, 1)
+    before = set(s3.names())
+    expected = job.saved_again(URL, 2)
+    assert torch.equal(job.loaded(URL), expected)
+    now = s3.names()
+    assert not before & set(now)
+    assert len(now) == len(before)
+
+
+def test_the_folder_of_a_save_copied_to_a_disk_is_an_ordinary_checkpoint(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    expected = job.saved(URL, 2)
+    for key in s3.names():
+        if key.count("/") == 3:
+            (tmp_path / key.rpartition("/")[2]).write_bytes(s3.content(key))
+    assert torch.equal(job.loaded(str(tmp_path)), expected)
+
+
+def test_an_ordinary_folder_copied_to_the_store_is_loaded_and_never_written_over(
+    s3: S3Server, tmp_path: Path
+) -> None:
+    expected = job.saved(str(tmp_path / "local"), 2)
+    for path in (tmp_path / "local").iterdir():
+        s3.client.put_object(Bucket=BUCKET, Key=f"run/ck/{path.name}", Body=path.read_bytes())
+    assert torch.equal(job.loaded(URL), expected)
+    with pytest.raises(
+        CheckpointError, match=r"holds manifest.json, which no save to this store has written"
+    ):
+        job.saved(URL, 1)
+    assert torch.equal(job.loaded(URL), expected)
+
+
+def test_numbered_checkpoints_are_kept_and_the_newest_valid_one_is_loaded(
+    s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, optimizer = job.numbered(f"s3://{BUCKET}/run", total_limit=2)
+    weights = []
+    for _ in range(3):
+        job.step(accelerator, model, optimizer)
+        weights.append(job.weight(accelerator, model))
+        last = accelerator.save_state()
+    assert last == f"s3://{BUCKET}/run/checkpoints/checkpoint_2"
+    assert {key.split("/")[2] for key in s3.names()} == {"checkpoint_1", "checkpoint_2"}
+    assert accelerator.load_state() == last
+    accelerator.end_training()
+
+    gone = next(key for key in s3.names() if "checkpoint_2" in key and key.endswith(".safetensors"))
+    s3.client.delete_object(Bucket=BUCKET, Key=gone)
+    accelerator, model, _ = job.numbered(f"s3://{BUCKET}/run")
+    assert str(accelerator.load_state()).endswith("checkpoint_1")
+    assert torch.equal(job.weight(accelerator, model), weights[1])
+    assert f"passed over: s3://{gone.replace('run', f'{BUCKET}/run', 1)} is damaged" in caplog.text
+    accelerator.end_training()
+
+
+def test_weights_are_written_for_other_libraries_and_not_mixed_with_others(s3: S3Server) -> None:
+    accelerator, model, _ = job.made()
+    accelerator.save_model(model, f"s3://{BUCKET}/weights")
+    found = tensors_in(s3.content("weights/model.safetensors"))
+    assert torch.equal(found["weight"], job.weight(accelerator, model))
+    with pytest.raises(CheckpointError, match=r"model.safetensors exists, and was left as it is"):
+        accelerator.save_model(model, f"s3://{BUCKET}/weights", max_shard_size=1000)
+    accelerator.save_model(model, f"s3://{BUCKET}/parts", max_shard_size=1000)
+    assert writes(s3)[-1].name == "model.safetensors.index.json"
+    accelerator.end_training()
+
+
+def test_no_object_holds_a_credential(s3: S3Server) -> None:
+    accelerator, *_ = job.numbered(f"s3://{BUCKET}/run")
+    accelerator.save_state()
+    accelerator.end_training()
+    assert not [key for key in s3.names() if SECRET.encode() in s3.content(key)]
+
+
+# -- two writers --------------------------------------------------------------------------------------
+
+
+def test_of_two_writers_one_wins_and_the_other_says_so(s3: S3Server) -> None:
+    """Both are held at the commit until both are there."""
+    both = threading.Barrier(2, timeout=120)
+
+    def hold(request: Request) -> None:
+        if request.name == "manifest-00000001.json" and request.is_conditional:
+            both.wait()
+
+    s3.fault = hold
+    with ThreadPoolExecutor(2) as pool:
+        said = [
+            answer.result()[0]
+            for answer in [pool.submit(run_processes, job.tried, URL, steps, world=1) for steps in (1, 2)]
+        ]
+    winner = said.index("")
+    assert "has appeared while this save was written: another run saves into" in said[1 - winner]
+    assert torch.equal(job.loaded(URL), job.saved("memory://other/ck", winner + 1))
+    assert len([key for key in s3.names() if key.endswith(".safetensors")]) == 1, "the loser's are gone"
+
+
+def test_a_commit_whose_answer_is_lost_is_found_to_be_done(s3: S3Server) -> None:
+    lost: list[Request] = []
+
+    def lose(request: Request) -> str | None:
+        if request.name == "manifest-00000001.json" and request.is_conditional and not lost:
+            lost.append(request)
+            return "lose"
+        return None
+
+    s3.fault = lose
+    expected = job.saved(URL, 2)
+    assert lost
+    assert torch.equal(job.loaded(URL), expected)
