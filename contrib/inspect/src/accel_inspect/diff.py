@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from pathlib import Path
 from typing import Any, Final
 
 from attrs import define, field, frozen
@@ -75,8 +74,8 @@ class Comparison:
     decisive: the sections in which a difference counts.
     """
 
-    a: Path
-    b: Path
+    a: str
+    b: str
     decisive: Collection[str]
     tensors: list[TensorPair] = field(factory=list)
     values: list[ValuePair] = field(factory=list)
@@ -101,7 +100,7 @@ def compare(
             raise each.lacks("a part of the state")
     chosen = [section for section in SECTIONS if not only or section in only]
     comparer = _Comparer(tensors_of(a), tensors_of(b), tolerance or Tolerance())
-    found = Comparison(a.folder, b.folder, only or SECTIONS.keys() - SETTINGS)
+    found = Comparison(str(a.folder), str(b.folder), only or SECTIONS.keys() - SETTINGS)
     ties = ties_of(a), ties_of(b)
     for pair in _pairs(comparer.a, comparer.b, *ties, chosen):
         comparable = pair.a and pair.b and pair.a.shape == pair.b.shape

@@ -42,11 +42,19 @@ _BITS: Final[Mapping[str, int]] = {
 """Dtypes whose elements are not measured -> bytes of an element."""
 
 
+class File(Protocol):
+    """A file on a disk or in a store."""
+
+    @property
+    def name(self) -> str:
+        """Its name in the folder."""
+
+
 class Source(Protocol):
     """Bytes that can be read from any place on."""
 
     @property
-    def path(self) -> Path:
+    def path(self) -> File:
         """The file."""
 
     def read(self, start: int, into: memoryview) -> None:
