@@ -31,7 +31,6 @@ __all__ = [
     "discard",
     "is_committed",
     "publish",
-    "refuse",
     "remove_older",
     "remove_stored",
     "remove_unfinished",
@@ -44,17 +43,6 @@ logger = logging.getLogger(__name__)
 
 CLAIM: Final = "claim"
 """Name of the file that a save creates first; the second try must fail."""
-
-
-def refuse(path: StoredPath) -> None:
-    """Raise CheckpointError if no checkpoint may be saved into such a store."""
-    if why := path.store.refuse_stored(str(path)):
-        raise CheckpointError(
-            f"{path} cannot be saved: {why}\n"
-            "save to a disk, or to a store that refuses the second of two creates; what lies there can be"
-            " loaded",
-            path=str(path),
-        )
 
 
 def begin(path: StoredPath, save_id: str) -> int:
@@ -83,7 +71,7 @@ def begin(path: StoredPath, save_id: str) -> int:
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be saved: {type(error).__name__}: {error}\n"
-            "check the name, and that this process may write there",
+            "check the name, and that this process may write there; or save to a disk",
             path=str(path),
         ) from error
     path.store.remove_stored([claim])

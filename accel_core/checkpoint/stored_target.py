@@ -59,7 +59,6 @@ class StoredTarget:
 
         def look() -> set[str]:
             if disks.is_first:
-                stored_commit.refuse(folder)
                 found = series.uncounted() if directory is None else [folder]
                 around.extend(path for path in found if isinstance(path, StoredPath))
             return set().union(*map(stored_commit.unfinished, around))

@@ -653,15 +653,6 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 @spec("owner")
-def refuse_stored(url: str) -> str | None:
-    """Return why no checkpoint may be saved there, or None. Asks nobody.
-
-    A store may be saved into if its `create_stored` is one step: of two that come at once, one fails. Others
-    are read, and take files of weights.
-    """
-
-
-@spec("owner")
 def list_stored(url: str) -> Mapping[str, int | None]:
     """Return the entries of a folder: name -> bytes, None of a folder in it.
 
@@ -681,9 +672,10 @@ def read_stored(url: str, start: int, size: int) -> bytes:
 
 @spec("owner")
 def create_stored(url: str, content: bytes) -> None:
-    """Write a small new file in one step.
+    """Write a small new file in one step: of two that come at once, one fails.
 
-    FileExistsError if there is one of this name.
+    FileExistsError if there is one of this name; io.UnsupportedOperation if the store has no such step: it is
+    read then, and takes files of weights, but no checkpoints.
     """
 
 

@@ -24,7 +24,7 @@ import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, skip_first_batches
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.target import SaveTarget
-from accel_core.checkpoint.weights import _alone as saving_alone
+from accel_core.checkpoint.weight_files import _alone as saving_alone
 from accel_core.contract.world import current_operation
 
 CORE = str(Path(accel_core.__file__).parent)

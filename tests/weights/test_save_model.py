@@ -18,7 +18,7 @@ from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
 from accel_core.checkpoint.files import write_file
-from accel_core.checkpoint.weights import bytes_in, write_weights
+from accel_core.checkpoint.weight_files import bytes_in, write_weights
 from accel_testing.processes import run_processes
 
 
@@ -397,7 +397,7 @@ def test_parts_that_are_mixed_with_another_saves_are_an_error(tmp_path, monkeypa
         write_file(*arguments)
 
     monkeypatch.setattr("fcntl.flock", no_locks)
-    monkeypatch.setattr("accel_core.checkpoint.weights.write_file", meanwhile)
+    monkeypatch.setattr("accel_core.checkpoint.weight_files.write_file", meanwhile)
     with pytest.raises(CheckpointError, match="another save wrote into this folder at the same time"):
         write_in_parts(tmp_path, model_of(0).state_dict())
 

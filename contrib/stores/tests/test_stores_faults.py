@@ -135,7 +135,7 @@ def test_a_damaged_block_is_named_and_nothing_is_changed(s3: S3Server) -> None:
             "s3://nowhere/ck",
             "s3://nowhere/ck cannot be reached: FileNotFoundError: there is no bucket nowhere",
         ),
-        ("http://127.0.0.1:9/ck", "http: has no way to create a file only once"),
+        ("http://127.0.0.1:9/ck", "http://127.0.0.1:9/ck cannot be reached"),
         ("gs://bucket/ck", "gs: URLs"),
     ],
 )
@@ -145,6 +145,13 @@ def test_a_place_that_cannot_be_saved_into_is_said_before_anything_is_sent(
     accelerator, *_ = job.made()
     with pytest.raises(CheckpointError, match=said):
         accelerator.save_state(url)
+    accelerator.end_training()
+
+
+def test_a_store_that_has_no_create_takes_no_checkpoint(s3: S3Server) -> None:
+    accelerator, *_ = job.made()
+    with pytest.raises(CheckpointError, match=r"http: has no way to create a file only once\n.*save to a disk"):
+        accelerator.save_state(f"{s3.url}/{BUCKET}/ck")
     accelerator.end_training()
 
 

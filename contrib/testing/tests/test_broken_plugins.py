@@ -377,9 +377,6 @@ files = {}
 class Store:
     def __init__(self, config, run):
         pass
-    @implements(hooks.refuse_stored)
-    def refuse_stored(self, url):
-        return None
     @implements(hooks.list_stored)
     def list_stored(self, url):
         names = [name for name in files if name.startswith(url + "/")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,6 @@ class FsspecStore:
 
     def __init__(self, config: object, run: object) -> None:
         del config, run  # it has no options, and lives without a run
-
-    @implements(hooks.refuse_stored)
-    def refuse_stored(self, url: str) -> str | None:
-        """Refuse stores in which two savers may both believe that they have won."""
-        scheme = _scheme(url)
-        return None if scheme in CREATES_ONCE else f"{scheme}: has no way to create a file only once"
 
     @implements(hooks.list_stored)
     def list_stored(self, url: str) -> Mapping[str, int | None]:
@@ -62,6 +57,8 @@ class FsspecStore:
     @implements(hooks.create_stored)
     def create_stored(self, url: str, content: bytes) -> None:
         """Create by a condition that the store judges."""
+        if (scheme := _scheme(url)) not in CREATES_ONCE:
+            raise UnsupportedOperation(f"{scheme}: has no way to create a file only once")
         with _as_os_errors(url):
             fs, path = _opened(url)
             fs.pipe_file(path, content, mode="create")
