@@ -81,13 +81,16 @@ def partial_folder(target: Path, save_id: str) -> Path:
     return target.parent / f".{target.name}.{save_id}.partial"
 
 
-def begin(target: Path, save_id: str) -> str | None:
-    """Make the folder to write into. Returns the id of the save in the target.
+def begin(target: Path, save_id: str, size: int) -> str | None:
+    """Make the folder to write `size` bytes into.
+
+    Returns the id of the save in the target.
 
     From now on this process writes the save, until `end_writing`.
 
     Raises:
-        CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process.
+        CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process;
+            or its disk has no room.
     """
     if _is_working_folder(target):
         raise CheckpointError(
@@ -104,6 +107,13 @@ def begin(target: Path, save_id: str) -> str | None:
     begin_writing(save_id)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
+        disk = shutil.disk_usage(target.parent)
+        if disk.free < size and disk.total:  # of some file systems nothing is known
+            raise CheckpointError(
+                f"{target} cannot be saved: its disk has room for {disk.free} bytes, and {size} are needed\n"
+                "make room, or save to another disk",
+                path=str(target),
+            )
         partial_folder(target, save_id).mkdir()
     except OSError as error:
         if not os.path.lexists(partial_folder(target, save_id)):  # Path's methods raise at a name too long

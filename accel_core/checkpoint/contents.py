@@ -66,7 +66,7 @@ class CheckpointContents:
         """
         target, save_id = Path(os.path.realpath(local_path(folder))), new_save_id(self.members["run_id"])
         shares = [self._share(rank, save_id) for rank in range(len(self.ranks))]
-        seen = begin(target, save_id)
+        seen = begin(target, save_id, sum(share.size for share in shares))
         beside = partial_folder(target, save_id)
         try:
             files = {name: asdict(made) for share in shares for name, made in share.write(beside).items()}

@@ -79,7 +79,7 @@ def write_manifest(folder: Place, content: bytes) -> None:
     """Write and sync the manifest."""
     if isinstance(folder, StoredPath):
         with suppress(FileExistsError):  # the answer was lost, and the store's library tried again
-            folder.store.create_stored(str(folder / MANIFEST), content)
+            (folder / MANIFEST).create(content)
     else:
         write_file(folder / MANIFEST, [content])
 

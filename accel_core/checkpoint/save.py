@@ -98,7 +98,8 @@ class Saver:
         if isinstance(where, StoredPath):
             target = StoredTarget.choose(self._series, control, None if directory is None else where, disks)
         else:
-            target = SaveTarget.choose(self._series, control, None if directory is None else where, disks)
+            given = None if directory is None else where
+            target = SaveTarget.choose(self._series, control, given, disks, layout.size)
 
         def share() -> Share:
             # Each disk has the state of rank 0: one file, though several write it.

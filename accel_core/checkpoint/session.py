@@ -37,6 +37,12 @@ class CheckpointSession:
 
         return CheckpointSeries(self.run)
 
+    def check_place(self) -> None:
+        """Refuse a project's URL that cannot be reached. Raises CheckpointError."""
+        project = self.run.config.project
+        if project.automatic_checkpoint_naming and "://" in (project.project_dir or ""):
+            self.series.folder.exists()
+
     def save(
         self,
         directory: str | os.PathLike[str] | Place | None,

@@ -5,9 +5,10 @@ A `StoredPath` does what reading a checkpoint needs of a `Path`. Local folders n
 
 from __future__ import annotations
 
+import logging
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TypeAlias
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from accel_core.plugins.binding import Hooks
 
 __all__ = ["Place", "StoredPath", "UnreadableError", "place", "scheme_of", "store_for", "told"]
+
+logger = logging.getLogger(__name__)
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 """Start of a URL, with one slash, since `Path` makes one of two.
@@ -119,6 +122,23 @@ class StoredPath:
     def content(self) -> bytes:
         """Return all of a small file of a listed folder, as `read` does."""
         return self.read(0, self.size or 0)
+
+    def create(self, content: bytes) -> None:
+        """Write this small new file, as `create_stored` does; tried twice."""
+        self._twice(lambda: self.store.create_stored(self.url, content))
+
+    def send(self, source: Path) -> None:
+        """Write this file from a local one; tried twice. Raises OSError."""
+        self._twice(lambda: self.store.send_stored(source, self.url))
+
+    def _twice(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except FileExistsError:
+            raise
+        except OSError as error:
+            logger.warning("%s is sent once more, since %s: %s", self, type(error).__name__, error)
+            write()
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove these files of the folder. Raises OSError."""

@@ -126,7 +126,7 @@ def spool(size: int) -> Iterator[Path]:
 def send(beside: Path, names: Collection[str], folder: StoredPath) -> None:
     """Send these files, and free their room one by one. By each rank. Raises OSError."""
     for name in names:
-        folder.store.send_stored(beside / name, str(folder / name))
+        (folder / name).send(beside / name)
         (beside / name).unlink()
 
 
@@ -147,7 +147,7 @@ def publish(path: StoredPath, save_id: str, number: int) -> None:
             )
     content = (home / MANIFEST).content()
     try:
-        path.store.create_stored(str(_commit(path, number)), content)
+        _commit(path, number).create(content)
     except OSError as error:  # also where the answer was lost, and the store's library tried again
         try:
             done = is_committed(path, save_id, number)

@@ -47,12 +47,14 @@ class SaveTarget:
         control: Collectives,
         directory: str | os.PathLike[str] | None,
         disks: Disks,
+        size: int,
     ) -> SaveTarget:
         """Return the next save's target: `directory`, or the next numbered one.
 
         Collective.
 
-        What killed saves left there is removed, and the folder to write into is made.
+        What killed saves left there is removed, and the folder to write into is made. size: bytes that this
+        rank will write.
 
         Raises:
             CheckpointError: the path is there and is not a checkpoint, or a folder cannot be made.
@@ -65,18 +67,20 @@ class SaveTarget:
 
         save_id, over = judge_leftovers(series, control, left)
 
-        def clear() -> int:
+        def clear() -> tuple[int, int]:
             if not disks.is_first:
-                return 0
+                return 0, size
             # A save that was named on one disk only is loaded from under its other name on the next.
             commit.remove_leftovers(parent, over, keep_complete=disks.are_several)
-            return series.free_number() if numbered else series.next_number
+            return (series.free_number() if numbered else series.next_number), size
 
-        number = max(gather_from_all_ranks(control, "save_state: choose a number", clear))
+        chosen = gather_from_all_ranks(control, "save_state: choose a number", clear)
+        number = max(free for free, _ in chosen)
+        needed = sum(chosen[rank][1] for rank in disks.ranks_of(control.rank))
         path = Path(os.path.realpath(parent / f"checkpoint_{number}" if directory is None else directory))
 
         def begin() -> str | None:
-            return commit.begin(path, save_id) if disks.is_first else None
+            return commit.begin(path, save_id, needed) if disks.is_first else None
 
         try:
             seen = gather_from_all_ranks(control, "save_state: make a folder", begin)[control.rank]

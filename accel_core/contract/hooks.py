@@ -672,7 +672,7 @@ def read_stored(url: str, start: int, size: int) -> bytes:
 
 @spec("owner")
 def create_stored(url: str, content: bytes) -> None:
-    """Write a small new file in one step: of two that come at once, one fails.
+    """Write a small new file in one step: of two at once, one fails.
 
     FileExistsError if there is one of this name; io.UnsupportedOperation if the store has no such step: it is
     read then, and takes files of weights, but no checkpoints.

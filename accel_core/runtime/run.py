@@ -132,6 +132,7 @@ class Run:
         self._assembly = Assembly(self, trackers)
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
         check_refusals(self)
+        self.checkpoints.check_place()
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
         check_device(self)

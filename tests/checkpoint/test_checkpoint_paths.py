@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -79,12 +80,9 @@ def test_a_url_with_a_password_is_refused_and_not_repeated(accelerator):
 def test_a_url_as_the_projects_folder_needs_a_plugin_too(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     project = ProjectConfiguration(project_dir="gs://bucket/run", automatic_checkpoint_naming=True)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    for call in (accelerator.save_state, accelerator.load_state):
-        with pytest.raises(CheckpointError, match="reads and writes gs: URLs"):
-            call()
+    with pytest.raises(CheckpointError, match="reads and writes gs: URLs"):
+        Accelerator(cpu=True, project_config=project)
     assert list(tmp_path.iterdir()) == []
-    accelerator.end_training()
 
 
 def test_home_is_expanded_everywhere(accelerator, tmp_path):
@@ -120,3 +118,16 @@ def test_the_working_folder_is_not_replaced(accelerator, tmp_path, monkeypatch):
 def test_a_name_too_long_for_the_disk_is_an_error_with_a_remedy(accelerator, tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be saved: .*too long.*\nsave to a"):
         accelerator.save_state(tmp_path / ("n" * 250))
+
+
+def test_a_disk_without_room_is_said_before_anything_is_written(accelerator, tmp_path, monkeypatch):
+    accelerator.save_state(tmp_path / "old")
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=3))
+    for wait in (True, False):
+        with pytest.raises(CheckpointError, match=r"its disk has room for 3 bytes, and \d+ are needed"):
+            accelerator.save_state(tmp_path / "new", wait=wait)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=0, total=0))
+    accelerator.save_state(tmp_path / "where-nothing-is-known")

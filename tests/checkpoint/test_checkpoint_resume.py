@@ -852,7 +852,7 @@ def test_what_this_process_writes_no_more_is_removed_and_what_it_writes_is_not(p
     run = prepared(network).accelerator.run
     over, alive = new_save_id(run.run_id), new_save_id(run.run_id)
     for save_id in (over, alive):
-        begin(tmp_path / "old", save_id)
+        begin(tmp_path / "old", save_id, 0)
         (partial_folder(tmp_path / "old", save_id) / "rank-00000.safetensors").touch()
     end_writing(over)
     run.checkpoints.save(tmp_path / "here")

@@ -220,6 +220,11 @@ def test_no_folder_is_an_error_at_the_start():
         Accelerator(cpu=True, log_with="jsonl")
 
 
+def test_a_url_is_no_folder_for_it():
+    with pytest.raises(ConfigError, match="tracker jsonl writes to a local folder, not to s3://bucket/run"):
+        Accelerator(cpu=True, log_with="jsonl", project_dir="s3://bucket/run")
+
+
 def test_get_tracker_gives_the_tracker_or_what_it_wraps(tracked, tmp_path):
     mine = Mine()
     accelerator = tracked(["jsonl", mine])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import boto3
@@ -13,6 +13,7 @@ from moto.server import DomainDispatcherApplication, create_backend_app
 from werkzeug.serving import make_server
 
 BUCKET = "bucket"
+CODES = {500: "InternalError", 503: "SlowDown", 403: "AccessDenied", 400: "ExpiredToken"}
 SECRET = "a-secret-nobody-may-store"
 
 
@@ -34,7 +35,8 @@ class Request:
 class S3Server:
     """Before each request `fault` is asked: None lets it pass, a number is the answer's status.
 
-    "accept": the condition is not looked at. "lose": it is done, and the answer is a 500.
+    "accept": the condition is not looked at. "lose": it is done, and the answer is a 500. "cut": the
+    connection ends in the middle of what is sent, or of what is answered.
     """
 
     def __init__(self) -> None:
@@ -94,14 +96,21 @@ class S3Server:
             environ.pop("HTTP_IF_NONE_MATCH", None)
         if told == "lose":
             list(self._app(environ, lambda *_: None))
+        if told == "cut" and request.sent:
+            environ["wsgi.input"].read(request.sent // 2)
+            raise ConnectionResetError
         if told == "lose" or isinstance(told, int):
             environ["wsgi.input"].read(request.sent)
-            code = {503: "SlowDown", 403: "AccessDenied"}.get(
-                told if isinstance(told, int) else 500, "InternalError"
-            )
+            code = CODES[told if isinstance(told, int) else 500]
             body = f"<Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()
             start(f"{500 if told == 'lose' else told} X", [("Content-Length", str(len(body)))])
             return [body]
         answer = list(self._app(environ, start))
         request.answered.append(sum(map(len, answer)))
-        return answer
+        return half_of(b"".join(answer)) if told == "cut" else answer
+
+
+def half_of(answer: bytes) -> Iterator[bytes]:
+    """A connection that ends in the middle."""
+    yield answer[: len(answer) // 2]
+    raise ConnectionResetError

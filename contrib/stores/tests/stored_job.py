@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -77,3 +78,20 @@ def tried(url: str, steps: int) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def endless(endpoint: str, url: str) -> None:
+    """Say who this is, go on from the newest checkpoint, and save number after number until killed.
+
+    All weights of checkpoint k are k.
+    """
+    import boto3
+
+    client = boto3.client("s3", endpoint_url=endpoint)
+    client.put_object(Bucket="bucket", Key="pid", Body=str(os.getpid()).encode())
+    accelerator, model, _ = numbered(url, total_limit=2)
+    accelerator.load_state(missing_ok=True)
+    while True:
+        with torch.no_grad():
+            accelerator.unwrap_model(model).weight.fill_(accelerator.save_iteration)
+        accelerator.save_state(wait=False)

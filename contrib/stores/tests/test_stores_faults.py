@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 from collections import Counter
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
 
 import pytest
 import stored_job as job
@@ -15,23 +19,29 @@ from accel_core import CheckpointError
 from accel_testing import ProcessError, run_processes
 
 URL = f"s3://{BUCKET}/run/ck"
+RUN = f"s3://{BUCKET}/run"
 WRITES = ("PUT", "POST", "DELETE")
 
 
-def killed_at(s3: S3Server, number: int) -> bool:
-    """Replace the checkpoint in a process that is killed when it sends its write of this number."""
+def killed_at(s3: S3Server, number: int, methods: Sequence[str], do: Any, *, cut: bool) -> bool:
+    """Run `do(endpoint, url)` in a process that is killed when it sends its request of this number.
+
+    The request is done nevertheless, or `cut` in the middle.
+    """
     count = 0
 
-    def kill(request: Request) -> None:
+    def kill(request: Request) -> str | None:
         nonlocal count
-        if request.method in WRITES:
-            count += 1
-            if count == number:
-                os.kill(int(s3.client.get_object(Bucket=BUCKET, Key="pid")["Body"].read()), signal.SIGKILL)
+        if request.name == "pid" or request.method not in methods:
+            return None
+        count += 1
+        if count == number:
+            os.kill(int(s3.content("pid")), signal.SIGKILL)
+        return "cut" if cut and count >= number else None
 
     s3.fault = kill
     try:
-        run_processes(told_who, s3.url, URL, world=1)
+        run_processes(do, s3.url, URL if do is told_who else RUN, world=1)
     except ProcessError as error:
         if error.kind != f"exit -{signal.SIGKILL.value}":
             raise
@@ -52,19 +62,47 @@ def told_who(endpoint: str, url: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "numbers", [(3, 8), pytest.param(range(2, 30), marks=pytest.mark.slow)], ids=["two", "all"]
+    ("numbers", "cuts"),
+    [((3, 8), (False,)), pytest.param(range(1, 30), (False, True), marks=pytest.mark.slow)],
+    ids=["two", "all"],
 )
-def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(s3: S3Server, numbers: range) -> None:
+@pytest.mark.timeout(1800)
+def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(
+    s3: S3Server, numbers: Sequence[int], cuts: Sequence[bool]
+) -> None:
     old = job.saved(URL, 1)
-    new = job.saved_again("memory://twin/ck", 1) if job.saved("memory://twin/ck", 1) is not None else old
-    for number in numbers:
-        if not killed_at(s3, number):
-            break
+    job.saved("memory://twin/ck", 1)
+    new = job.saved_again("memory://twin/ck", 1)
+    for cut, number in product(cuts, numbers):
+        if not killed_at(s3, number, WRITES, told_who, cut=cut):
+            continue  # it has fewer
         found = job.loaded(URL)
         assert torch.equal(found, old) or torch.equal(found, new), number
         job.saved(URL, 1)
         files = Counter(key.count("/") for key in s3.names() if key.startswith("run/"))
         assert files == {2: 1, 3: 4}, f"what the kill at write {number} has left is removed by the next save"
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1800)
+def test_a_run_that_is_killed_at_random_goes_on_from_what_was_committed_last(
+    s3: S3Server, caplog: pytest.LogCaptureFixture, kills: int
+) -> None:
+    chance, committed = random.Random(0), -1
+    for _ in range(kills):
+        number, cut = chance.randrange(20, 80), chance.random() < 0.5
+        assert killed_at(s3, number, ("GET", "HEAD", *WRITES), job.endless, cut=cut)
+        keys = [key.split("/") for key in s3.names()]
+        named = [int(key[2].rpartition("_")[2]) for key in keys if key[-1].startswith("manifest-")]
+        assert max(named, default=-1) >= committed
+        committed = max(named, default=-1)
+        accelerator, model, _ = job.numbered(RUN)
+        found = accelerator.load_state(missing_ok=True)
+        assert found == (f"{RUN}/checkpoints/checkpoint_{committed}" if named else None)
+        assert committed < 0 or (job.weight(accelerator, model) == committed).all()
+        accelerator.end_training()
+    assert committed > kills
+    assert "passed over" not in caplog.text, "nothing damaged was ever committed"
 
 
 def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
@@ -80,11 +118,11 @@ def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("status", [500, 503])
-def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, status: int) -> None:
+@pytest.mark.parametrize("status", [500, 503, "cut"])
+def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, status: int | str) -> None:
     seen: Counter[tuple[str, str]] = Counter()
 
-    def fail_first(request: Request) -> int | None:
+    def fail_first(request: Request) -> int | str | None:
         seen[request.method, request.path] += 1
         return status if seen[request.method, request.path] == 1 and request.name.startswith("rank") else None
 
@@ -93,23 +131,46 @@ def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, sta
     assert torch.equal(job.loaded(URL), expected)
 
 
-def test_a_save_that_cannot_be_sent_fails_and_leaves_the_old_one(s3: S3Server) -> None:
+def test_what_the_library_gives_up_is_sent_once_more(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    refused: list[str] = []
+
+    def refuse_once(request: Request) -> int | None:
+        is_new = request.method == "PUT" and request.name != "claim" and request.path not in refused
+        refused.append(request.path)
+        return 403 if is_new else None
+
+    s3.fault = refuse_once
+    expected = job.saved(URL, 1, background=True)
+    assert torch.equal(job.loaded(URL), expected)
+    assert caplog.text.count("is sent once more, since PermissionError") == 5, "three files, two manifests"
+
+
+@pytest.mark.parametrize("status", [403, 400], ids=["no-right-to-the-data", "credentials-that-expire"])
+def test_a_save_that_cannot_be_sent_fails_and_leaves_the_old_one(s3: S3Server, status: int) -> None:
     expected = job.saved(URL, 1)
     before = sorted(s3.names())
-    s3.fault = lambda request: (
-        403 if request.method == "PUT" and request.name.endswith(".safetensors") else None
-    )
+    failed: list[Request] = []
+
+    def fail(request: Request) -> int | None:
+        if request.method == "PUT" and request.name.endswith(".safetensors"):
+            failed.append(request)
+        elif status == 403 or not failed:
+            return None
+        return status
+
+    s3.fault = fail
     accelerator, model, optimizer = job.made()
     job.step(accelerator, model, optimizer)
     accelerator.save_state(URL, wait=False)
     with pytest.raises(
-        CheckpointError, match=r"(?s)the save to s3://bucket/run/ck failed; .* still whole.*Permission"
+        CheckpointError, match=rf"(?s)the save to {URL} failed; .* still whole.*PermissionError"
     ):
         accelerator.wait_for_checkpoint()
     accelerator.end_training()
     s3.fault = lambda request: None
-    assert sorted(s3.names()) == before
     assert torch.equal(job.loaded(URL), expected)
+    job.saved(URL, 1)
+    assert len(s3.names()) == len(before), "the next save has removed what this one could not"
 
 
 def test_a_damaged_block_is_named_and_nothing_is_changed(s3: S3Server) -> None:
@@ -150,8 +211,17 @@ def test_a_place_that_cannot_be_saved_into_is_said_before_anything_is_sent(
 
 def test_a_store_that_has_no_create_takes_no_checkpoint(s3: S3Server) -> None:
     accelerator, *_ = job.made()
-    with pytest.raises(CheckpointError, match=r"http: has no way to create a file only once\n.*save to a disk"):
+    with pytest.raises(
+        CheckpointError, match=r"http: has no way to create a file only once\n.*save to a disk"
+    ):
         accelerator.save_state(f"{s3.url}/{BUCKET}/ck")
+    accelerator.end_training()
+
+
+def test_a_project_whose_bucket_is_not_there_is_refused_before_training(s3: S3Server) -> None:
+    with pytest.raises(CheckpointError, match="there is no bucket nowhere"):
+        job.numbered("s3://nowhere/run")
+    accelerator, *_ = job.numbered(RUN)
     accelerator.end_training()
 
 

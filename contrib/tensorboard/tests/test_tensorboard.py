@@ -118,3 +118,8 @@ def test_a_resumed_run_appends(board):
 def test_no_folder_is_an_error_at_the_start():
     with pytest.raises(ConfigError, match="tracker tensorboard has no folder to write to"):
         Accelerator(cpu=True, log_with="tensorboard")
+
+
+def test_a_url_is_no_folder_for_it():
+    with pytest.raises(ConfigError, match="tracker tensorboard writes to a local folder, not to s3://bucket"):
+        Accelerator(cpu=True, log_with="tensorboard", project_dir="s3://bucket")

@@ -39,8 +39,11 @@ class TensorBoardTracker:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        if config.project.logging_dir is None:
+        folder = config.project.logging_dir
+        if folder is None:
             return ["tracker tensorboard has no folder to write to: give Accelerator(project_dir=...)"]
+        if "://" in folder:
+            return [f"tracker tensorboard writes to a local folder, not to {folder}: give logging_dir"]
         return []
 
     @implements(hooks.tracking_started)
