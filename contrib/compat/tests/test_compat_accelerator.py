@@ -232,6 +232,29 @@ def test_the_context_that_shares_sequences_does_nothing_where_nobody_shares_them
         assert buffer.shape == (2,)
 
 
+def test_a_state_may_lie_at_a_url():
+    numbered = ProjectConfiguration("memory://compat/run", automatic_checkpoint_naming=True)
+    accelerator = Accelerator(project_config=numbered)
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    weight = model.weight.detach().clone()
+    saved = [accelerator.save_state(), accelerator.save_state()]
+    for given in (None, saved[0]):
+        with torch.no_grad():
+            model.weight.zero_()
+        accelerator.load_state(given)
+        assert torch.equal(model.weight, weight)
+
+    assert saved == [f"memory://compat/run/checkpoints/checkpoint_{number}" for number in (0, 1)]
+
+
+def test_hooks_of_states_take_no_url():
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(NotServedError, match="memory://compat/hooked is a URL\nsave to a local folder"):
+        accelerator.save_state("memory://compat/hooked")
+
+
 def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):
     accelerator = Accelerator()
     accelerator.prepare(torch.nn.Linear(1, 1))

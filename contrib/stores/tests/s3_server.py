@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,6 +42,7 @@ class S3Server:
 
     def __init__(self) -> None:
         self.seen: list[Request] = []
+        self._active: set[int] = set()
         self.fault: Callable[[Request], int | str | None] = lambda request: None
         self._app = DomainDispatcherApplication(create_backend_app)
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
@@ -83,7 +85,19 @@ class S3Server:
     def close(self) -> None:
         self._server.shutdown()
 
+    def wait_until_idle(self) -> None:
+        """Wait for what clients have asked before they died."""
+        while self._active:
+            time.sleep(0.01)
+
     def _answer(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
+        self._active.add(threading.get_ident())
+        try:
+            return self._done(environ, start)
+        finally:
+            self._active.discard(threading.get_ident())
+
+    def _done(self, environ: dict[str, Any], start: Callable[..., Any]) -> Any:
         request = Request(
             environ["REQUEST_METHOD"],
             environ["PATH_INFO"],

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import tempfile
@@ -22,7 +21,7 @@ from accel_compat.configs.handlers import ProjectConfiguration
 from accel_compat.notices import warn_once
 from accel_compat.state.output import get_logger
 from accel_compat.unsupported import NotServedError
-from accel_core import CheckpointError
+from accel_core import CheckpointError, CheckpointFiles
 
 _logger = get_logger("accelerate.accelerator")
 _PATIENCE_SECONDS = 600.0
@@ -120,28 +119,32 @@ class States(Ranks):
             target = self._write(target, {"step": self.step, **options})
             if made is not None and any(path != made for path in made.parent.rglob("*")):
                 self.wait_for_checkpoint()
-                self._deliver(made, target)
+                self._deliver(made, _folder_for_hooks(target))
         self.project_configuration.iteration = self.run.checkpoints.series.next_number
         return str(target)
 
-    def _write(self, target: Path, options: Mapping[str, Any]) -> Path:
+    def _write(self, target: Path | str, options: Mapping[str, Any]) -> Path | str:
         numbered = self.project_configuration.automatic_checkpoint_naming
-        alone = self._saves_alone()
+        alone = self._saves_alone(target)
         if self.is_main_process or not alone:
             target = super().save_state(None if numbered else target, alone=alone, **options)
         else:
             series = self.run.checkpoints.series
             series.number_from(series.next_number + 1)
-        if alone:
+        if alone and isinstance(target, Path):
             _rank_states.write(self.run, target)
         _logger.info("All states saved in %s", target)
         return target
 
-    def _saves_alone(self) -> bool:
-        """Return whether the main process can write alone, as each rank has all state."""
+    def _saves_alone(self, where: Path | str) -> bool:
+        """Return whether the main process can write alone, as each rank has all state.
+
+        Not to a URL: beside it no rank can leave a file.
+        """
         config = self.run.config
         return (
-            self.run.world.size > 1
+            isinstance(where, Path)
+            and self.run.world.size > 1
             and self.distributed_type not in self._divided
             and self.run.mesh is None
             and all(unit.mesh is None for unit in self.run.units)
@@ -149,16 +152,16 @@ class States(Ranks):
             and not config.data.use_stateful_dataloader
         )
 
-    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path:
+    def _target(self, output_dir: str | os.PathLike[str] | None) -> Path | str:
         project = self.project_configuration
         if project.automatic_checkpoint_naming:  # then a folder that is given means nothing, as there
-            return Path(project.project_dir or ".", "checkpoints", f"checkpoint_{project.iteration}")
+            return _place(f"{project.project_dir or '.'}/checkpoints/checkpoint_{project.iteration}")
         if output_dir is None:
             raise NoStateError(
                 "No output_dir provided and automatic checkpoint naming is disabled.\n"
                 "call accelerator.save_state('path/of/the/checkpoint')"
             )
-        return Path(output_dir).expanduser()
+        return _place(output_dir)
 
     def _tell_the_run(self) -> None:
         """Give the run the program's `project_configuration`, assigned or edited."""
@@ -169,7 +172,7 @@ class States(Ranks):
     # -- hooks -------------------------------------------------------------------------------------
 
     @contextmanager
-    def _hooked(self, target: Path) -> Iterator[Path | None]:
+    def _hooked(self, target: Path | str) -> Iterator[Path | None]:
         """Run save hooks; yield their folder.
 
         Inside, models whose weights the hooks took are left out of saved states. Yields None without hooks.
@@ -177,6 +180,7 @@ class States(Ranks):
         if not self._save_model_state_pre_hook:
             yield None
             return
+        target = _folder_for_hooks(target)
         models = [] if self.distributed_type in self._divided else list(self._models)
         weights = [model.state_dict() for model in models]
         known = [(each, list(each.items())) for each in weights]
@@ -200,7 +204,7 @@ class States(Ranks):
 
     def _deliver(self, made: Path, target: Path) -> None:
         """Move what hooks wrote on this rank into the checkpoint, once it has its name."""
-        if self._saves_alone() and not self.is_main_process:
+        if self._saves_alone(target) and not self.is_main_process:
             deadline = time.monotonic() + _PATIENCE_SECONDS
             while not _rank_states.same_moment(self.run, target, 0):
                 if time.monotonic() > deadline:
@@ -233,8 +237,10 @@ class States(Ranks):
         if input_dir is None and not project.automatic_checkpoint_naming:
             raise NoStateError("No input_dir provided and automatic checkpoint naming is disabled.")
         self.wait_for_everyone()  # the main process may still be writing it
+        place = _place(f"{project.project_dir or '.'}/checkpoints" if input_dir is None else input_dir)
         if input_dir is None and self._load_model_state_pre_hook:
-            input_dir = _newest(Path(project.project_dir or ".", "checkpoints"))
+            input_dir = _newest(_folder_for_hooks(place))
+            place = _place(input_dir or place)
         _logger.info("Loading states from %s", input_dir)
         models = [] if self.distributed_type in self._divided else list(self._models)
         for hook in self._load_model_state_pre_hook.values():
@@ -243,22 +249,40 @@ class States(Ranks):
             taken = [model for model in self._models if not any(model is each for each in models)]
             self.run.keep_apart([*self._apart, *taken])
         try:
-            with _rank_states.told_here(self._saves_alone()):
-                loaded = Path(str(super().load_state(input_dir, **options)))
+            with _rank_states.told_here(self._saves_alone(place)):
+                loaded = _place(str(super().load_state(input_dir, **options)))
         except CheckpointError as error:
-            if input_dir is not None and (folder := Path(input_dir).expanduser()).is_dir():
-                if not (folder / "manifest.json").exists() and any(folder.glob("random_states_*.pkl")):
-                    raise NoStateError(_SAVED_THERE.format(folder), path=str(folder)) from error
+            if isinstance(place, str):
+                raise
+            if input_dir is not None and place.is_dir():
+                if not (place / "manifest.json").exists() and any(place.glob("random_states_*.pkl")):
+                    raise NoStateError(_SAVED_THERE.format(place), path=str(place)) from error
                 raise
             text = f"Tried to find {input_dir} but folder does not exist\n{error}"
             raise NoStateError(text, path=str(input_dir)) from error
         finally:
             self.run.keep_apart(self._apart)
-        self._count = int(json.loads((loaded / "manifest.json").read_text())["step"] or 0)
+        self._count = int(CheckpointFiles.open(loaded).manifest.members["step"] or 0)
         project.iteration = self.run.checkpoints.series.next_number
-        if self._saves_alone():
+        if self._saves_alone(loaded) and isinstance(loaded, Path):
             _rank_states.read(self.run, loaded)
         _logger.info("All states loaded from %s", loaded)
+
+
+def _place(given: str | os.PathLike[str]) -> Path | str:
+    """Return a folder's path; a URL stays text."""
+    text = os.fspath(given)
+    return text if "://" in text else Path(text).expanduser()
+
+
+def _folder_for_hooks(place: Path | str) -> Path:
+    """Return the folder, since hooks write and read local files."""
+    if isinstance(place, str):
+        raise NotServedError(
+            f"hooks of saved states write and read local files, and {place} is a URL\n"
+            "save to a local folder, or remove the hooks"
+        )
+    return place
 
 
 def _refuse_changed(known: Sequence[tuple[Any, Any]], weights: Sequence[Any]) -> None:
