@@ -178,7 +178,7 @@ class Spmd:
             tensor.load_local_shards_(shards)
 
     @implements(hooks.checkpoint_committed)
-    def checkpoint_committed(self, folder: Path, step: int | None) -> None:
+    def checkpoint_committed(self, folder: Path | str, step: int | None) -> None:
         self._held.clear()
 
     def _in_boxes(self, unit: Unit, leaves: Mapping[str, Leaf]) -> dict[str, Leaf]:

@@ -96,7 +96,7 @@ class States(Ranks):
         """The number of the next saved state."""
         return int(self.project_configuration.iteration)
 
-    def save_state(  # type: ignore[override]
+    def save_state(
         self,
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
