@@ -16,7 +16,7 @@ from accel_core.cli.terminal import say, table
 from accel_core.contract.card import SLOTS
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
-from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load
+from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load, verify
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -143,14 +143,16 @@ def examine(name: str) -> None:
             continue
         print(f"  {what}: {path} ... ", end="", flush=True)
         try:
-            is_built = what == "implementation" and record.slot != "command"
-            found = implementation(record) if is_built else load(record, path)
+            if what == "implementation" and record.slot != "command":
+                implementation(record)
+            else:
+                load(record, path)
+            reason = verify(record) if what == "verify" else None
         except PluginError as error:
             cause = error.__cause__
             say("failed")
             print(*(traceback.format_exception(cause) if cause else [error]), sep="\n")
             sys.exit(1)
-        reason = found() if what == "verify" else None
         say(reason or "ok")
         if reason:
             sys.exit(1)

@@ -14,7 +14,7 @@ import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Literal
 
@@ -40,6 +40,7 @@ __all__ = [
     "load",
     "offering",
     "plugin_status",
+    "verify",
 ]
 
 GROUP: Final = "accel_core."
@@ -323,14 +324,33 @@ def load(record: Record, path: str) -> Any:
     Raises:
         PluginError: the import failed in whatever way, SystemExit included; the cause is attached.
     """
+    return _third_party(record, f"imported from {path}", partial(_resolve, path))
+
+
+def verify(record: Record) -> str | None:
+    """Return the reason that the card's `verify` gives, if any.
+
+    It may import the vendor's library.
+
+    Raises:
+        PluginError: as `load`; of the call, too.
+    """
+    if record.card is None or record.card.verify is None:
+        return None
+    ask = load(record, record.card.verify)
+    reason: str | None = _third_party(record, f"verified by {record.card.verify}", ask)
+    return reason
+
+
+def _third_party(record: Record, what: str, call: Callable[[], Any]) -> Any:
     try:
         with surviving():
-            return _resolve(path)
+            return call()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # vendor imports quit, abort and raise anything
         raise PluginError(
-            f"{record.slot} plugin {record.name!r} ({record.origin}) cannot be imported from {path}\n"
+            f"{record.slot} plugin {record.name!r} ({record.origin}) cannot be {what}\n"
             f"{_summary(error)}\n"
             f"run `accel plugins doctor {record.name}` for the traceback, or choose another {record.slot}",
             plugin=record.name,

@@ -32,9 +32,11 @@ def surviving() -> Iterator[None]:
     """Turn os._exit of third-party code into SystemExit; let a crash print its stack."""
 
     def leave(status: int) -> NoReturn:
+        if os.getpid() != process:  # a child that a fork has made, which is done
+            real(status)
         raise SystemExit(f"os._exit({status}) was called")
 
-    real, os._exit = os._exit, leave
+    process, real, os._exit = os.getpid(), os._exit, leave
     stderr = sys.__stderr__
     watch = not faulthandler.is_enabled() and stderr is not None and not stderr.closed
     if watch and stderr is not None:

@@ -13,7 +13,7 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.binding import LAYERS, Binder, Hooks, PluginHooks
-from accel_core.plugins.discovery import discover, environment_of, implementation, load
+from accel_core.plugins.discovery import discover, environment_of, implementation, verify
 
 if TYPE_CHECKING:
     from accel_core.contract.bound import Hooks as BoundHooks
@@ -156,10 +156,7 @@ class Assembly:
 
 def _verify(stack: Stack) -> None:
     for chosen in stack.members():
-        if chosen.card.verify is None:
-            continue
-        reason = load(chosen.record, chosen.card.verify)()
-        if reason:
+        if reason := verify(chosen.record):
             raise PluginError(
                 f"{chosen.record.slot} {chosen.name} ({chosen.why}) cannot be used here: {reason}\n"
                 f"`accel plugins doctor {chosen.name}` looks closer",

@@ -153,6 +153,7 @@ def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys):
 AILING = {
     "raises": ("raise OSError('half installed')", "OSError: half installed"),
     "exits": ("raise SystemExit('vendor says no')", "SystemExit: vendor says no"),
+    "quits": (f"{PLUGIN}def verify():\n    import os\n    os._exit(0)\n", "os._exit(0) was called"),
     "unverified": (f"{PLUGIN}def verify(): return 'driver 3 is too old'", "driver 3 is too old"),
 }
 

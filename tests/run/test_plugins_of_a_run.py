@@ -57,6 +57,38 @@ def run_with(toy_plugin, monkeypatch):
         accelerator.end_training()
 
 
+VERIFIED = """
+from accel_core import Card
+
+def verify():
+    {verify}
+
+CARD = Card(name="one", slot="extension", summary="A toy.", api_version="1.0",
+            verify="toy_one:verify", implementation="toy_one:verify")
+"""
+
+
+@pytest.mark.parametrize(
+    ("verify", "said"),
+    [
+        ("import os; os._exit(0)", r"os\._exit\(0\) was called"),
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("import no_such_library", "No module named 'no_such_library'"),
+    ],
+)
+def test_a_library_that_quits_when_it_is_first_asked_does_not_end_the_run_in_silence(run_with, verify, said):
+    with pytest.raises(PluginError, match=rf"cannot be verified by toy_one:verify\n.*{said}"):
+        run_with(one=VERIFIED.format(verify=verify))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork")
+def test_a_process_that_a_library_forks_when_it_is_asked_may_quit(run_with):
+    fork = "import os; child = os.fork() or os._exit(7)"
+    status = "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
+    with pytest.raises(PluginError, match="cannot be used here: 7"):
+        run_with(one=VERIFIED.format(verify=f"{fork}; return {status}"))
+
+
 def test_two_owners_of_a_duty_are_refused_with_who_asked_for_each(run_with):
     accelerator = run_with(one=extension("one", ["clipping"]), two=extension("two", ["clipping"]))
     with pytest.raises(
