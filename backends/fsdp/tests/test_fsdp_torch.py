@@ -19,8 +19,7 @@ from accel_testing import run_processes
 
 NAMES = {
     "torch.distributed.fsdp.wrap": ["_Policy", "_recursive_wrap"],
-    "torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam": ["unsharded_zero_grad_data"],
-    "torch.distributed.fsdp:FSDPModule": ["_get_fsdp_state", "set_reduce_scatter_unused_params"],
+    "torch.distributed.fsdp:FSDPModule": ["_get_fsdp_state"],
     "torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState": ["_root_post_backward_final_callback"],
     "torch.distributed.fsdp:ShardingStrategy": ["_HYBRID_SHARD_ZERO2"],
     "torch.amp:GradScaler": ["_unscale_grads_"],
@@ -31,6 +30,9 @@ NAMES = {
     "torch.distributed.fsdp._flat_param:FlatParameter": ["_init_metadata"],
     "torch._C._distributed_c10d": ["HashStore"],
 }
+if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13):
+    NAMES["torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam"] = ["unsharded_zero_grad_data"]
+    NAMES["torch.distributed.fsdp:FSDPModule"].append("set_reduce_scatter_unused_params")
 
 
 @pytest.mark.parametrize("where", NAMES)

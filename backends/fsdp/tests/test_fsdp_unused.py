@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
 import torch
 from fsdp_problem import TIMEOUT
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
@@ -86,6 +88,20 @@ def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str
     expected = of_heads(CASES[case], optimizer, False, {})
     for found in run_processes(of_heads, CASES[case], optimizer, True, {}):
         torch.testing.assert_close(found, expected)
+
+
+def of_heads_on_an_older_torch(case: str) -> tuple[dict[str, Tensor], str]:
+    with suppress(AttributeError):
+        del FSDPModule.set_reduce_scatter_unused_params  # as before torch 2.13
+    return of_heads(CASES[case], "SGD", True, {}), refused([[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {})
+
+
+@pytest.mark.parametrize("case", ["by rank", "one rank all"])
+def test_zeros_take_part_on_a_torch_without_zeros_of_its_own(case: str) -> None:
+    expected = of_heads(CASES[case], "SGD", False, {})
+    for found, said in run_processes(of_heads_on_an_older_torch, case):
+        torch.testing.assert_close(found, expected)
+        assert "heads.1.weight, heads.1.bias got no gradient" in said
 
 
 def test_ranks_may_compare_in_each_step() -> None:

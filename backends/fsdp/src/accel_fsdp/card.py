@@ -11,12 +11,15 @@ __all__ = ["FSDP", "TENSOR_PARALLEL", "probe"]
 
 
 def probe() -> str | None:
-    """None if the installed torch shards as this package expects, else why not."""
+    """None if this package was tested on the installed torch, else why not.
+
+    Over gloo, torch 2.8 adds gradients up where fully_shard asks for their mean (pytorch/pytorch#162338).
+    """
     torch = metadata.version("torch")
     release = re.findall(r"\d+", torch.partition("+")[0])[:2]  # of 2.11+cpu and 2.12rc1 too
     if tuple(map(int, release)) >= (2, 11):
         return None
-    return f"torch {torch} sums gradients over replicas otherwise; pip install 'torch>=2.11'"
+    return f"torch {torch}: tested from 2.11 on, wrong over gloo on 2.8; pip install 'torch>=2.11'"
 
 
 FSDP = Card(

@@ -10,6 +10,7 @@ and a parameter that no rank has used keeps none.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -57,14 +58,15 @@ class Unused:
             vars(state)["_root_post_backward_final_callback"] = self._followed(
                 state._root_post_backward_final_callback
             )
-        for module in modules:
-            if hasattr(
-                module, "set_reduce_scatter_unused_params"
-            ):  # else torch leaves gaps, which are refused
-                module.set_reduce_scatter_unused_params(True, recurse=False)
         for parameter in self.parameters:
             parameter.__class__ = _Parameter
             vars(parameter)["_unused"] = self
+        for module in modules:
+            if hasattr(module, "set_reduce_scatter_unused_params"):
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+            else:  # torch before 2.13
+                for group in parameter_groups(module._get_fsdp_state()):
+                    vars(group)["post_backward"] = partial(_with_zeros, group, group.post_backward)
 
     def zero(self, parameter: FSDPParam, zero: Tensor) -> Tensor:
         """Note that `zero` stands for a gradient.
@@ -155,6 +157,21 @@ class _Parameter(FSDPParam):
     def unsharded_zero_grad_data(self) -> Tensor:
         zero: Tensor = super().unsharded_zero_grad_data
         return self._unused.zero(self, zero)
+
+    def take_zero(self) -> None:
+        """Hold a zero if there is no gradient, where torch 2.13 takes one."""
+        if not (hasattr(self, "_unsharded_param") and self.unsharded_param.requires_grad):
+            return
+        if self.unsharded_accumulated_grad is None and self.unsharded_param.grad is None:
+            zero = torch.zeros_like(self.unsharded_param)
+            self.unsharded_accumulated_grad = self._unused.zero(self, zero)
+
+
+def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+    if group.reduce_grads:
+        for parameter in group.fsdp_params:
+            parameter.take_zero()
+    post_backward(*unused)
 
 
 def _has_gradient(parameter: FSDPParam) -> int:
