@@ -195,6 +195,17 @@ def test_lazy_mode_cannot_compile(
     assert made.refuse(compiling("no")) == []
 
 
+@pytest.mark.parametrize(("value", "refused"), [("1", True), ("0", False)])
+def test_a_mode_that_a_variable_of_the_user_overrides_is_refused(
+    here: Path, monkeypatch: pytest.MonkeyPatch, value: str, refused: bool
+) -> None:
+    monkeypatch.setenv(machine.LAZY, value)
+    said = plugin(monkeypatch, Gaudi(), HpuConfig(lazy=False)).refuse(compiling("no"))
+
+    assert bool(said) == refused
+    assert not refused or said[0].startswith("hpu.lazy is False, but PT_HPU_LAZY_MODE='1'")
+
+
 # -- buckets -------------------------------------------------------------------------------------
 
 BUCKETS = HpuConfig(buckets=(4, 8))

@@ -138,3 +138,15 @@ def test_the_report_names_the_gpu_as_far_as_torch_knows_it(
     mps.answers("recommended_max_memory", 12 * 2**30)
 
     assert plugin().environment_report()["Apple GPU"] == f"{said}, 12.0 GiB recommended"
+
+
+@pytest.mark.parametrize(("found", "refused"), [("0", True), ("1", False)])
+def test_a_fallback_that_a_variable_of_the_user_forbids_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, refused: bool
+) -> None:
+    monkeypatch.setenv("PYTORCH_ENABLE_MPS_FALLBACK", found)
+    config: Any = None
+    said = plugin(MpsConfig(cpu_fallback=True)).refuse(config)
+
+    assert bool(said) == refused
+    assert not refused or "PYTORCH_ENABLE_MPS_FALLBACK='0'" in said[0]

@@ -73,6 +73,18 @@ def plugin(monkeypatch: pytest.MonkeyPatch, chip: Chip, config: NpuConfig | None
     return made
 
 
+@pytest.mark.parametrize(("found", "refused"), [("2", True), ("1", False)])
+def test_an_affinity_that_a_variable_of_the_user_overrides_is_refused(
+    monkeypatch: pytest.MonkeyPatch, found: str, refused: bool
+) -> None:
+    monkeypatch.setenv("CPU_AFFINITY_CONF", found)
+    config: Any = None
+    said = plugin(monkeypatch, Chip(), NpuConfig(cpu_affinity="1")).refuse(config)
+
+    assert bool(said) == refused
+    assert not refused or said[0].startswith("npu.cpu_affinity is '1', but CPU_AFFINITY_CONF='2'")
+
+
 @pytest.mark.parametrize(("chip", "able"), [(True, {"bf16", "fp16"}), (False, {"fp16"})])
 def test_bf16_depends_on_the_chip(monkeypatch: pytest.MonkeyPatch, chip: bool, able: set[str]) -> None:
     assert plugin(monkeypatch, Chip(bf16=chip)).capabilities(DEVICE) == able

@@ -52,7 +52,12 @@ class HpuDevice:
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        lazy, reasons = machine.lazy_mode(), []
+        lazy, reasons = machine.lazy_mode(), list[str]()
+        if self.config.lazy not in (None, lazy):
+            found = f"{machine.LAZY}={os.environ.get(machine.LAZY)!r}, which Gaudi's software reads"
+            return [
+                f"hpu.lazy is {self.config.lazy}, but {found}\nunset the variable, or leave the option out"
+            ]
         if self.config.graphs and not lazy:
             reasons.append(
                 f"hpu.graphs replays what lazy mode records, {machine.LAZY} is 0; set hpu.lazy: true"

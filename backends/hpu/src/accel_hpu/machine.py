@@ -39,7 +39,8 @@ def hpu_count() -> int:
     visible = os.environ.get(VISIBLE)
     if visible is None:
         return _modules()
-    return len({entry.strip() for entry in visible.split(",") if entry.strip().isdecimal()})
+    named = {entry.strip() for entry in visible.split(",") if entry.strip().isdecimal()}
+    return min(len(named), _modules())
 
 
 def lazy_mode() -> bool:

@@ -5,19 +5,21 @@ The base layer runs it through `torch.mps`; here is only what it cannot know.
 
 from __future__ import annotations
 
+import os
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core import ConfigError, hooks, implements
+from accel_mps import machine
 from accel_mps.config import MpsConfig
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from accel_core import Run, Unit, World
+    from accel_core import Run, RunConfig, Unit, World
 
 __all__ = ["MpsDevice", "verify"]
 
@@ -50,6 +52,14 @@ class MpsDevice:
         if self.config.memory_fraction is not None:
             torch.mps.set_per_process_memory_fraction(float(self.config.memory_fraction))
         return device
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        found = os.environ.get(machine.FALLBACK)
+        if not self.config.cpu_fallback or found != "0":
+            return ()
+        where = f"{machine.FALLBACK}={found!r}, which torch reads"
+        return [f"mps.cpu_fallback is set, but {where}\nunset the variable, or leave the option out"]
 
     @implements(hooks.place_model)
     def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:

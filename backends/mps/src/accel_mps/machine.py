@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MpsLaunch", "probe"]
 
+FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 OLDEST = 14
 """macOS that torch's wheels ask for."""
 
@@ -40,4 +41,4 @@ class MpsLaunch:
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
         wanted = getattr(config.plugins.get("mps"), "cpu_fallback", False)
-        return {"PYTORCH_ENABLE_MPS_FALLBACK": "1"} if wanted else {}
+        return {FALLBACK: "1"} if wanted else {}

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core import Run, Unit, World
+    from accel_core import Run, RunConfig, Unit, World
 
 __all__ = ["NpuDevice", "vendor", "verify"]
 
@@ -60,6 +60,14 @@ class NpuDevice:
         if self.config.allow_hf32 is not None:
             self.npu.matmul.allow_hf32 = self.npu.conv.allow_hf32 = self.config.allow_hf32
         return device
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        asked, found = self.config.cpu_affinity, os.environ.get(machine.AFFINITY)
+        if asked in (None, found):
+            return ()
+        where = f"{machine.AFFINITY}={found!r}, which torch_npu reads"
+        return [f"npu.cpu_affinity is {asked!r}, but {where}\nunset the variable, or leave the option out"]
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["NpuLaunch", "chip_count", "find_runtime", "probe"]
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
+AFFINITY = "CPU_AFFINITY_CONF"
 RUNTIME = "libascendcl.so"
 ROOT = Path("/")
 """Root of /dev and /usr; tests use a tree of their own."""
@@ -93,4 +94,4 @@ class NpuLaunch:
     @implements(hooks.launch_environment)
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
         affinity = getattr(config.plugins.get("npu"), "cpu_affinity", None)
-        return {"CPU_AFFINITY_CONF": affinity} if affinity else {}
+        return {AFFINITY: affinity} if affinity else {}
