@@ -133,6 +133,19 @@ def test_switches_nobody_named_stay_as_they_were() -> None:
     assert settings() == before
 
 
+@pytest.mark.parametrize(("variables", "warned"), [(["PYTORCH_CUDA_ALLOC_CONF"], True), ([], False)])
+def test_an_option_that_may_come_too_late_is_told(
+    cuda: Recorder, caplog: pytest.LogCaptureFixture, variables: list[str], warned: bool
+) -> None:
+    cuda.answers("is_initialized", answer=True)
+    run = plugin(CudaConfig(expandable_segments=True))
+    run.run.environment = variables
+
+    run.select_device(World())
+
+    assert ("make it first" in caplog.text) == warned
+
+
 def test_tf32_can_be_switched_off() -> None:
     run = plugin(CudaConfig(tf32=False))
     run.select_device(World())

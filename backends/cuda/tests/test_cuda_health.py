@@ -140,6 +140,24 @@ def test_a_driver_that_does_not_answer_is_not_waited_for(
     assert sensors.read() == SAID
 
 
+def test_a_library_that_never_opens_costs_one_warning(
+    nvml: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sensors, opened = Health(DEVICE), threading.Event()
+    nvml.answers("nvmlInit", lambda: opened.wait(60) and None)
+    monkeypatch.setattr(health, "WAIT", 0.01)
+    with warnings.catch_warnings(action="error"):
+        found = [sensors.read(), sensors.read()]  # it may still open
+    monkeypatch.setattr(health, "OPENING", 0)
+
+    with pytest.warns(UserWarning, match="its driver did not answer in 0 s") as seen:
+        found += [sensors.read(), sensors.read()]
+    opened.set()
+    _ended(sensors)
+
+    assert (found, len(seen)) == ([{}] * 4, 1)
+
+
 def _ended(sensors: Health) -> None:
     thread = sensors._thread
     assert thread is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,7 +92,13 @@ def test_a_torch_without_cuda_is_the_reason(
         ("0,2", 2),
         ("0,1,7,2", 2),  # CUDA stops at the first that does not exist
         ("0,-1,2", 1),
-        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-5f6a7b1c", 2),
+        ("GPU-8932f937-d72c-4106-c12f-20bd9faed9f6,MIG-5f6a7b1c", 1),
+        ("GPU-8932f937,GPU-5f6a7b1c", 2),
+        ("MIG-8932f937,MIG-5f6a7b1c", 1),  # a process sees one slice
+        ("0,0", 0),
+        ("0,1,00", 0),
+        ("GPU-5f6a7b1c,GPU-5f6a7b1c", 0),
+        ("2gpu,+1,x", 2),
         (" 1 , 3 ", 2),
         ("", 0),
     ],
@@ -132,6 +139,16 @@ def test_a_container_that_was_given_no_gpu_of_amd_is_told_so(rocm: Machine) -> N
     rocm.amd(2, given=0)
 
     assert "is given no GPU" in (machine.probe() or "")
+
+
+def test_gpus_of_amd_that_the_kernel_does_not_tell_of_are_not_counted(rocm: Machine) -> None:
+    rocm.amd(3)
+    refused = rocm.root / "sys/class/kfd/kfd/topology/nodes/2/properties"
+    refused.unlink()
+    refused.mkdir()  # reading it is an error, for root too
+
+    assert machine.probe() is None
+    assert machine.CudaLaunch().visible_devices(None)[1] == 2  # type: ignore[arg-type]
 
 
 def test_hidden_gpus_of_amd_are_told_with_the_variables(
@@ -183,13 +200,19 @@ def test_gpus_whose_driver_claims_access_between_them_that_they_lack(
     assert machine.lacks_peer_access() is lacking
 
 
-def test_several_processes_record_what_nccl_waits_for_and_avoid_what_hangs(built: Machine) -> None:
+@pytest.mark.parametrize(
+    ("torch", "recorder"), [("2.10.0+cu128", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}), ("2.11.0a0", {})]
+)
+def test_several_processes_record_what_nccl_waits_for_and_avoid_what_hangs(
+    built: Machine, monkeypatch: pytest.MonkeyPatch, torch: str, recorder: dict[str, str]
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: torch)
     built.driver("545.23.08").models("NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 4080")
     config: Any = SimpleNamespace(plugins={})
 
     assert machine.CudaLaunch().launch_environment(config, World(size=2)) == {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        **recorder,
         "NCCL_P2P_DISABLE": "1",
         "NCCL_IB_DISABLE": "1",
     }
@@ -211,6 +234,38 @@ def test_options_set_what_libraries_read_when_they_are_first_used(
     config: Any = SimpleNamespace(plugins={} if options is None else {"cuda": options})
 
     assert machine.CudaLaunch().launch_environment(config, World()) == variables
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "told"),
+    [
+        (CudaConfig(), {"PYTORCH_ALLOC_CONF": "x:1", "CUBLAS_WORKSPACE_CONFIG": ":0:0"}, []),
+        (CudaConfig(expandable_segments=True), {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, []),
+        (CudaConfig(expandable_segments=True), {"PYTORCH_ALLOC_CONF": "x:1, expandable_segments: True"}, []),
+        (CudaConfig(expandable_segments=True), {"PYTORCH_ALLOC_CONF": "x:1"}, ["PYTORCH_ALLOC_CONF='x:1'"]),
+        (
+            CudaConfig(expandable_segments=False),
+            {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+            ["add expandable_segments:False to the variable"],
+        ),
+        (CudaConfig(deterministic=True), {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}, []),
+        (
+            CudaConfig(deterministic=True),
+            {"CUBLAS_WORKSPACE_CONFIG": ":0:0"},
+            ["CUBLAS_WORKSPACE_CONFIG=':0:0'"],
+        ),
+    ],
+)
+def test_an_option_that_a_variable_of_the_user_overrides_is_refused(
+    monkeypatch: pytest.MonkeyPatch, options: CudaConfig, variables: dict[str, str], told: list[str]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    reasons = [*machine.contradicted(options)]
+
+    assert len(reasons) == len(told)
+    assert all(words in reason for words, reason in zip(told, reasons, strict=True))
 
 
 def test_card_config_and_launch_class_import_no_torch() -> None:

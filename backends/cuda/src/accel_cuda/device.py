@@ -5,8 +5,9 @@ The base layer runs them already; here is only what it cannot know.
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakSet
 
@@ -21,9 +22,11 @@ from accel_cuda.health import Health, library
 from accel_cuda.specs import find_chip, specs
 
 if TYPE_CHECKING:
-    from accel_core import Run, World
+    from accel_core import Run, RunConfig, World
 
 __all__ = ["CudaDevice", "verify"]
+
+logger = logging.getLogger(__name__)
 
 SWITCHES: Final = ("tf32", "cudnn_benchmark", "deterministic", "reduced_precision_reduction")
 FP8_OF_AMD: Final = ("gfx94", "gfx95", "gfx120")
@@ -82,10 +85,16 @@ class CudaDevice:
 
     @implements(hooks.select_device)
     def select_device(self, world: World) -> torch.device:
+        if torch.cuda.is_initialized() and not _live:
+            self._warn_of_late_variables()
         device: torch.device = self.below.select_device(world)
         self._claim_switches()
         _set_switches(self.config)
         return device
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        return [*machine.contradicted(self.config)]
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
@@ -149,6 +158,15 @@ class CudaDevice:
     @implements(hooks.run_ended)
     def run_ended(self) -> None:
         _live.discard(self)
+
+    def _warn_of_late_variables(self) -> None:
+        late = [name for name in (machine.ALLOCATOR, machine.WORKSPACE) if name in self.run.environment]
+        if late:
+            logger.warning(
+                "%s came too late if CUDA libraries have read it: the GPU was used before the Accelerator was"
+                " made; make it first, or start by accel launch",
+                " and ".join(late),
+            )
 
     def _claim_switches(self) -> None:
         for other in _live:

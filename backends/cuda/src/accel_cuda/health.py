@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -18,6 +19,8 @@ __all__ = ["Health", "library"]
 
 WAIT: Final = 0.005
 """Seconds that training waits for an answer."""
+OPENING: Final = 60.0
+"""Seconds that opening the library may take without a word."""
 REASONS: Final = {
     # bit of nvmlDeviceGetCurrentClocksEventReasons -> name in nvidia-smi --query-gpu=clocks_event_reasons.*
     0x2: "applications_clocks_setting",
@@ -45,29 +48,36 @@ class Health:
         self._sensors: Sensors | None = None
         """None until the library is open."""
         self._thread: Thread | None = None
+        self._asked = 0.0
         self._troubles: list[str] = []
         self._warned = False
 
     def read(self) -> Mapping[str, Any]:
         """Return what the sensors tell now; empty if they do not within WAIT."""
         if self._thread is not None and self._thread.is_alive():
+            if time.monotonic() - self._asked > OPENING:
+                self._troubles.append(f"its driver did not answer in {OPENING:g} s")
+                self._warn()
             return {}  # of the question before: asking again would pile up threads
         found: dict[str, Any] = {}
-        is_open = self._sensors is not None
+        is_open, self._asked = self._sensors is not None, time.monotonic()
         self._thread = Thread(target=self._ask, args=(found,), daemon=True)
         self._thread.start()
         self._thread.join(WAIT)
         is_late = self._thread.is_alive()
         if is_late and is_open:  # opening the library takes long on any machine
             self._troubles.append(f"its driver did not answer in {WAIT:g} s")
+        self._warn()
+        return {} if is_late else found
+
+    def _warn(self) -> None:
         if self._troubles and not self._warned:
             self._warned = True
             warnings.warn(
                 f"{self._device}: the run's record lacks what the sensors tell, {self._troubles[0]};"
                 " training goes on\nnvidia-smi, or amd-smi, says whether the driver answers",
-                stacklevel=2,
+                stacklevel=3,
             )
-        return {} if is_late else found
 
     def _ask(self, found: dict[str, Any]) -> None:
         try:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 from importlib.util import find_spec
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,28 @@ from accel_cuda import rocm
 
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
+    from accel_cuda.config import CudaConfig
 
-__all__ = ["CudaLaunch", "driver_version", "gpu_count", "lacks_peer_access", "probe", "torch_build"]
+__all__ = [
+    "CudaLaunch",
+    "contradicted",
+    "driver_version",
+    "gpu_count",
+    "lacks_peer_access",
+    "probe",
+    "torch_build",
+]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC = (":4096:8", ":16:8")
+"""Its values with which cuBLAS gives the same result each time.
+
+By the documentation of torch.use_deterministic_algorithms.
+"""
+ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+"""The name that every torch since 2.8 reads, when it first allocates."""
+OF_ALLOCATOR = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
 ROOT = Path("/")
 """Root of /proc and /dev; tests use a tree of their own."""
 
@@ -75,13 +95,21 @@ def gpu_count() -> int:
     there = len(list((ROOT / "dev").glob("nvidia[0-9]*"))) or int((ROOT / "dev/dxg").exists())
     if visible is None:
         return there
-    # CUDA reads the list up to the first entry that names no device.
-    count = 0
-    for entry in visible.split(","):
-        if (entry.strip().isdecimal() and int(entry) >= there) or not re.match(r"\s*(\d|GPU-|MIG-)", entry):
-            break
-        count += 1
-    return count
+    # By the rules of torch.cuda._parse_visible_devices: numbers, or names of one kind, up to the first that
+    # is none; one that comes twice hides all.
+    entries = visible.split(",")
+    kind = next((kind for kind in ("GPU-", "MIG-") if visible.startswith(kind)), None)
+    if kind is None:
+        numbers = [re.match(r"\s*\+?(\d+)", entry) for entry in entries]
+        entries = [str(int(number[1])) for number in takewhile(bool, numbers) if number]
+    else:
+        entries = [*takewhile(lambda entry: entry.startswith(kind), entries)]
+    if len({*entries}) < len(entries):
+        return 0
+    if kind is None:
+        return len([*takewhile(lambda entry: int(entry) < there, entries)])
+    # A process sees one MIG slice, however many are named (NVIDIA's MIG user guide, "CUDA Visible Devices").
+    return min(len(entries), 1 if kind == "MIG-" else there)
 
 
 def lacks_peer_access() -> bool:
@@ -95,6 +123,32 @@ def lacks_peer_access() -> bool:
     return len(models) > 1 and any("RTX 40" in model for model in models) and [0] < parts < [550, 40, 7]
 
 
+def _records_nothing() -> bool:
+    """Return whether this torch's flight recorder is off by default, as before 2.11.
+
+    Later ones warn of the name that switches it on in all of them (getCvarInt in c10d's FlightRecorder.hpp).
+    """
+    release = re.match(r"(\d+)\.(\d+)", metadata.version("torch"))
+    return release is not None and (int(release[1]), int(release[2])) < (2, 11)
+
+
+def contradicted(options: CudaConfig) -> Iterator[str]:
+    """Yield why options do not hold: variables of the user say otherwise, and win."""
+    if options.expandable_segments is not None:
+        wanted = f"expandable_segments:{options.expandable_segments}"
+        for name in OF_ALLOCATOR:
+            if wanted not in os.environ.get(name, wanted).replace(" ", ""):
+                yield (
+                    f"cuda.expandable_segments is {options.expandable_segments}, but torch's allocator reads"
+                    f" {name}={os.environ[name]!r}\nadd {wanted} to the variable, or leave the option out"
+                )
+    if options.deterministic and os.environ.get(WORKSPACE, DETERMINISTIC[0]) not in DETERMINISTIC:
+        yield (
+            f"cuda.deterministic is set, but with {WORKSPACE}={os.environ[WORKSPACE]!r} cuBLAS gives another"
+            f" result each time\nunset the variable, or set it to {' or '.join(DETERMINISTIC)}"
+        )
+
+
 class CudaLaunch:
     """Hooks of the launcher, and of the run before torch's first CUDA call."""
 
@@ -106,14 +160,15 @@ class CudaLaunch:
     def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
         options, wanted = config.plugins.get("cuda"), dict[str, str]()
         if getattr(options, "deterministic", False):
-            wanted["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # cuBLAS reads it when it is first used
+            wanted[WORKSPACE] = DETERMINISTIC[0]  # cuBLAS reads it when it is first used
         expandable = getattr(options, "expandable_segments", None)
         if expandable is not None:
-            # The name that every torch since 2.8 reads, when it first allocates.
-            wanted["PYTORCH_CUDA_ALLOC_CONF"] = f"expandable_segments:{expandable}"
+            wanted[ALLOCATOR] = f"expandable_segments:{expandable}"
         if world.size > 1:
             # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
-            wanted |= {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}
+            wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+            if _records_nothing():
+                wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
             if lacks_peer_access():
                 wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
         return wanted
