@@ -189,6 +189,40 @@ def compiled(device: str, mode: str | None) -> str:
     return equals_plain(device, dynamo_plugin=TorchDynamoPlugin(backend="inductor", mode=mode))
 
 
+def graphs_in_windows(device: str) -> str:
+    """Accumulate over batches of two sizes, evaluate in between: with graphs as without."""
+    from accel_core import TorchDynamoPlugin
+
+    if device == "sim":
+        raise NotHereError("inductor does not know the simulated device")
+
+    def train(**options: Any) -> torch.Tensor:
+        run = accelerator(device, gradient_accumulation_steps=2, **options)
+        inner = network()
+        model, optimizer, loader = run.prepare(
+            inner, torch.optim.SGD(inner.parameters(), **SGD), DataLoader(data(), 5)
+        )
+        outputs = []
+        for _ in range(2):
+            for x, y in loader:
+                with run.accumulate(model):
+                    run.backward(F.mse_loss(model(x), y))
+                    optimizer.step()
+                    optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                outputs.append(model(x).clone())
+            model.train()
+        found = torch.cat([weights(inner), *(output.cpu().flatten() for output in outputs)])
+        run.end_training()
+        return found
+
+    graphs = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    distance = float((train(dynamo_plugin=graphs) - train()).abs().max())
+    assert distance < 1e-5, f"weights and outputs differ by {distance:.1e}"
+    return f"weights and outputs differ by {distance:.0e}"
+
+
 def sharded(device: str, offload: bool) -> str:
     """FSDP 2 on one device, its parameters on the host if asked."""
     from accel_fsdp import FullyShardedDataParallelPlugin
@@ -286,6 +320,7 @@ CHECKS: tuple[Check, ...] = (
     ("checksums on the device", device_checksums, (), 1),
     *(("a checkpoint comes back", saved_and_loaded, (wait,), 1) for wait in (True, False)),
     *(("compiled, with graphs in the second", compiled, (mode,), 1) for mode in (None, "reduce-overhead")),
+    ("graphs, with accumulation, a short batch and an evaluation", graphs_in_windows, (), 1),
     *(("fsdp 2 on one device, offloaded in the second", sharded, (offload,), 1) for offload in (False, True)),
     *(("float8 by Transformer Engine", by_transformer_engine, (each,), 1) for each in ("delayed", "current")),
     *(("a model streams from", streamed, (to,), 1) for to in ("cpu", "disk")),

@@ -181,7 +181,8 @@ def main() -> int:
         return NOTHING_TO_DO
     device = arguments.device if found is None or arguments.device != "auto" else found.type
     name = torch.cuda.get_device_name() if device == "cuda" else device
-    proof = Proof(folder, {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]})
+    about = {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]}
+    proof = Proof(folder, {**about, "date": time.strftime("%Y-%m-%d", time.gmtime())})
     print(f"torch {torch.__version__}, {name}\n\n| check | result | detail |\n|---|---|---|")
     from gpu_checks import CHECKS, prove
 

@@ -1,0 +1,149 @@
+"""Write what `gpu_proof.py` found on a real device into the pages, or that nothing ran on one yet.
+
+`python tools/gpu_figures.py proof.json` keeps the file as `benchmarks/gpu.json`, and writes its figures,
+with the device's name, into docs/tested.md, and a line into the READMEs, each between the marks of a page.
+Several files of one device are one proof, for machines that end a command early. Without a file it writes
+the pages anew from the one that is kept. `--check` compares. Imports no torch.
+"""
+# ruff: noqa: INP001, T201  # a script
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+import textwrap
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+KEPT = Path("benchmarks/gpu.json")
+PAGE = Path("docs/tested.md")
+LINES = {
+    Path("README.md"): "docs/tested.md",
+    Path("benchmarks/README.md"): "../docs/tested.md",
+    Path("backends/cuda/README.md"): "../../docs/tested.md",
+}
+"""Page with one line -> how it links to PAGE."""
+BEGIN, END = "<!-- gpu: tools/gpu_figures.py writes this -->", "<!-- /gpu -->"
+BLOCK = re.compile(f"{re.escape(BEGIN)}\n.*?{re.escape(END)}", re.DOTALL)
+NONE = "**No GPU run yet**: we had no accelerator to test on"
+REHEARSALS = ("cpu", "sim")
+NOT_RUN = ("out of time", "not here")
+
+Proof = Mapping[str, Any]
+
+
+def read(file: Path) -> Proof:
+    """Read a proof; exit with what is wrong with it."""
+    try:
+        proof = json.loads(file.read_text(encoding="utf-8"))
+        device, parts = proof["device"], proof["parts"]
+        complete = parts and all(
+            {"name", "result", "seconds", "detail", "tables"} <= {*part} for part in parts
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise SystemExit(f"{file} is no proof.json of tools/gpu_proof.py: {error!r}") from error
+    if not complete:
+        raise SystemExit(f"{file} is no proof.json of tools/gpu_proof.py: it has no whole parts")
+    if device in REHEARSALS:
+        raise SystemExit(f"{file} is of a rehearsal on {device!r}, which shows nothing of a GPU")
+    return proof
+
+
+def merged(files: Sequence[Path]) -> Proof | None:
+    """Return one proof of several, of which the last that ran a part counts."""
+    proofs = [read(file) for file in files]
+    if not proofs:
+        return None
+    devices = {(proof["device"], proof["torch"]) for proof in proofs}
+    if len(devices) > 1:
+        raise SystemExit(f"these are of {sorted(devices)}, and a page tells of one device and one torch")
+    parts: dict[str, Mapping[str, Any]] = {}
+    for part in (part for proof in proofs for part in proof["parts"]):
+        if part["name"] not in parts or part["result"] not in NOT_RUN:
+            parts[part["name"]] = part
+    return {**proofs[-1], "parts": [*parts.values()]}
+
+
+def line(proof: Proof | None, link: str) -> str:
+    """Say in a sentence what ran."""
+    if proof is None:
+        return _wrapped(f"{NONE}; [what ran where]({link}) says what that leaves open.")
+    where = f"[The figures]({link}#on-a-gpu) name each part; no other accelerator was seen."
+    return _wrapped(f"Seen on one {_sum(proof)} {where}")
+
+
+def _sum(proof: Proof) -> str:
+    results = Counter(part["result"] for part in proof["parts"])
+    counts = ", ".join(
+        f"{count} {result}" for result, count in sorted(results.items(), key=lambda it: -it[1])
+    )
+    when = f", {proof['date']}" if "date" in proof else ""
+    return f"{proof['device']} (torch {proof['torch']}{when}): of {results.total()} parts {counts}."
+
+
+def page(proof: Proof | None) -> str:
+    """Write a row for each part, and the tables of those that measure."""
+    if proof is None:
+        command = "`tools/gpu_proof.py` is what runs on the first one, and `tools/gpu_figures.py` writes"
+        return _wrapped(f"{NONE}. {command} its figures here.")
+    lines = [
+        _wrapped(f"Seen on one {_sum(proof)}"),
+        "",
+        "| part | result | seconds | detail |",
+        "|---|---|---|---|",
+    ]
+    for part in proof["parts"]:
+        detail = str(part["detail"]).replace("|", "/")
+        lines.append(f"| {part['name']} | {part['result']} | {part['seconds']} | {detail} |")
+    for part in proof["parts"]:
+        if part["tables"]:
+            lines += ["", f"**{part['name']}**", "", *part["tables"]]
+    return "\n".join(lines)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 119, break_long_words=False, break_on_hyphens=False)
+
+
+def pages(root: Path, proof: Proof | None) -> dict[Path, str]:
+    """Return the text of each page with what is between its marks written anew."""
+    found = {PAGE: page(proof), **{file: line(proof, link) for file, link in LINES.items()}}
+    written = {}
+    for file, text in found.items():
+        old = (root / file).read_text(encoding="utf-8")
+        block = f"{BEGIN}\n\n{text}\n\n{END}"
+        new, count = BLOCK.subn(lambda _, block=block: block, old)
+        if count != 1:
+            raise SystemExit(f"{file} has {count} parts between {BEGIN} and {END}, not one")
+        written[root / file] = new
+    return written
+
+
+def main() -> int:
+    """Update the pages, or with --check compare them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("proofs", type=Path, nargs="*", help="proof.json of runs on a real device")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the checkout (this one)")
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a page is stale")
+    given = parser.parse_args()
+    kept = given.root / KEPT
+    proof = merged(given.proofs or ([kept] if kept.exists() else []))
+    fresh = pages(given.root, proof)
+    stale = [file for file, text in fresh.items() if file.read_text(encoding="utf-8") != text]
+    if given.check:
+        print("\n".join(f"{file} is stale: run tools/gpu_figures.py" for file in stale) or "the pages agree")
+        return int(bool(stale))
+    if given.proofs:
+        kept.write_text(json.dumps(proof, indent=2) + "\n", encoding="utf-8")
+    for each in stale:
+        each.write_text(fresh[each], encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
