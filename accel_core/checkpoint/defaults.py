@@ -21,6 +21,7 @@ from accel_core.contract.hooks import implements
 from accel_core.contract.state import Kind, Leaf, OptimizerState, leaf_of
 from accel_core.distributed.tensor_bytes import DTYPES
 from accel_core.errors import CheckpointError
+from accel_core.plugins.discovery import offering
 
 if TYPE_CHECKING:
     from torch import nn
@@ -121,6 +122,7 @@ class BaseState:
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
+        _require_present(unit)
         return nullcontext()
 
     @implements(hooks.iter_weights)
@@ -174,7 +176,19 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
     return leaves
 
 
+def _require_present(unit: Unit) -> None:
+    """Refuse weights whose values their parameters do not have: a forward hook's `weight_away`."""
+    for model in unit.models:
+        for hook in (hook for module in model.modules() for hook in module._forward_pre_hooks.values()):
+            if name := getattr(hook, "weight_away", None):
+                raise CheckpointError(
+                    f"{name} of the {type(model).__name__} comes and goes, and strategy {unit.strategy!r}"
+                    f" would take it for empty\n{offering('streamed_weights')}"
+                )
+
+
 def _tensors(unit: Unit) -> dict[str, Tensor]:
+    _require_present(unit)
     found: dict[str, Tensor] = {**unit.named_parameters()}
     for number, model in enumerate(unit.models):
         for prefix, module in model.named_modules(remove_duplicate=False):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from big_model_problems import Model, ids, model, shards
 
-from accel_big_models import dispatch, empty_weights, load, offload, undo
+from accel_big_models import dispatch, empty_weights, load, offload, undo, weights_of
 from accel_big_models.planning import plan_from_map
 from accel_core import AccelError
 
@@ -91,6 +91,28 @@ def test_a_write_to_a_weight_in_host_memory_counts_from_the_next_forward_on():
             each.blocks[3].gain.mul_(3)
 
     assert torch.equal(target(ids()), expected(ids()))
+
+
+def test_other_data_count_from_the_next_forward_on_wherever_the_weight_lies(streamed):
+    expected = model()
+    for each in (streamed, expected):
+        each(ids())
+        each.blocks[1].gain.data = torch.full((32,), 3.0)
+    assert same(streamed.state_dict(), expected.state_dict())
+    assert torch.equal(dict(weights_of(streamed))["blocks.1.gain"], torch.full((32,), 3.0))
+    with torch.no_grad():
+        assert torch.equal(streamed(ids()), expected(ids()))
+        assert torch.equal(streamed(ids()), expected(ids()))
+    assert same(streamed.state_dict(), expected.state_dict())
+    streamed.scale.data = expected.scale.data = torch.tensor([2.0])
+    assert same(undo(streamed).state_dict(), expected.state_dict())
+
+
+def test_data_of_another_dtype_are_an_error_in_the_next_forward(streamed):
+    streamed.blocks[1].gain.data = streamed.blocks[1].gain.data.half()
+
+    with pytest.raises(AccelError, match=r"blocks\.1\.gain was written to while(.|\n)*another dtype"):
+        streamed(ids())
 
 
 def test_weights_that_stay_are_converted(tmp_path):

@@ -68,6 +68,16 @@ def test_a_write_to_a_weight_in_host_memory_counts_from_the_next_forward_on(to):
         torch.testing.assert_close(target(ids()), expected(ids()))
 
 
+def test_a_write_that_torch_does_not_count_counts_too():
+    target, expected = offload(model(), "cpu", device="sim"), model()
+    with torch.no_grad():
+        for each in (target, expected):
+            each(ids())  # the next forward's first block may be under way then
+            for number, block in enumerate(each.blocks):
+                block.gain.data.mul_(number + 2)
+        torch.testing.assert_close(target(ids()), expected(ids()))
+
+
 def test_one_map_of_a_device_the_host_and_a_disk(tmp_path, want):
     folder = shards(tmp_path / "c", model())
     places = {"": "sim:0", "blocks.1": "cpu", "blocks.2": "disk", "blocks.3": "disk"}

@@ -274,6 +274,23 @@ assert torch.equal(target(ids()), want)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_named_and_the_model_stays_as_it_was(tmp_path, want):
+    (tmp_path / "file").touch()
+    target = model()
+    with pytest.raises(AccelError, match="file: no folder can be made there for weights"):
+        offload(target, "disk", device="cpu", folder=tmp_path / "file")
+    with torch.no_grad():
+        assert torch.equal(target(ids()), want)
+
+
+def test_a_conjugated_weight_goes_to_disk_as_what_it_is(tmp_path):
+    target = torch.nn.Module()
+    target.weight = torch.nn.Parameter(torch.tensor([1 + 2j, 3 - 1j]).conj())
+    offload(target, "disk", device="cpu", folder=tmp_path, mapped=False)
+
+    assert dict(weights_of(target))["weight"].tolist() == [1 - 2j, 3 + 1j]
+
+
 def saved_and_loaded(target):
     file = io.BytesIO()
     torch.save(target, file)

@@ -72,6 +72,7 @@ def test_the_table_says_what_lies_where(module):
     assert "the largest is embedding" in shown
     assert "  disk: " in shown
     assert "weights in float32:" in shown
+    assert max(map(len, shown.splitlines())) <= 80
 
 
 def test_what_fits_nowhere_is_said(module):
@@ -115,6 +116,10 @@ def test_options_that_mean_nothing_are_refused(module):
         run(f"{module}:build", "--memory", "cpu")
     with pytest.raises(ConfigError, match="torch has no such dtype"):
         run(f"{module}:build", "--dtype", "float7")
+    with pytest.raises(ConfigError, match="is not a size"):
+        run(f"{module}:build", "--memory", "cpu=-5")
+    with pytest.raises(ConfigError, match="not a torch device"):
+        run(f"{module}:build", "--memory", "chip=5GB")
 
 
 def test_a_config_of_transformers_is_enough(tmp_path):

@@ -245,3 +245,70 @@ def test_writes_to_mapped_weights_stay_in_the_process(tmp_path, want):
         loaded.scale.zero_()
 
     assert torch.equal(load(empty(), folder)(ids()), want)
+
+
+@pytest.mark.parametrize(
+    ("have", "want"),
+    [
+        (torch.tensor([1, 300]), torch.zeros(2, dtype=torch.int8)),
+        (torch.tensor([0, 2]), torch.zeros(2, dtype=torch.bool)),
+        (torch.tensor([1j, 2]), torch.zeros(2, dtype=torch.int32)),
+    ],
+)
+def test_numbers_that_another_dtype_would_cut_are_refused_by_name(tmp_path, have, want):
+    save_file({"steps": have}, tmp_path / "w.safetensors")
+    target = torch.nn.Module()
+    target.register_buffer("steps", want)
+
+    with pytest.raises(CheckpointError, match=f"steps has {have.dtype}, and the model's {want.dtype}"):
+        load(target, tmp_path / "w.safetensors")
+
+
+def test_integers_are_widened(tmp_path):
+    save_file({"steps": torch.tensor([1, -3], dtype=torch.int8)}, tmp_path / "w.safetensors")
+    target = torch.nn.Module()
+    target.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+
+    assert load(target, tmp_path / "w.safetensors").steps.tolist() == [1, -3]
+
+
+def test_a_weight_without_elements_needs_no_hook(tmp_path):
+    def made() -> torch.nn.Module:
+        target = torch.nn.Linear(3, 2)
+        target.none = torch.nn.Parameter(torch.zeros(0, 3))
+        return target
+
+    source = made()
+    save_file(source.state_dict(), tmp_path / "w.safetensors")
+    target = made()
+    load(target, tmp_path / "w.safetensors", plan_from_map(target, {"": "disk"}))
+    target(torch.ones(1, 3)).sum().backward()
+
+    assert not target._forward_hooks
+    assert target.none.shape == (0, 3)
+    assert target.weight.grad is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz])
+def test_each_dtype_that_safetensors_writes_is_read(tmp_path, dtype):
+    values = torch.tensor([1.0, -2.0]).to(dtype)
+    save_file({"weight": values}, tmp_path / "w.safetensors")
+    target = torch.nn.Module()
+    target.weight = torch.nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=False)
+
+    assert load(target, tmp_path / "w.safetensors").weight.float().tolist() == [1.0, -2.0]
+
+
+def test_a_file_that_is_written_to_while_it_is_read_is_named(tmp_path):
+    file = tmp_path / "w.safetensors"
+    save_file({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, file)
+    target = torch.nn.Linear(3, 2)
+    load(target, file, plan_from_map(target, {"": "disk"}), mapped=False)
+    other = bytearray(file.read_bytes())
+    other[-4:] = b"\0\0\0\x40"
+    with file.open("r+b") as out:
+        out.write(other)
+    os.utime(file, ns=(1, 1))  # a clock may be coarse
+
+    with pytest.raises(CheckpointError, match=r"w\.safetensors: something wrote to it"):
+        target(torch.ones(1, 3))

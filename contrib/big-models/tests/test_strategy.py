@@ -11,7 +11,7 @@ from torch import nn
 from accel_big_models import DispatchedPlugin, empty_weights, load, weights_of
 from accel_big_models.hooks import enters_of
 from accel_big_models.planning import plan_from_map
-from accel_core import Accelerator, AccelError, ConfigError
+from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
 
 
 @pytest.fixture
@@ -140,6 +140,23 @@ def test_another_strategy_names_the_weight_and_the_strategy_to_take(folder):
         empty = Model()
     with pytest.raises(AccelError, match=r"scale of the Model is on the meta device(.|\n)*dispatched"):
         accelerator.prepare(empty)
+    accelerator.end_training()
+
+
+def test_another_strategy_saves_no_weight_whose_values_are_away(folder, tmp_path):
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(streamed(folder), device_placement=[False])
+    with torch.no_grad():
+        assert torch.equal(prepared(ids()), model()(ids()))
+
+    for save in (accelerator.save_model, lambda _, to: accelerator.save_state(to)):
+        with pytest.raises(CheckpointError, match="scale of the Model comes and goes(.|\n)*dispatched"):
+            save(prepared, tmp_path / "out")
+    with (
+        pytest.raises(CheckpointError, match="scale of the Model comes and goes"),
+        accelerator.full_parameters(prepared),
+    ):
+        pass
     accelerator.end_training()
 
 

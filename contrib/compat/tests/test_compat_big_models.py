@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 from accelerate import (
+    Accelerator,
     cpu_offload,
     disk_offload,
     dispatch_model,
@@ -232,3 +233,12 @@ def test_without_the_package_its_name_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "accel_big_models", None)
     with pytest.raises(PluginError, match=r"needs accel-big-models(.|\n)*pip install ./contrib/big-models"):
         dispatch_model(net(), DISK, offload_dir=tmp_path)
+
+
+def test_prepare_leaves_a_model_where_its_map_has_placed_it(tmp_path, x):
+    model = dispatch_model(net(), DISK, offload_dir=tmp_path)
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model)
+
+    assert torch.equal(prepared(x), net()(x))
+    accelerator.end_training()

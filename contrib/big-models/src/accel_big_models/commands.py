@@ -43,4 +43,8 @@ def _place(text: str) -> tuple[str, str]:
     place, equals, size = text.partition("=")
     if not equals:
         raise ConfigError(f"--memory {text}: it has no size\nwrite --memory {text}=24GB")
-    return place, size
+    from accel_big_models.planning import place_name
+    from accel_big_models.sizes import bytes_in
+
+    bytes_in(size)
+    return place_name(place), size

@@ -108,7 +108,7 @@ def undo(model: nn.Module) -> nn.Module:
     for engine in {id(enter.engine): enter.engine for enter in enters if enter.engine is not None}.values():
         engine.close()
         for weight in engine.weights:
-            put(weight.tensor, values_of(weight.source))
+            put(weight.tensor, values_of(weight.fresh()))
     for module in model.modules():
         detach(module)
         release(module)

@@ -39,8 +39,8 @@ class Weight:
     """True while the weight is on the device, if it requires a gradient otherwise."""
     _present: Tensor | None = None
     """The other form of a tensor whose device has a class of its own."""
-    _version: int = 0
-    """Of the tensor when it came or left: it counts writes."""
+    _seen: tuple[int, int | None, torch.dtype | None] = (0, None, None)
+    """The tensor's version, which counts writes, and its data, when it came or left."""
     _whole: weakref.ref[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class Weight:
                 self.tensor.requires_grad_(True)
             away = self.source.tensor()
             put(self.tensor, torch.empty(0, dtype=self.source.dtype) if away is None else away)
-        self._version = self.tensor._version
+        self._seen = self._now()
 
     def come(self, data: Tensor) -> None:
         """Give the weight its data, as a constant: nothing could keep its gradient."""
@@ -78,18 +78,29 @@ class Weight:
             exchange(self.tensor, self._present)
         if self.trained:
             self.tensor.requires_grad_(False)
-        self._version = self.tensor._version
+        self._seen = self._now()
 
     @property
     def changed(self) -> bool:
-        """True if something wrote into the tensor since it came or left."""
-        return self.tensor._version != self._version
+        """True if something wrote into the tensor, or gave it other data, since it came or left."""
+        return self._seen != self._now()
+
+    def _now(self) -> tuple[int, int | None, torch.dtype]:
+        return self.tensor._version, _address(self.tensor), self.tensor.dtype
+
+    def fresh(self) -> Source:
+        """Return the source, or one of what the tensor was given or written while it was away."""
+        values, source = self.tensor.detach(), self.source
+        fits = (tuple(values.shape), values.dtype) == (tuple(source.shape), source.dtype)
+        return in_memory(values.cpu()) if fits and self.changed else source
 
     def whole(self) -> Tensor:
         """Return the values as a CPU tensor.
 
         Callers at the same time get the same tensor.
         """
+        if (source := self.fresh()) is not self.source:
+            return values_of(source)
         values = None if self._whole is None else self._whole()
         if values is None:
             values = values_of(self.source)
@@ -135,14 +146,15 @@ class Group:
         """
         written = [weight for weight in self.weights if weight.changed]
         for weight in written:
-            values = weight.source.tensor()
-            if values is None:
+            source = weight.fresh()
+            if source is weight.source:
                 raise AccelError(
-                    f"{weight.name} was written to while it is not in memory: the change is lost\n"
+                    f"{weight.name} was written to while it is not in memory, or given another dtype or"
+                    " shape: the change is lost\n"
                     "change weights within accelerator.full_parameters(model, writeback=True), or take the"
                     " offloading off first: accel_big_models.undo(model)"
                 )
-            weight.source = in_memory(values)
+            weight.source, weight._whole = source, None
         if written:
             self.load()  # what was brought ahead is older
 
@@ -184,6 +196,7 @@ class Engine:
                 self.mover.wait(group.transfer)  # it came for another thread, maybe on another stream
             group.users += 1
             if not group.outer:
+                self.local.first = getattr(self.local, "first", None) or group
                 previous, self.local.previous = getattr(self.local, "previous", None), group
                 if previous is not None and previous is not group:
                     previous.next = group
@@ -212,6 +225,19 @@ class Engine:
         """Let a group go, and what was entered in it and never left."""
         while any(entered is group for entered, _ in self._stack):
             self._stack.pop()[1].close()
+
+    def begin(self) -> None:
+        """Begin a forward of the model.
+
+        Weights in host memory may have other values than they had when they were last brought: torch counts
+        no writes by way of `.data`.
+        """
+        self.leave_all()
+        self.local.first = None
+        with self.lock:
+            for slot in self.slots:
+                if not slot.used and slot.cargo is not None and slot.cargo.in_memory:
+                    slot.cargo = None
 
     def leave_all(self) -> None:
         """Let go what this thread left behind: an interrupt skips a module's last hooks."""
@@ -284,6 +310,8 @@ class Engine:
         following = group.next
         if following is None or following.users:
             return
+        if following is self.local.first and following.cargo.in_memory:
+            return  # the next forward brings what it has then
         if following.slot is None or following.slot.cargo is not following.cargo:
             slot = self._slot(following, may_allocate=False)
             if slot is None:
@@ -338,6 +366,7 @@ class Engine:
             self.leave_all()
             for group in self.groups:
                 for weight in group.weights:
+                    weight.source = weight.fresh()
                     if weight.source.tensor() is None or unwritten:
                         values = values_of(weight.source)
                         weight.source = in_memory(values)

@@ -27,8 +27,8 @@ TRAINED: Final = ("float32", "bfloat16")
 
 
 _TRAINING: Final = (
-    "Training: weights, gradients and two moments in that dtype, without activations. Mixed precision keeps"
-    " all of them in float32."
+    "Training: weights, gradients and two moments in that dtype, without activations.\n"
+    "Mixed precision keeps all of them in float32."
 )
 
 

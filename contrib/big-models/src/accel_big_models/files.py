@@ -37,17 +37,17 @@ class OpenFile:
                 path=str(self.path),
             ) from error
         weakref.finalize(self, os.close, self._file)
-        status = os.fstat(self._file)
-        self.size = status.st_size
+        self._identity = self._state()
+        self.size = self._identity[0]
         self.mapped = mapped
-        self._identity = status.st_size, status.st_mtime_ns
         self._bytes: Tensor | None = None
 
     def read(self, start: int, target: memoryview) -> None:
         """Fill `target` with the bytes from `start` on.
 
         Raises:
-            CheckpointError: the file is shorter, or its disk cannot be read.
+            CheckpointError: the file is shorter, something wrote to it since it was opened, or its disk
+                cannot be read.
         """
         done = 0
         while done < len(target):
@@ -58,6 +58,12 @@ class OpenFile:
             if count == 0:
                 raise self._damaged(f"it ends at byte {start + done}, before its weights do: it was cut")
             done += count
+        if self._state() != self._identity:
+            raise self._damaged("something wrote to it since it was opened: its weights may be others")
+
+    def _state(self) -> tuple[int, int]:
+        status = os.fstat(self._file)
+        return status.st_size, status.st_mtime_ns
 
     def view(self, start: int, size: int) -> Tensor:
         """Return bytes of the mapped file; writes to them stay in this process."""
@@ -114,7 +120,9 @@ class InFile:
     def tensor(self) -> Tensor | None:
         """Return the weight as a view of the mapped file, or None if it has to be read."""
         aligned = self.start % self.stored.itemsize == 0
-        if not self.file.mapped or self.stored != self.dtype or not aligned or not self.size:
+        if not self.size:
+            return torch.empty(self.shape, dtype=self.dtype)
+        if not self.file.mapped or self.stored != self.dtype or not aligned:
             return None
         return self.file.view(self.start, self.size).view(self.stored).reshape(self.shape)
 

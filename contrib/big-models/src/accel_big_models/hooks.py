@@ -43,6 +43,12 @@ class Enter:
     places_weights = "accel_big_models"
     """Tells core what places the weights, so that `prepare` does not."""
 
+    @property
+    def weight_away(self) -> str | None:
+        """Tell core of a weight whose values its parameter does not have now."""
+        weights = () if self.engine is None else self.engine.weights
+        return next((weight.name for weight in weights if weight.source.tensor() is None), None)
+
     def __init__(
         self,
         engine: Engine | None,
@@ -60,7 +66,7 @@ class Enter:
     @_outside_graphs
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         if self.root and self.engine is not None:
-            self.engine.leave_all()
+            self.engine.begin()
         if self.root:
             came = next(_tensors((args, kwargs)), None)
             self.local.device = None if came is None else came.device

@@ -140,7 +140,7 @@ def _compare(
             have, want = sources[name], tenant.tensor
             if have.shape != tuple(want.shape):
                 problems.append(f"{name} has shape {list(have.shape)}, and the model's {list(want.shape)}")
-            elif have.dtype.is_floating_point != want.is_floating_point():
+            elif not _holds(want.dtype, have.dtype):
                 problems.append(f"{name} has {have.dtype}, and the model's {want.dtype}")
         if not problems and any(_differ(sources[there[0]], sources[name]) for name in there[1:]):
             problems.append(
@@ -153,6 +153,17 @@ def _compare(
             "give the checkpoint of this model, or strict=False to leave out names that only one of them has",
             path=os.fspath(checkpoint),
         )
+
+
+def _holds(kind: torch.dtype, other: torch.dtype) -> bool:
+    """Return True if numbers of another dtype can be loaded as this one: integers are never cut."""
+    inexact = kind.is_floating_point or kind.is_complex or other.is_floating_point or other.is_complex
+    if kind == other or inexact:
+        return (kind.is_floating_point, kind.is_complex) == (other.is_floating_point, other.is_complex)
+    if torch.bool in (kind, other):
+        return other == torch.bool
+    wide, narrow = torch.iinfo(kind), torch.iinfo(other)
+    return wide.min <= narrow.min and narrow.max <= wide.max
 
 
 def _differ(first: Source, second: Source) -> bool:

@@ -26,7 +26,7 @@ def weights_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         AccelError: a weight is on the meta device and in no file.
     """
     sources = {
-        id(weight.tensor): weight.source
+        id(weight.tensor): weight.fresh()
         for enter in enters_of(model)
         if enter.engine is not None
         for weight in enter.engine.weights

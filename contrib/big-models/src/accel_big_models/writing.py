@@ -32,15 +32,21 @@ def write_blocks(
     source: no model can find another's weights there.
 
     Raises:
-        AccelError: the disk is full; nothing is left there.
+        AccelError: the disk is full, or the folder cannot be written to; nothing is left there.
     """
     if not tensors:
         return []
     leaves = [leaf for tensor in tensors for leaf in leaves_of(tensor.detach())]
     size = sum(leaf.nbytes + ALIGNED for leaf in leaves)
-    if folder is not None:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-    own = tempfile.mkdtemp(prefix="accel-big-models-", dir=folder)
+    try:
+        if folder is not None:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        own = tempfile.mkdtemp(prefix="accel-big-models-", dir=folder)
+    except OSError as error:
+        raise AccelError(
+            f"{folder or tempfile.gettempdir()}: no folder can be made there for weights: {error.strerror}\n"
+            "give a folder that this process may write to: folder=..."
+        ) from error
     try:
         parts = iter(_write(Path(own), leaves, size, mapped=mapped))
         return [sourced(tensor, parts) for tensor in tensors]
@@ -74,6 +80,6 @@ def _write(own: Path, tensors: Sequence[Tensor], size: int, *, mapped: bool) -> 
 
 
 def _bytes(tensor: Tensor) -> memoryview:
-    values = tensor.detach().cpu().contiguous().reshape(-1)
+    values = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data: memoryview = values.view(torch.uint8).numpy().data
     return data

@@ -5,6 +5,7 @@ Objects that core refuses are returned as they are, with a warning.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -27,6 +28,7 @@ class Preparing(accel_core.Accelerator):
     state: Any
     gradient_state: Any
     _count: int
+    verify_device_map: Any
     _loose: list[AcceleratedOptimizer]
     """Optimizers whose model is not prepared (yet)."""
     _stepping: list[AcceleratedScheduler]
@@ -56,7 +58,10 @@ class Preparing(accel_core.Accelerator):
         if ours:
             before = list(self.run.units)
             usual = self.run.config.device_placement
-            placed = [usual if (place := places[number]) is None else place for number in ours]
+            placed = [
+                (usual if (place := places[number]) is None else place) and not self._is_spread(args[number])
+                for number in ours
+            ]
             prepared = super().prepare(
                 *(args[number] for number in ours),
                 *(each.optimizer for each in adopted),
@@ -73,6 +78,23 @@ class Preparing(accel_core.Accelerator):
                 new = [unit for unit in self.run.units if unit not in before]
                 _engine.fill(self.state.deepspeed_plugin, new)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _is_spread(self, thing: Any) -> bool:
+        """Tell whether a device map has placed a model, which then stays where it is.
+
+        Raises:
+            ValueError: there are several processes.
+        """
+        if not isinstance(thing, torch.nn.Module) or not self.verify_device_map(thing):
+            return False
+        bypass = os.environ.get("ACCELERATE_BYPASS_DEVICE_MAP", "false") == "true"
+        if self.run.world.size > 1 and not bypass:
+            raise ValueError(
+                "You can't train a model that has been loaded with `device_map='auto'` in any distributed"
+                " mode. Please rerun your script specifying `--num_processes=1` or by launching with"
+                " `python {myscript.py}`."
+            )
+        return True
 
     def _apply_settings(self) -> None:
         """Hand on the settings that were changed."""
