@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -312,3 +313,14 @@ def test_a_file_that_is_written_to_while_it_is_read_is_named(tmp_path):
 
     with pytest.raises(CheckpointError, match=r"w\.safetensors: something wrote to it"):
         target(torch.ones(1, 3))
+
+
+def test_a_model_is_pickled_though_the_link_to_its_file_is_gone(tmp_path):
+    save_file({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, tmp_path / "w.safetensors")
+    link = tmp_path / "link.safetensors"
+    link.symlink_to("w.safetensors")
+    target = torch.nn.Linear(3, 2)
+    load(target, link, plan_from_map(target, {"": "disk"}), mapped=False)
+    link.unlink()
+
+    assert pickle.loads(pickle.dumps(target))(torch.ones(1, 3)).tolist() == [[3.0, 3.0]]

@@ -190,6 +190,19 @@ def test_a_file_with_one_name_of_a_tied_weight_fills_both(tmp_path, name, device
     assert torch.equal(model[0].weight, torch.full((3, 3), 2.0))
 
 
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+@pytest.mark.parametrize("name", ["0.weight", "1.weight"])
+def test_a_tied_weight_on_the_disk_stays_tied_in_another_dtype(tmp_path, name, dtype):
+    save_file({name: torch.full((3, 3), 2.0)}, tmp_path / "model.safetensors")
+    with init_empty_weights():
+        model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    load_checkpoint_and_dispatch(model, tmp_path, {"": "disk"}, offload_folder=tmp_path / "away", dtype=dtype)
+
+    assert model[0].weight is model[1].weight
+    assert torch.equal(model(torch.ones(1, 3, dtype=dtype)), torch.full((1, 3), 36.0, dtype=dtype))
+
+
 def test_weights_that_a_checkpoint_lacks_are_named(tmp_path, caplog):
     save_file({"0.weight": torch.zeros(4, 3)}, tmp_path / "model.safetensors")
     load_checkpoint_in_model(nn.Linear(3, 4), tmp_path / "model.safetensors")

@@ -37,6 +37,7 @@ class OpenFile:
                 path=str(self.path),
             ) from error
         weakref.finalize(self, os.close, self._file)
+        self._where = self.path.resolve()  # the path may be relative, or a link that ends before the model
         self._identity = self._state()
         self.size = self._identity[0]
         self.mapped = mapped
@@ -81,7 +82,7 @@ class OpenFile:
         return self
 
     def __reduce__(self) -> Any:
-        return _open_again, (str(self.path), self.mapped, self._identity)
+        return _open_again, (str(self._where), self.mapped, self._identity)
 
 
 def _open_again(path: str, mapped: bool, identity: tuple[int, int]) -> OpenFile:

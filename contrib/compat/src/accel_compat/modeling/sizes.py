@@ -127,14 +127,13 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie each group of names again, to its first parameter off the meta device."""
-    for group in tied_params:
+    """Tie each group of names again, to its first parameter off the meta device, or the first of all."""
+    for group in filter(None, tied_params):
         parameters = [_at(model, name) for name in group]
-        kept = next((each for each in parameters if each.device.type != "meta"), None)
-        if kept is not None:
-            for name in group:
-                parent, _, last = name.rpartition(".")
-                setattr(model.get_submodule(parent), last, kept)
+        kept = next((each for each in parameters if each.device.type != "meta"), parameters[0])
+        for name in group:
+            parent, _, last = name.rpartition(".")
+            setattr(model.get_submodule(parent), last, kept)
 
 
 def _at(model: nn.Module, name: str) -> Any:
