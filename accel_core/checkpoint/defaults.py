@@ -177,7 +177,10 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
 
 
 def _require_present(unit: Unit) -> None:
-    """Refuse weights whose values their parameters do not have: a forward hook's `weight_away`."""
+    """Refuse weights that are away.
+
+    A forward hook's `weight_away` names one whose values its parameter does not have.
+    """
     for model in unit.models:
         for hook in (hook for module in model.modules() for hook in module._forward_pre_hooks.values()):
             if name := getattr(hook, "weight_away", None):

@@ -82,14 +82,14 @@ class Weight:
 
     @property
     def changed(self) -> bool:
-        """True if something wrote into the tensor, or gave it other data, since it came or left."""
+        """True if the tensor was written to, or given other data, since it moved."""
         return self._seen != self._now()
 
     def _now(self) -> tuple[int, int | None, torch.dtype]:
         return self.tensor._version, _address(self.tensor), self.tensor.dtype
 
     def fresh(self) -> Source:
-        """Return the source, or one of what the tensor was given or written while it was away."""
+        """Return the source of the values, also of those that it got while away."""
         values, source = self.tensor.detach(), self.source
         fits = (tuple(values.shape), values.dtype) == (tuple(source.shape), source.dtype)
         return in_memory(values.cpu()) if fits and self.changed else source

@@ -156,7 +156,10 @@ def _compare(
 
 
 def _holds(kind: torch.dtype, other: torch.dtype) -> bool:
-    """Return True if numbers of another dtype can be loaded as this one: integers are never cut."""
+    """Return True if another dtype's numbers can be loaded as this one.
+
+    Integers are never cut.
+    """
     inexact = kind.is_floating_point or kind.is_complex or other.is_floating_point or other.is_complex
     if kind == other or inexact:
         return (kind.is_floating_point, kind.is_complex) == (other.is_floating_point, other.is_complex)

@@ -127,7 +127,10 @@ def find_tied_parameters(model: nn.Module, **kwargs: Any) -> list[list[str]]:
 
 
 def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> None:
-    """Tie each group of names again, to its first parameter off the meta device, or the first of all."""
+    """Tie each group of names again.
+
+    They get its first parameter off the meta device, or the first of all.
+    """
     for group in filter(None, tied_params):
         parameters = [_at(model, name) for name in group]
         kept = next((each for each in parameters if each.device.type != "meta"), parameters[0])
