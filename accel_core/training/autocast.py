@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps
-from types import FunctionType, MethodType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["attach"]
 
 Factory = Callable[[], AbstractContextManager[Any]]
+
+_NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
+"""Each returns the new level; torch has no function that only tells it."""
 
 
 def attach(
@@ -50,8 +53,8 @@ def attach(
     @wraps(forward)
     def under_contexts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if has_autocast:  # no function of ours: it would be compiled
-            level = torch.autocast_increment_nesting()
-            torch.autocast_decrement_nesting()
+            # Both calls by one of C: Ctrl-C cannot come between them, and leave the level raised.
+            level, _ = map(BuiltinFunctionType.__call__, _NESTING)  # type: ignore[arg-type]
             cached = torch.is_autocast_cache_enabled()
             enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
         try:

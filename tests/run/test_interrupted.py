@@ -426,10 +426,11 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
     assert not problems
 
 
-def test_ctrl_c_within_torchs_own_autocast_leaves_it_off(script):
+@pytest.mark.parametrize("code", [CORE, autocast_mode.__file__], ids=["ours", "torch's"])
+def test_ctrl_c_at_any_place_of_a_forward_leaves_autocast_off(script, code):
     batch = torch.ones(2, 3)
     for at in count(1):
-        interruption = Interruption(at, autocast_mode.__file__)
+        interruption = Interruption(at, code)
         with contextlib.suppress(KeyboardInterrupt), interruption:
             script.model(batch)
         if not interruption.where:
