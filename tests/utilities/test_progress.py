@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from accel_core import Accelerator, World, progress, show_progress
-from accel_core.checkpoint import pending_save, weights
+from accel_core.checkpoint import pending_save, weight_files
 from accel_core.checkpoint.export import export
 from accel_core.checkpoint.files import DataFile
 from accel_core.cli.checkpoint import checkpoint
@@ -197,7 +197,7 @@ def soon(monkeypatch):
     monkeypatch.setattr(under_way, "TELL_EVERY", 0.01)
     monkeypatch.setattr(DataFile, "read", late(DataFile.read))
     monkeypatch.setattr(pending_save, "write_file", late(pending_save.write_file))
-    monkeypatch.setattr(weights, "write_whole", late(weights.write_whole))
+    monkeypatch.setattr(weight_files, "write_whole", late(weight_files.write_whole))
 
 
 def test_preparing_and_the_first_call_of_what_is_compiled_are_shown(soon, capsys):
