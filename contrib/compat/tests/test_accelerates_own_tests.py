@@ -45,9 +45,6 @@ DIFFERENT = {
         "test_config_compatibility": SCRIPTS_ARE_NOT_OURS,
         "test_no_config": SCRIPTS_ARE_NOT_OURS,
     },
-    "test_modeling_utils.py": {
-        "test_align_module_device_offloaded": "offloaded weights stay in host memory",
-    },
 }
 """File -> test that passes there and not here -> why."""
 FILES = """

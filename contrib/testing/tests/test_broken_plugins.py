@@ -265,6 +265,12 @@ CARELESSLY_RED = {
     "test_requirements_leave_torch_alone",
     "test_the_command_is_listed",
     "test_its_help_is_quick",
+    "test_nothing_lies_in_a_new_place",
+    "test_a_second_create_is_refused",
+    "test_of_creates_at_once_one_is_done",
+    "test_a_large_file_is_sent_whole_and_read_in_parts",
+    "test_what_is_removed_is_gone_and_may_be_gone_already",
+    "test_a_file_that_is_not_there_is_said_so",
 }
 """Checks that packages fail which a test below writes."""
 
