@@ -495,6 +495,7 @@ def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, mo
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 @pytest.mark.filterwarnings(COLLECTED)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)
 def test_ctrl_c_at_each_place_of_our_own_code_leaves_nothing(script, scenario):
