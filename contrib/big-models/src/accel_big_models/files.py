@@ -59,7 +59,11 @@ class OpenFile:
             if count == 0:
                 raise self._damaged(f"it ends at byte {start + done}, before its weights do: it was cut")
             done += count
-        if self._state() != self._identity:
+        if (now := self._state()) != self._identity:
+            if now[0] < self.size:
+                raise self._damaged(
+                    f"it has {now[0]} bytes, and had {self.size} when it was opened: it was cut"
+                )
             raise self._damaged("something wrote to it since it was opened: its weights may be others")
 
     def _state(self) -> tuple[int, int]:
