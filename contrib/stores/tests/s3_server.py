@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import boto3
@@ -112,7 +114,7 @@ class S3Server:
             list(self._app(environ, lambda *_: None))
         if told == "cut" and request.sent:
             environ["wsgi.input"].read(request.sent // 2)
-            raise ConnectionResetError
+            raise cut_off(environ)
         if told == "lose" or isinstance(told, int):
             environ["wsgi.input"].read(request.sent)
             code = CODES[told if isinstance(told, int) else 500]
@@ -121,10 +123,17 @@ class S3Server:
             return [body]
         answer = list(self._app(environ, start))
         request.answered.append(sum(map(len, answer)))
-        return half_of(b"".join(answer)) if told == "cut" else answer
+        return half_of(b"".join(answer), environ) if told == "cut" else answer
 
 
-def half_of(answer: bytes) -> Iterator[bytes]:
+def half_of(answer: bytes, environ: dict[str, Any]) -> Iterator[bytes]:
     """A connection that ends in the middle."""
     yield answer[: len(answer) // 2]
-    raise ConnectionResetError
+    raise cut_off(environ)
+
+
+def cut_off(environ: dict[str, Any]) -> ConnectionResetError:
+    """End the connection; else the server would take the rest of the body for the next request."""
+    with suppress(OSError):  # the client may be gone
+        environ["werkzeug.socket"].shutdown(socket.SHUT_RDWR)
+    return ConnectionResetError()
