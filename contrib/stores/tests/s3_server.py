@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import socket
 import threading
@@ -110,13 +111,14 @@ class S3Server:
         told = self.fault(request)
         if told == "accept":
             environ.pop("HTTP_IF_NONE_MATCH", None)
-        if told == "lose":
-            list(self._app(environ, lambda *_: None))
         if told == "cut" and request.sent:
             environ["wsgi.input"].read(request.sent // 2)
             raise cut_off(environ)
+        # The body is read here, once: a second read of the connection would wait for bytes that never come.
+        environ["wsgi.input"] = io.BytesIO(environ["wsgi.input"].read(request.sent))
+        if told == "lose":
+            list(self._app(environ, lambda *_: None))
         if told == "lose" or isinstance(told, int):
-            environ["wsgi.input"].read(request.sent)
             code = CODES[told if isinstance(told, int) else 500]
             body = f"<Error><Code>{code}</Code><Message>told to fail</Message></Error>".encode()
             start(f"{500 if told == 'lose' else told} X", [("Content-Length", str(len(body)))])
