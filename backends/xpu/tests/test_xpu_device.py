@@ -204,6 +204,38 @@ def test_tf32_is_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch
     assert made == [asked]
 
 
+@pytest.mark.parametrize(
+    ("asked", "variables", "told"),
+    [
+        (None, {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"}, None),
+        (False, {}, None),
+        (False, {"ONEDNN_DEFAULT_FPMATH_MODE": "strict"}, None),
+        (False, {"ONEDNN_DEFAULT_FPMATH_MODE": "bf16"}, "ONEDNN_DEFAULT_FPMATH_MODE='bf16'"),
+        (False, {"ONEDNN_DEFAULT_FPMATH_MODE": "TF32"}, "ONEDNN_DEFAULT_FPMATH_MODE='TF32'"),
+        (True, {"ONEDNN_DEFAULT_FPMATH_MODE": "tf32"}, None),
+        (True, {"ONEDNN_DEFAULT_FPMATH_MODE": "any"}, "ONEDNN_DEFAULT_FPMATH_MODE='any'"),
+        (
+            True,
+            {"ONEDNN_DEFAULT_FPMATH_MODE": "", "DNNL_DEFAULT_FPMATH_MODE": "f16"},
+            "DNNL_DEFAULT_FPMATH_MODE='f16'",
+        ),
+        (True, {"ONEDNN_DEFAULT_FPMATH_MODE": "tf32", "DNNL_DEFAULT_FPMATH_MODE": "f16"}, None),
+    ],
+)
+def test_tf32_that_a_variable_of_the_user_overrules_is_refused(
+    monkeypatch: pytest.MonkeyPatch, asked: bool | None, variables: dict[str, str], told: str | None
+) -> None:
+    for name in machine.FLOAT32:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+
+    reasons = plugin(XpuConfig(tf32=asked)).refuse(None)  # type: ignore[arg-type]
+
+    assert len(reasons) == (told is not None)
+    assert (told or "") in "".join(reasons)
+
+
 UUID = bytes([0x86, 0x80, 0xD5, 0x0B, 0x2F, 0, 0, 0, 0x9A, 0, 0, 0, 0, 0, 0, 0])
 
 

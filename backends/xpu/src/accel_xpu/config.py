@@ -16,7 +16,9 @@ __all__ = ["IpexConfig", "XpuConfig"]
 class XpuConfig(KwargsHandler):
     """Switches of this process's Intel GPU libraries. Section `xpu`."""
 
-    tf32: bool | None = option(None, help="Let float32 matrix products use TF32: faster, fewer bits.")
+    tf32: bool | None = option(
+        None, help="Let float32 matrix products and convolutions use TF32: faster, fewer bits."
+    )
     numa_affinity: bool = option(False, help="Pin each process to the CPUs nearest its GPU.")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +18,7 @@ from accel_xpu import machine
 from accel_xpu.config import XpuConfig
 
 if TYPE_CHECKING:
-    from accel_core import Run, World
+    from accel_core import Run, RunConfig, World
 
 __all__ = ["XpuDevice", "verify"]
 
@@ -50,6 +50,10 @@ class XpuDevice:
         if self.config.tf32 is not None:
             torch.backends.mkldnn.allow_tf32 = self.config.tf32  # type: ignore[assignment]  # torch types its class
         return device
+
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        return [*machine.contradicted(self.config)]
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:

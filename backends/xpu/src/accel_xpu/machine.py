@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,12 +14,24 @@ from accel_core import hooks, implements, install_hint
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
+    from accel_xpu.config import XpuConfig
 
-__all__ = ["XpuLaunch", "cpus_near", "gpu_count", "gpus", "probe", "probe_ipex", "torch_is_built_for_xpu"]
+__all__ = [
+    "XpuLaunch",
+    "contradicted",
+    "cpus_near",
+    "gpu_count",
+    "gpus",
+    "probe",
+    "probe_ipex",
+    "torch_is_built_for_xpu",
+]
 
 VISIBLE = "ZE_AFFINITY_MASK"
 FILTER = "ONEAPI_DEVICE_SELECTOR"
 """Hides devices from SYCL, by rules of its own."""
+FLOAT32 = ("ONEDNN_DEFAULT_FPMATH_MODE", "DNNL_DEFAULT_FPMATH_MODE")
+"""oneDNN's names for the type that float32 may become. The first set counts."""
 INTEL = "0x8086"
 ROOT = Path("/")
 """Root of /sys and /dev; tests use a tree of their own."""
@@ -125,6 +138,22 @@ def cpus_near(uuid: bytes) -> set[int]:
     parts = file.read_text().strip().split(",") if file.exists() else []
     ends = [part.partition("-") for part in parts if part]
     return {cpu for first, _, last in ends for cpu in range(int(first), int(last or first) + 1)}
+
+
+def contradicted(options: XpuConfig) -> Iterator[str]:
+    """Yield why options do not hold: a variable of the user says otherwise, and wins.
+
+    torch states no mode for convolutions without TF32 (ATen/native/mkldnn/xpu, apply_tf32_if_allowed),
+    and oneDNN takes the variable's, in whichever case it is written.
+    """
+    name = next((name for name in FLOAT32 if os.environ.get(name)), FLOAT32[0])
+    value = os.environ.get(name, "")
+    overrules = {None: (), False: ("bf16", "f16", "tf32", "any"), True: ("bf16", "f16", "any")}[options.tf32]
+    if value.lower() in overrules:
+        yield (
+            f"xpu.tf32 is {options.tf32}, but oneDNN reads {name}={value!r} for convolutions\n"
+            "unset the variable, or leave the option out"
+        )
 
 
 def _version(distribution: str) -> str | None:
