@@ -359,7 +359,9 @@ class Run:
             optimizer.__dict__["step"] = _ended
         live_runs.discard(self)
         steps: list[Callable[[], object]] = [self.checkpoints.end_watch]
-        steps += [observer.call for observer in self.hooks.implementations("run_ended")]
+        finished = self.trackers.names if self.trackers.has_finished else ()
+        observers = self.hooks.implementations("run_ended")
+        steps += [observer.call for observer in observers if observer.plugin not in finished]
         steps += [partial(_release, unit) for unit in self.units]
         if not failed:
             steps.append(partial(leave_world, self))

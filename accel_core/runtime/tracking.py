@@ -6,6 +6,7 @@ A tracker gets values on the ranks where it logs.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,12 +94,14 @@ class Trackers:
     def __init__(self, run: Run, names: Sequence[str]) -> None:
         self.run = run
         self.names = tuple(names)
+        self.has_finished = False
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 
     def start(self, project: str, config: Any, options: Options) -> None:
         """Open the project in each tracker of this rank."""
         self.run.require_alive()
+        self._require_open()
         self._check(options, "init_kwargs")
         if self._loggers:
             raise AccelError(
@@ -112,7 +115,7 @@ class Trackers:
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank."""
-        if not self._loggers or self.run.ended:
+        if not self._loggers or self.run.ended or self.has_finished:
             self._require_start()
             self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device
             return
@@ -124,6 +127,20 @@ class Trackers:
         self.run.record.log(read, step)
         for name, log in self._loggers:
             log(dict(read), step, options.get(name, {}))
+
+    def finish(self) -> None:
+        """Close the trackers, while the run goes on. A second call does nothing.
+
+        Raises:
+            Exception: a tracker failed, once all had their turn.
+        """
+        if self.has_finished:
+            return
+        self.has_finished = True
+        with ExitStack() as closing:
+            for hook in reversed(self.run.hooks.implementations("run_ended")):
+                if hook.plugin in self.names:
+                    closing.callback(hook.call)
 
     def get(self, name: str, *, unwrap: bool) -> Any:
         """Return a tracker or its wrapped object; on other ranks one that ignores calls."""
@@ -145,8 +162,16 @@ class Trackers:
         every = self.run.hooks.implementations(hook)
         return [one for one in every if main or not getattr(plugins[one.plugin], "main_process_only", True)]
 
+    def _require_open(self) -> None:
+        if self.has_finished and self.names:
+            raise AccelError(
+                "the trackers of this run are used after they were finished\n"
+                "log before that, or make another Accelerator"
+            )
+
     def _require_start(self) -> None:
         self.run.require_alive()
+        self._require_open()
         if self._loggers is None:
             raise AccelError(
                 "trackers are used before they were started\n"

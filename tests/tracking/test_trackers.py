@@ -100,6 +100,45 @@ def test_one_that_could_not_start_is_not_finished(tracked):
     assert mine.seen == []
 
 
+def test_trackers_finish_once_while_the_run_goes_on(tracked):
+    class Ending(Mine):
+        name = "ending"
+
+        @implements(hooks.run_ended)
+        def _end(self):  # without the count that the base keeps
+            self.seen.append("ended")
+
+    mine, ending = Mine(), Ending()
+    accelerator = tracked([mine, ending])
+    accelerator.init_trackers("project")
+    accelerator.run.trackers.finish()
+    accelerator.run.trackers.finish()
+
+    assert accelerator.run.trackers.has_finished
+    assert (mine.seen.count("finished"), ending.seen.count("ended")) == (1, 1)
+    with pytest.raises(AccelError, match=r"used after they were finished\nlog before that"):
+        accelerator.log({"loss": 2})
+    accelerator.prepare(torch.nn.Linear(1, 1))  # the run goes on
+    accelerator.end_training()
+    assert (mine.seen.count("finished"), ending.seen.count("ended")) == (1, 1)
+
+
+def test_a_tracker_that_cannot_finish_leaves_the_others_their_turn(tracked):
+    class Fails(Mine):
+        name = "fails"
+
+        def finish(self):
+            raise ValueError("the line is dead")
+
+    mine = Mine()
+    accelerator = tracked([Fails(), mine])
+    accelerator.init_trackers("project")
+    with pytest.raises(ValueError, match="the line is dead"):
+        accelerator.run.trackers.finish()
+
+    assert mine.seen[-1] == "finished"
+
+
 def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
