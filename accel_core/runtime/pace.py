@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.distributed import watch
 from accel_core.distributed.stderr import tell
-from accel_core.runtime import sampling
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
@@ -34,6 +33,8 @@ SAMPLES: Final = 3
 
 Their median leaves out one that holds a pause or a long batch.
 """
+MOST_SAMPLES: Final = 1000
+"""The last ones before a publication, which may be late."""
 PARTS: Final = ("own", "data")
 """Times of a step that are compared.
 
@@ -65,7 +66,7 @@ class Pace:
         self.ended = False
         self._rank, self._ranks = world.rank, range(world.size)
         self._key = f"pace/{next(_made)}"
-        self._samples: deque[Mapping[str, Any]] = deque(maxlen=sampling.MANY)
+        self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._memory: Mapping[str, int] = {}
         self._at = time.monotonic()
         self._is_published = False

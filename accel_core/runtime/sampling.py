@@ -29,10 +29,13 @@ if TYPE_CHECKING:
 __all__ = ["Reads", "StepSampler"]
 
 CLOSE: Final = 0.05
-"""Least seconds between two of the first MANY samples."""
-MANY: Final = 1000
-FAR: Final = 1.0
-"""Least seconds between two later samples."""
+"""Least seconds between two samples at the start of a run."""
+SPREAD: Final = 2.5
+"""The least seconds grow by CLOSE each time as many seconds have passed."""
+FAR: Final = 20
+"""Times CLOSE that the least seconds grow to."""
+AHEAD: Final = 8
+"""Times `every` steps, at most, between two looks at the clock."""
 MEMORY_SECONDS: Final = 1.0
 """Seconds between two looks at the memory, which may take long."""
 
@@ -55,7 +58,7 @@ class StepSampler:
         self.run, self.count = run, 0
         self._every, self._write, self._fail = every, write, fail
         self._next = -1
-        self._samples = 0
+        self._begun = time.perf_counter()
         self._last = (-math.inf, 0)
         """When, and at which step, the last sample was taken."""
         self._looked = -MEMORY_SECONDS
@@ -126,8 +129,12 @@ class StepSampler:
         self._release()
         done = self.count + 1
         self._next = (done // self._every + 1) * self._every - 1
-        pause = CLOSE if self._samples < MANY else FAR
-        if time.perf_counter() - self._last[0] < pause:
+        now, (last, before) = time.perf_counter(), self._last
+        pause, passed = CLOSE * min(FAR, 1 + (now - self._begun) / SPREAD), now - last
+        if passed < pause:
+            if passed > 0:  # half of the way, at the pace until now: the next steps may be slower
+                steps = (self.count - before) * (pause / passed - 1) / 2
+                self._next += min(AHEAD, int(steps / self._every)) * self._every
             return
         for unit in self.run.units:
             plain = unit.steps.backward or (lambda unit, loss, boundary, options: loss.backward(**options))
@@ -192,7 +199,7 @@ class StepSampler:
         now = time.perf_counter()
         since, before = self._last
         seconds = (now - since) / (self.count - before) if math.isfinite(since) else None
-        self._last, self._samples = (now, self.count), self._samples + 1
+        self._last = (now, self.count)
         values = {"step": self.count, "seconds": seconds, **self._progress(unit, seconds)}
         values["lr"] = self.copied(optimizer.param_groups[0]["lr"])
         if not applied:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 import warnings
+from itertools import pairwise
 
 import pytest
 import torch
@@ -167,6 +168,61 @@ def test_short_steps_are_sampled_less_often(tmp_path, monkeypatch):
     accelerator.end_training()
 
     assert [line["step"] for line in of_kind(records(tmp_path)[0], "step")] in ([], [1])
+
+
+class Clock:
+    """A clock for samples that goes on by steps alone."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(sampling, "time", self)
+        monkeypatch.setattr(sampling, "CLOSE", 0.05)
+
+    def perf_counter(self):
+        return self.now
+
+
+def sampled(folder, clock, seconds, monkeypatch):
+    """Return the steps of these lengths that were sampled, and those after which the clock was read."""
+    looks, arm = [], sampling.StepSampler._arm
+
+    def counted(self):
+        looks.append(self.count)
+        arm(self)
+
+    monkeypatch.setattr(sampling.StepSampler, "_arm", counted)
+    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
+    accelerator = Accelerator(cpu=True, project_config=project)
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    inputs = torch.ones(1, 2)
+    for each in seconds:
+        accelerator.backward(model(inputs).sum())
+        clock.now += each
+        optimizer.step()
+    accelerator.end_training()
+    return [line["step"] for line in of_kind(records(folder)[0], "step")], looks
+
+
+def test_the_longer_a_run_has_been_the_further_apart_are_its_samples(tmp_path, monkeypatch):
+    # As 40,000 steps of 240 us, of which every tenth may be sampled.
+    steps, looks = sampled(tmp_path, Clock(monkeypatch), [0.0024] * 4000, monkeypatch)
+
+    assert len([step for step in steps if step <= 400]) >= 14  # the first second's
+    assert 60 <= len(steps) <= 79  # 50 ln(1 + 9.6 / 2.5); 20 a second would be 192
+    late = [step for step in steps if step > 3200]
+    assert min(after - before for before, after in pairwise(late)) * 0.0024 >= 0.2
+    assert len([step for step in looks if step > 3200]) <= 800 / 6  # each costs more than a plain step
+
+
+def test_a_run_that_slows_down_is_sampled_soon(tmp_path, monkeypatch):
+    seconds = [0.0024] * 1000 + [3.0] * 40
+    steps, _ = sampled(tmp_path, Clock(monkeypatch), seconds, monkeypatch)
+
+    first = next(step for step in steps if step > 1000)
+    assert first <= 1000 + sampling.AHEAD + 1
+    slow = steps[steps.index(first) :]
+    assert max(after - before for before, after in pairwise([*slow, 1041])) <= 2
 
 
 def killed(folder):
