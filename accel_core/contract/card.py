@@ -34,7 +34,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "bf16": "trains under autocast to bfloat16",
     "fp16": "trains under autocast to float16 with a loss scaler",
     "fp8": "multiplies matrices of float8 elements",
-    "float64": "holds and computes float64 tensors",
+    "float64": "holds and computes float64 tensors; without it models of float64 are refused",
     "memory_stats": "reports the bytes it has allocated",
     "rng": "saves and restores its random generators",
     "process_per_device": "several processes, each with a device of its own, form a world",

@@ -19,7 +19,7 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.training.autocast import attach
 from accel_core.training.compile import inside
 from accel_core.training.gradients import attach_gradient_transforms
-from accel_core.training.plan import plan_prepare
+from accel_core.training.plan import plan_prepare, refuse_float64
 from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
@@ -59,7 +59,9 @@ def prepare(
     units: list[Unit] = []
     for group in plan.groups:
         unit = group.units[0] if group.units else run.make_unit(name, strategy, units)
-        if reasons := unit.hooks.refuse_unit(unit, group.models, group.optimizers):
+        reasons = [*unit.hooks.refuse_unit(unit, group.models, group.optimizers)]
+        reasons += refuse_float64(unit, group.models, plan.placed)
+        if reasons:
             raise ConfigError("\n".join(reasons), problems=reasons)
         units.append(unit)
     if plan.of_kind["model"]:

@@ -78,6 +78,11 @@ SCALER = """
     def grad_scaler(self, unit):
         return torch.amp.GradScaler("cpu", init_scale=2.0)
 """
+ELSEWHERE = """
+    @implements(hooks.select_device)
+    def select_device(self, world):
+        return torch.device("meta")
+"""
 ENGINE = """
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit, loaders):
@@ -248,6 +253,48 @@ def test_so_does_a_strategy_that_only_prepare_names(accelerator_with):
     with pytest.raises(ConfigError, match="which strategy 'toy' cannot do"):
         accelerator.prepare(net(), strategy="toy")
     accelerator.end_training()
+
+
+@pytest.fixture
+def without_float64(toy_plugin, monkeypatch):
+    """A run whose device is none that holds the model, and lacks float64."""
+    source = TOY.replace("METHODS", ELSEWHERE).replace("NAME", "chip").replace("SLOT", "device")
+    toy_plugin("chip", "device", source=source.replace("OFFERS", "set()"))
+    source = TOY.replace("METHODS", "    pass").replace("NAME", "toy").replace("SLOT", "strategy")
+    toy_plugin("toy", "strategy", source=source.replace("OFFERS", "set()"))
+    monkeypatch.setenv("ACCEL__DEVICE", "chip")
+    accelerator = Accelerator()
+    yield accelerator
+    accelerator.end_training()
+
+
+def test_float64_is_refused_where_the_device_lacks_it_and_trains_elsewhere(without_float64):
+    model, plain = net().double(), net().double()
+    told = (
+        r"prepare: 0.weight, .* of the Sequential is float64, which meta lacks\n.*model.float\(\), or leave"
+    )
+    with pytest.raises(ConfigError, match=told):
+        without_float64.prepare(model)
+    x = torch.linspace(-1, 1, 2 * FEATURES, dtype=torch.float64).view(2, FEATURES)
+    prepared, optimizer = without_float64.prepare(
+        model, SGD(model.parameters(), lr=0.1), device_placement=[False, False]
+    )
+    expected = SGD(plain.parameters(), lr=0.1)
+    for _ in range(3):
+        without_float64.backward(prepared(x).pow(2).sum())
+        plain(x).pow(2).sum().backward()
+        optimizer.step()
+        expected.step()
+        optimizer.zero_grad()
+        expected.zero_grad()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_float64_is_refused_of_a_strategy_that_moves_weights_wherever_they_are(without_float64):
+    model = net()
+    model.register_buffer("count", torch.zeros(1, dtype=torch.float64))
+    with pytest.raises(ConfigError, match=r"prepare: count of .*\nconvert the model first: model.float\(\)$"):
+        without_float64.prepare(model, strategy="toy", device_placement=[False])
 
 
 # -- grad_scaler -----------------------------------------------------------------------------------

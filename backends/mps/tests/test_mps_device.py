@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from accel_core import ConfigError, World
 from accel_mps import MpsConfig
@@ -97,13 +96,6 @@ def test_the_memory_limit_is_set_when_the_device_is_selected(mps: Recorder) -> N
 
     assert plugin(MpsConfig(memory_fraction=0.5)).select_device(World()) == DEVICE
     assert mps.calls == [("set_per_process_memory_fraction", (0.5,))]
-
-
-def test_a_model_of_float64_is_refused_before_it_reaches_the_device() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
-
-    with pytest.raises(ConfigError, match=r"prepare: 1.weight, 1.bias of the Sequential is float64"):
-        plugin().place_model(None, model, DEVICE)  # type: ignore[arg-type]
 
 
 def test_a_batch_of_float64_is_an_error_that_names_the_remedy() -> None:

@@ -17,9 +17,7 @@ from accel_mps import machine
 from accel_mps.config import MpsConfig
 
 if TYPE_CHECKING:
-    from torch import nn
-
-    from accel_core import Run, RunConfig, Unit, World
+    from accel_core import Run, RunConfig, World
 
 __all__ = ["MpsDevice", "verify"]
 
@@ -60,19 +58,6 @@ class MpsDevice:
             return ()
         where = f"{machine.FALLBACK}={found!r}, which torch reads"
         return [f"mps.cpu_fallback is set, but {where}\nunset the variable, or leave the option out"]
-
-    @implements(hooks.place_model)
-    def place_model(self, unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
-        tensors = [*model.named_parameters(), *model.named_buffers()]
-        double = [name for name, tensor in tensors if tensor.dtype in (torch.float64, torch.complex128)]
-        if double:
-            raise ConfigError(
-                f"prepare: {', '.join(double[:5])} of the {type(model).__name__} is float64;"
-                " Metal has none\n"
-                "convert the model first: model.float()"
-            )
-        placed: nn.Module = self.below.place_model(unit, model, device)
-        return placed
 
     @implements(hooks.move)
     def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
