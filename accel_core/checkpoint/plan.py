@@ -6,7 +6,10 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+from attrs import field, frozen
 
 from accel_core.contract.state import Leaf
 from accel_core.distributed.tensor_bytes import name_of
@@ -15,7 +18,17 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Declared", "Key", "declare", "intersect", "plan", "raise_problems", "tiling_problem"]
+__all__ = [
+    "Box",
+    "Declared",
+    "Group",
+    "Key",
+    "declare",
+    "intersect",
+    "plan",
+    "raise_problems",
+    "tiling_problem",
+]
 
 Key = tuple[str, str]
 """Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
@@ -62,6 +75,31 @@ class Declared(NamedTuple):
     boxes: tuple[Box, ...]
 
 
+@frozen
+class Group:
+    """Leaves of which each rank that has one has all, declared alike.
+
+    held: (rank, its declaration), by rank.
+    """
+
+    keys: Sequence[Key]
+    held: Sequence[tuple[int, Declared]]
+    holders: Mapping[Box, Sequence[int]] = field(init=False)
+    """Box -> the ranks that hold it.
+
+    Empty boxes of leaves with elements are not among them.
+    """
+
+    @holders.default
+    def _holders(self) -> Mapping[Box, Sequence[int]]:
+        holders: dict[Box, list[int]] = defaultdict(list)
+        for rank, leaf in self.held:
+            for box in leaf.boxes:
+                if 0 not in box.shape or 0 in leaf.shape:
+                    holders[box].append(rank)
+        return holders
+
+
 def declare(leaf: Leaf, *, spread: bool) -> Declared:
     """Return the declaration of a leaf: one object for equal ones.
 
@@ -78,53 +116,56 @@ def _declared(
 ) -> Declared:
     """Return the declaration whose parts are (offset, shape, dtype)."""
     dtypes = tuple(dtype for _, _, dtype in parts)
-    boxes = tuple(Box(offset, size) for offset, size, _ in parts)
+    boxes = tuple(Box(offset, tuple(size)) for offset, size, _ in parts)
     return Declared(kind, shape, layout, replicated, spread, dtypes, boxes)
 
 
-def plan(
-    declarations: Sequence[Mapping[Key, Declared]], domains: Sequence[int] = ()
-) -> list[dict[Key, list[Box]]]:
-    """For each rank, the boxes it writes.
+def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, list[Box]]:
+    """Return the boxes that this rank writes, the largest first.
 
-    Every rank computes the same from all declarations.
-
-    Replicas that are equal are spread, the largest first, over the ranks with the least to write.
-    `domains`: rank -> its disk, where there are several; each gets all that its ranks hold.
+    Every rank computes it from the same groups, so that each box has one writer on each disk whose ranks
+    hold it. Replicas that are equal are spread, the largest first, over the ranks with the least to write.
+    `disks`: rank -> its disk.
 
     Raises:
         CheckpointError: ranks disagree about a leaf, its boxes leave a gap, overlap, or are held
             twice without being declared replicated. All problems are named.
     """
-    by_key: dict[Key, list[tuple[int, Declared]]] = defaultdict(list)
-    for rank, declared in enumerate(declarations):
-        for key, leaf in declared.items():
-            by_key[key].append((rank, leaf))
     problems: list[str] = []
-    items: list[tuple[int, Key, Box, list[int]]] = []
-    for key, held in by_key.items():
-        holders: dict[Box, list[int]] = defaultdict(list)
-        for rank, leaf in held:
-            for box in leaf.boxes:
-                if box.volume or not math.prod(leaf.shape):
-                    holders[box].append(rank)
-        if problem := _problem(held, holders):
-            problems.append(f"{key[0]}: {key[1]}: {problem}")
-        spread = held[0][1].spread
-        for box, ranks in holders.items():
-            disks: dict[int, list[int]] = defaultdict(list)
-            for rank in ranks:
-                disks[domains[rank] if domains else 0].append(rank)
-            items += [(box.volume, key, box, each if spread else each[:1]) for each in disks.values()]
+    mine: list[tuple[int, Key, Box]] = []
+    shared: list[tuple[int, Key, Box, Sequence[int]]] = []
+    load = [0] * len(disks)
+    for group in groups:
+        if problem := _problem(group.held, group.holders):
+            problems += [f"{key[0]}: {key[1]}: {problem}" for key in group.keys]
+        for box, ranks in group.holders.items():
+            for near in _by_disk(ranks, disks):
+                if len(near) > 1 and group.held[0][1].spread:
+                    shared += [(-box.volume, key, box, near) for key in group.keys]
+                    continue
+                load[near[0]] += box.volume * len(group.keys)
+                if near[0] == rank:
+                    mine += [(-box.volume, key, box) for key in group.keys]
     remedy = "this must be fixed in the plugin that describes it"
     raise_problems(problems, "the state of this run cannot be saved", remedy)
-    writes: list[dict[Key, list[Box]]] = [{} for _ in declarations]
-    load = [0] * len(declarations)
-    for volume, key, box, ranks in sorted(items, key=lambda item: (len(item[3]) > 1, -item[0])):
-        rank = min(ranks, key=load.__getitem__)
-        writes[rank].setdefault(key, []).append(box)
-        load[rank] += volume
+    mine.sort(key=itemgetter(0))
+    for volume, key, box, near in sorted(shared, key=itemgetter(0, 1)):
+        writer = min(near, key=load.__getitem__)
+        load[writer] -= volume
+        if writer == rank:
+            mine.append((volume, key, box))
+    writes: dict[Key, list[Box]] = {}
+    for _, key, box in mine:
+        writes.setdefault(key, []).append(box)
     return writes
+
+
+def _by_disk(ranks: Sequence[int], disks: Sequence[int]) -> Collection[Sequence[int]]:
+    """Return the ranks of each disk among these."""
+    found: dict[int, list[int]] = defaultdict(list)
+    for rank in ranks:
+        found[disks[rank]].append(rank)
+    return found.values()
 
 
 def tiling_problem(shape: tuple[int, ...], boxes: Collection[Box]) -> str | None:
@@ -171,9 +212,9 @@ def _problem(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Sequenc
     for rank, leaf in held:
         if leaf[:5] != first[:5]:
             return f"rank {first_rank} says {first[:5]}, rank {rank} {leaf[:5]}"
-    dtypes = {name_of(dtype) for _, leaf in held for dtype in leaf.dtypes}
+    dtypes = {dtype for _, leaf in held for dtype in leaf.dtypes}
     if len(dtypes) > 1:
-        return f"its parts have several dtypes, {', '.join(sorted(dtypes))}"
+        return f"its parts have several dtypes, {', '.join(sorted(map(name_of, dtypes)))}"
     for box, ranks in holders.items():
         if len(ranks) > 1 and not first.replicated and box.volume:
             return f"ranks {ranks[0]} and {ranks[1]} both hold {box}, which is not declared replicated"

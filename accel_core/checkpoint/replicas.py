@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from operator import itemgetter
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import gather_from_all_ranks
-from accel_core.checkpoint.plan import Box, Declared, Key, raise_problems
+from accel_core.checkpoint.plan import Box, Declared, Group, Key, raise_problems
 from accel_core.distributed.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -44,21 +45,24 @@ class Replicas:
     """(such a digest, device) -> memory for the small ones, and views of it."""
 
     @classmethod
-    def of(cls, declarations: Sequence[Mapping[Key, Declared]], rank: int) -> Replicas:
+    def of(cls, groups: Sequence[Group], rank: int) -> Replicas:
         """Return the replicas of a rank.
 
         Parts of one digest are the same on all, in the same order.
         """
-        holders: dict[tuple[Key, Box], list[int]] = defaultdict(list)
-        for number, declared in enumerate(declarations):
-            for key, leaf in declared.items():
-                for box in dict.fromkeys(leaf.boxes) if leaf.spread else ():
-                    holders[key, box].append(number)
+        found: list[tuple[Key, Box, str, int]] = []
+        for group in groups:
+            here = dict(group.held).get(rank)
+            if here is None or not here.spread:
+                continue
+            for number, box in enumerate(here.boxes):
+                ranks = [*dict.fromkeys(group.holders.get(box, ()))]
+                if len(ranks) > 1 and here.boxes.index(box) == number:
+                    digest = xxh3_64_hexdigest(repr(ranks).encode())
+                    found += [(key, box, digest, number) for key in group.keys]
         parts: dict[str, list[tuple[Key, int]]] = defaultdict(list)
-        here = declarations[rank]
-        for (key, box), ranks in sorted(holders.items(), key=lambda item: item[0]):
-            if len(ranks) > 1 and rank in ranks:
-                parts[xxh3_64_hexdigest(repr(ranks).encode())].append((key, here[key].boxes.index(box)))
+        for key, _, digest, number in sorted(found, key=itemgetter(0, 1)):
+            parts[digest].append((key, number))
         return cls(dict(parts))
 
     def compare(

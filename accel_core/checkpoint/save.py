@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import secrets
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +18,7 @@ from accel_core.checkpoint.collect import (
     split_rank_state,
     without_collecting_garbage,
 )
+from accel_core.checkpoint.declarations import gather_groups
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.layout import Layout
@@ -164,21 +164,16 @@ class Saver:
         self._layout = before = None  # with its buffer, before the next one is made
         self._planned_for = disks
 
-        def declared() -> tuple[str, Any]:
-            check_names(self.run, state)
-            return secrets.token_hex(8), state.declared
-
-        told = gather_from_all_ranks(control, "save_state: plan", declared)
-        declarations = [leaves for _, leaves in told]
+        word, groups = gather_groups(control, state.declared, lambda: check_names(self.run, state))
         try:
-            writes = plan(declarations, disks.of_rank)[control.rank]
+            writes = plan(groups, control.rank, disks.of_rank)
         except CheckpointError as error:
             if not self.alone:
                 raise
             text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
             raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
-        replicas = Replicas.of(declarations, control.rank)
-        self._layout = Layout.of(told[0][0], state.declared, writes, state.leaves, replicas)
+        replicas = Replicas.of(groups, control.rank)
+        self._layout = Layout.of(word, state.declared, writes, state.leaves, replicas)
         return self._layout
 
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import plan
 
 from accel_core import CheckpointError, flat_range
-from accel_core.checkpoint.plan import declare, plan
+from accel_core.checkpoint.plan import declare
 
 
 @given(st.data())

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from planning import groups_of, in_turns, plan
 from tilings import tilings
 
-from accel_core.checkpoint.plan import Box, Declared, intersect, plan, tiling_problem
+import accel_core.checkpoint.plan
+from accel_core.checkpoint.declarations import gather_groups
+from accel_core.checkpoint.plan import Box, Declared, Group, intersect, tiling_problem
+from accel_core.checkpoint.plan import plan as plan_of_rank
+from accel_core.checkpoint.replicas import Replicas
 from accel_core.errors import CheckpointError
 
 KEY = ("unit0", "model/w")
@@ -136,3 +142,101 @@ def test_all_problems_are_named_at_once():
     with pytest.raises(CheckpointError) as refused:
         plan([declared])
     assert all(f"u: model/{number}" in str(refused.value) for number in range(3))
+
+
+@st.composite
+def several_leaves(draw):
+    """Declarations of leaves that are declared in few ways, and of some that fit nowhere."""
+    ranks = draw(st.integers(1, 4))
+    ways = []
+    for _ in range(draw(st.integers(1, 3))):
+        shape, boxes = draw(tilings())
+        held = [draw(st.sets(st.integers(0, ranks - 1), min_size=1, max_size=2)) for _ in boxes]
+        replicated, spread = draw(st.booleans()), draw(st.booleans())
+        ways.append(
+            [
+                leaf(
+                    shape,
+                    *(box for box, holders in zip(boxes, held, strict=True) if rank in holders),
+                    replicated=replicated,
+                    spread=spread,
+                )
+                for rank in range(ranks)
+            ]
+        )
+    keys = draw(st.lists(st.sampled_from([("u", f"model/{number}") for number in range(9)]), unique=True))
+    way = {key: draw(st.sampled_from(ways)) for key in keys}
+    lost = draw(st.sets(st.tuples(st.sampled_from([None, *keys]), st.integers(0, ranks - 1)), max_size=1))
+    declarations = []
+    for rank in range(ranks):
+        here = keys if draw(st.booleans()) else draw(st.permutations(keys))
+        declarations.append({key: way[key][rank] for key in here if (key, rank) not in lost})
+    return declarations, draw(st.lists(st.integers(0, 1), min_size=ranks, max_size=ranks))
+
+
+@given(several_leaves())
+def test_leaves_are_planned_in_groups_as_each_would_be_by_itself(several):
+    declarations, disks = several
+    keys = dict.fromkeys(key for declared in declarations for key in declared)
+    apart = [
+        Group([key], [(rank, each[key]) for rank, each in enumerate(declarations) if key in each])
+        for key in keys
+    ]
+    for rank, groups in enumerate(groups_of(declarations)):
+        assert sorted(key for group in groups for key in group.keys) == sorted(keys)
+        told = []
+        for each in (groups, apart):
+            try:
+                told.append((plan_of_rank(each, rank, disks), Replicas.of(each, rank)._parts))
+            except CheckpointError as refused:
+                told.append(sorted(str(refused).splitlines()))
+        assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("number", [30, 300])
+def test_each_way_to_declare_leaves_is_looked_at_once(number, monkeypatch):
+    shapes, looks = [(8, 4), (4,), ()], []
+    monkeypatch.setattr(
+        accel_core.checkpoint.plan,
+        "tiling_problem",
+        lambda shape, boxes: looks.append(shape) or tiling_problem(shape, boxes),
+    )
+    declared = {
+        ("u", f"model/{each}"): leaf(shapes[each % 3], ((0,) * len(shapes[each % 3]), shapes[each % 3]))
+        for each in range(number)
+    }
+    plan_of_rank(groups_of([declared, {}])[0], 0, [0, 0])
+    assert looks == shapes
+
+
+def test_names_of_leaves_travel_only_where_ranks_have_others():
+    def messages(declarations):
+        _, rounds = in_turns(
+            len(declarations),
+            lambda control: gather_groups(control, declarations[control.rank], lambda: None),
+        )
+        return [[len(pickle.dumps(told)) for told in each] for each in rounds]
+
+    def stage(number, leaves=1000):
+        whole = leaf((64, 64), ((0, 0), (64, 64)), replicated=True)
+        return {("u", f"model/{number}.layers.{each}.weight"): whole for each in range(leaves)}
+
+    (alike,) = messages([stage(0)] * 4)
+    assert max(alike) < 600
+    assert messages([stage(0, 10)] * 4) == [alike]  # however many leaves there are
+    first, names = messages([stage(0), stage(1), stage(1), stage(0)])
+    assert max(first) < 600
+    assert [size > 10_000 for size in names] == [True, True, False, False]
+
+
+def test_a_rank_whose_leaves_fail_is_named_on_all():
+    def action(control):
+        def check():
+            if control.rank == 1:
+                raise CheckpointError("odd name\nuse another")
+
+        with pytest.raises(CheckpointError, match="rank 1: .*odd name"):
+            gather_groups(control, {}, check)
+        return True
+
+    assert in_turns(3, action)[0] == [True] * 3
