@@ -164,8 +164,10 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def split_head(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
     """Return (the first `count` items, all items but the first `skip`).
 
-    Reads at least one item here and now: that is when samplers draw.
+    Reads at least one item here and now: that is when samplers draw. A range is never read through.
     """
+    if isinstance(items, range):
+        return [*items[:count]], iter(items[skip:])
     iterator = iter(items)
     head = list(islice(iterator, max(count, 1)))
     rest = chain(head, iterator)

@@ -52,7 +52,7 @@ class Shuffle:
         Collective where the order is random. Sets `progress.drawn`.
         """
         if type(self.items) is SequentialSampler:
-            return split_head(self.items, wanted, progress.start)
+            return split_head(range(len(self.items)), wanted, progress.start)
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
         with self._drawing(progress):

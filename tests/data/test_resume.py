@@ -293,3 +293,17 @@ def test_a_position_that_means_nothing_here_is_refused(state, make, readers, say
     (loader, *_) = prepared(make, readers)
     with pytest.raises(CheckpointError, match=says):
         loader.load_state_dict(state)
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+@pytest.mark.parametrize("skips", [False, True])
+def test_an_order_that_is_not_random_is_not_read_up_to_the_position(readers, skips):
+    far = 12 * 10**11  # reading so far would take hours
+    loaders = prepared(numbers(far + 8), readers)
+    if skips:
+        loaders = [skip_first_batches(loader, far // (2 * readers)) for loader in loaders]
+    for loader in loaders if not skips else ():
+        loader.load_state_dict({**saved(loader), "consumed": far})
+    found, _ = rounds(loaders, 1)
+    assert found[0][0] == [[far + 2 * reader, far + 2 * reader + 1] for reader in range(readers)]
+    assert saved(loaders[0])["consumed"] == far + 2 * readers
