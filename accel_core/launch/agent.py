@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 
 from accel_core.distributed.silence import end_silent
 from accel_core.errors import LaunchError
-from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure
+from accel_core.launch.failure import AGENT_KILLS_AFTER, first_failure, noted_failures
 from accel_core.launch.listener import POLL_SECONDS, STOPPED, Listener
 from accel_core.launch.meeting import told_soon
 from accel_core.launch.rendezvous import address_towards
@@ -213,8 +213,10 @@ class Agent(LocalElasticAgent):
         if left is not None or result.is_failed():
             # A process that left without an error was the first to go: the others failed after it.
             notes = getattr(self._pcontext, "error_files", {})
+            noted = {worker_group.workers[it.local_rank].global_rank: it for it in noted_failures(notes)}
+            failures = {**noted, **result.failures}
             self.failure = (
-                first_failure(result.failures, notes) if left is None else _ended_early(worker_group, left)
+                first_failure(failures, notes) if left is None else _ended_early(worker_group, left)
             )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
             self.announce(self._attempt, self.failure)

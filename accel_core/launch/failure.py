@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.errors import LaunchError
@@ -12,7 +13,7 @@ from accel_core.launch.mapped import cut_files
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["AGENT_KILLS_AFTER", "first_failure"]
+__all__ = ["AGENT_KILLS_AFTER", "first_failure", "noted_failures"]
 
 AGENT_KILLS_AFTER: Final = 30
 """Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
@@ -40,6 +41,20 @@ def first_failure(
 
     rank = min(failures, key=order)
     return _told(rank, failures[rank], (notes or {}).get(failures[rank].local_rank, ""))
+
+
+def noted_failures(notes: Mapping[int, str]) -> Iterator[ProcessFailure]:
+    """Yield the failures that workers have noted.
+
+    torch lists those whose processes had ended when it looked, and one that failed first may end last.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+    for local, file in notes.items():
+        if Path(file).is_file():
+            failure = ProcessFailure(local_rank=local, pid=0, exitcode=1, error_file=file)
+            if "time" in _note_of(failure):  # else the script's, of another program
+                yield failure
 
 
 def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:

@@ -237,7 +237,9 @@ def _note(message: str, trace: str, code: int = 1) -> bool:
     extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "code": code}
     note = {"message": {"message": message, "extraInfo": extra}}
     try:
-        Path(path).write_text(json.dumps(note), encoding="utf-8")
+        beside = Path(f"{path}.part")  # this process may be killed while it writes
+        beside.write_text(json.dumps(note), encoding="utf-8")
+        beside.replace(path)
     except OSError:  # the disk is full, or the script has emptied the folder of temporary files
         return False
     return True

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from accel_core.launch.failure import first_failure
+from accel_core.launch import worker
+from accel_core.launch.failure import first_failure, noted_failures
 
 NOW = 1_000_000
 
@@ -68,3 +71,22 @@ def test_an_exit_code_without_a_traceback_is_stated():
     failed = SimpleNamespace(exitcode=3, timestamp=NOW, local_rank=1, error_file_data={"message": note})
 
     assert str(first_failure({5: failed})) == "rank 5 (local 1) exited with code 3"
+
+
+def test_a_note_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
+    def full(file, text, **_):
+        file.write_bytes(text[:10].encode())
+        raise OSError("No space left on device")
+
+    note = tmp_path / "error.json"
+    monkeypatch.setenv(worker.NOTE, str(note))
+    with monkeypatch.context() as disk:
+        disk.setattr(Path, "write_text", full)
+        with pytest.raises(SystemExit):
+            worker.guard(lambda: sys.exit(3))
+    assert not note.exists()
+
+    with pytest.raises(SystemExit):
+        worker.guard(lambda: sys.exit(3))
+    (failure,) = noted_failures({1: str(note), 2: str(tmp_path / "none.json")})
+    assert str(first_failure({5: failure})) == "rank 5 (local 1) exited with code 3"

@@ -6,7 +6,9 @@ import gc
 import os
 import signal
 import sys
+import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -62,6 +64,20 @@ def test_a_failing_rank_is_named_with_its_traceback():
     assert "in fail" in told
     assert "accel_core" not in told
     assert (caught.value.rank, caught.value.exit_code) == (1, 1)
+
+
+def test_the_rank_that_failed_first_is_named_though_it_takes_longest_to_end():
+    def fail():
+        if os.environ["RANK"] == "1":
+            threading.Thread(target=threading.Event().wait).start()  # which its process waits for
+            raise ValueError("bad batch")
+        note = Path(os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error"))
+        while not note.exists():
+            time.sleep(0.01)
+        raise RuntimeError("the peer is gone")
+
+    with pytest.raises(LaunchError, match=r"^rank 1 \(local 1\) failed: ValueError: bad batch\n"):
+        start(fail)
 
 
 def test_a_result_that_cannot_be_pickled_is_a_failure_that_says_so():

@@ -163,6 +163,23 @@ raise ValueError("bad batch\\nmore")
     )
 
 
+def test_the_rank_that_failed_first_is_named_though_it_takes_longest_to_end(tmp_path):
+    source = """
+import os, threading, time
+if os.environ["RANK"] == "0":
+    note = os.environ["TORCHELASTIC_ERROR_FILE"].replace("/0/error", "/1/error")
+    while not os.path.exists(note): time.sleep(0.01)
+    raise RuntimeError("the peer is gone")
+threading.Thread(target=threading.Event().wait).start()  # which its process waits for
+raise ValueError("bad batch")
+"""
+    ended = launch(tmp_path, source)
+
+    assert ended.returncode == 1
+    assert "accel: rank 1 (local 1) failed: ValueError: bad batch\n" in ended.stderr
+    assert "the peer is gone" not in ended.stderr
+
+
 def test_an_error_of_ours_is_shown_without_our_own_frames(tmp_path):
     source = """
 from accel_core.contract.world import World
