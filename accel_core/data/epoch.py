@@ -113,10 +113,15 @@ class EpochSource:
                 progress.workers = encode(generator.get_state())
             return iter(inner)
         # A resumed epoch was begun before the save: beginning it again must not draw anything anew.
+        draws = progress.draws
         with preserve_rng(plan.generators):
             if progress.workers is not None:
                 generator.set_state(decode(progress.workers))
-            return iter(inner)
+            batches = iter(inner)
+        # Workers that were handed indices had draws made, of which the generators know nothing now.
+        due, progress.draws = progress.draws, draws
+        plan.shuffle.draw_until(progress, due)
+        return batches
 
     def _follow(self, progress: Progress) -> None:
         """Draw as the process that reads does: streams seeded alike stay alike."""

@@ -160,7 +160,7 @@ class PreparedLoader(DataLoader[Any]):
             " and begin a new one: it goes on where the checkpoint was taken"
         )
         if over:  # the next loop is that of the next epoch, as it would have been
-            cursor.plan(Progress(epoch=position.following))
+            cursor.plan(Progress(epoch=position.following, draws=-1 if position.left else position.draws))
         else:
             same = position.dealt == self._position().dealt
             cursor.plan(
@@ -168,6 +168,7 @@ class PreparedLoader(DataLoader[Any]):
                     epoch=position.epoch,
                     start=position.consumed,
                     drawn=position.drawn,
+                    draws=position.draws,
                     resumed=midway or position.drawn is not None,
                     workers=position.workers if same else None,
                     state=position.state,
@@ -272,6 +273,7 @@ class PreparedLoader(DataLoader[Any]):
                 if progress.term != cursor.term:
                     cursor.check(progress)
             finished = True
+            self._plan.shuffle.catch_up(progress)  # a process that reads for all stops at the last round
         finally:  # on `break` too: the generator is closed, or collected
             try:
                 _remove(active, self)
@@ -298,6 +300,7 @@ class PreparedLoader(DataLoader[Any]):
             epoch=progress.epoch,
             consumed=consumed if length is None else min(consumed, length),
             drawn=progress.drawn,
+            draws=progress.draws,
             workers=progress.workers,
             generators={
                 role: encode(generator.get_state()) for role, generator in self._plan.generators.items()

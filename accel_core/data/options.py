@@ -94,7 +94,7 @@ class LoaderPlan:
 
     def check_unchanged(self, loader: DataLoader[Any]) -> None:
         """Refuse a batch sampler that was changed after `prepare` had read it."""
-        if loader.batch_sampler is None or not _cuts(loader):
+        if not _cuts(loader):
             return
         prepared = {
             "batch_size": self.sharding.batch_size,
@@ -102,7 +102,7 @@ class LoaderPlan:
             "sampler": self.shuffle.items,
         }
         for name, value in prepared.items():
-            now = getattr(loader.batch_sampler, name)
+            now = getattr(_batch_sampler(loader), name)
             if now is not value and (name == "sampler" or now != value):
                 raise ConfigError(
                     f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and"
@@ -141,7 +141,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     sampler = None
     if not iterable:
         sampler = _sampler(loader, sharding, shuffle, everyone=dispatches)
-        inner.__dict__["sampler" if sampler.single else "batch_sampler"] = sampler
+        inner.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
     return LoaderPlan(
@@ -171,21 +171,31 @@ def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
         return "stateful"
     if isinstance(loader.dataset, IterableDataset):
         return "replay"
-    return "indexed" if loader.batch_sampler is None or _cuts(loader) else "batches"
+    return "indexed" if _batch_sampler(loader) is None or _cuts(loader) else "batches"
+
+
+def _batch_sampler(loader: DataLoader[Any]) -> Any:
+    """Return the sampler of batches, if any.
+
+    One in the place of a sampler, with batch_size=None, has the dataset make the batches.
+    """
+    single = loader.batch_sampler is None
+    return loader.sampler if single and isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
 
 
 def _cuts(loader: DataLoader[Any]) -> bool:
     """Return whether torch's BatchSampler, or torchdata's copy, cuts the batches."""
-    batches = loader.batch_sampler
+    batches = _batch_sampler(loader)
     made_by = type(batches).__module__.partition(".")[0]
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
 
 
 def _items(loader: DataLoader[Any]) -> Any:
     """Return the source of the order; a user's batch sampler ignores the sampler."""
-    if loader.batch_sampler is None:
+    batches = _batch_sampler(loader)
+    if batches is None:
         return loader.sampler
-    return loader.batch_sampler.sampler if _cuts(loader) else loader.batch_sampler  # type: ignore[attr-defined]
+    return batches.sampler if _cuts(loader) else batches
 
 
 def _draw_seed(loader: DataLoader[Any]) -> None:
@@ -198,7 +208,7 @@ def _draw_seed(loader: DataLoader[Any]) -> None:
 
 
 def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:
-    batches = loader if iterable else loader.batch_sampler
+    batches = loader if iterable else _batch_sampler(loader)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     return Sharding(
         reader=run.topology.reader,
@@ -214,8 +224,9 @@ def _sampler(
     loader: DataLoader[Any], sharding: Sharding, shuffle: Shuffle, *, everyone: bool
 ) -> ShardedSampler:
     """Return its (batch) sampler's replacement; `everyone`: it reads for all."""
-    single = loader.batch_sampler is None
-    size = loader.batch_sampler.batch_size if _cuts(loader) else None  # type: ignore[union-attr]
+    batches = _batch_sampler(loader)
+    single = batches is None
+    size = batches.batch_size if _cuts(loader) else None
     return ShardedSampler(
         shuffle=shuffle,
         sharding=sharding,
@@ -254,7 +265,7 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
 def _check(loader: DataLoader[Any], run: Run, *, iterable: bool, dispatches: bool) -> None:
     """Refuse settings that cannot be had for this loader."""
     data, readers = run.config.data, run.topology.readers
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler = getattr(_batch_sampler(loader), "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(
             f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas}"
@@ -274,7 +285,7 @@ def _check(loader: DataLoader[Any], run: Run, *, iterable: bool, dispatches: boo
         )
     if not data.split_batches or readers == 1:
         return
-    size = loader.batch_size if iterable else getattr(loader.batch_sampler, "batch_size", None)
+    size = loader.batch_size if iterable else getattr(_batch_sampler(loader), "batch_size", None)
     if size is None or size % readers:
         raise ConfigError(
             f"data.split_batches=True splits each batch between {readers} readers, but this"

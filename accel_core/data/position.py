@@ -31,6 +31,7 @@ class Position:
     epoch: iterations over the loader that were begun before this one.
     consumed: samples, batches or rounds of this epoch, without padding.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
+    draws: those that the user's generator of the order has made in this epoch; -1 where it has made all.
     workers: state of the generator that the seeds of this epoch's workers were drawn from.
     generators: states of the generators the loader was given, by role, as they are now.
     length: samples (or batches) of an epoch, where known.
@@ -45,6 +46,7 @@ class Position:
     epoch: int = 0
     consumed: int = 0
     drawn: Drawn = None
+    draws: int = -1
     workers: str | None = None
     generators: Mapping[str, str] = field(factory=dict)
     length: int | None = None
@@ -108,6 +110,7 @@ class Progress:
     """One iteration over a loader, while it happens. Mutable, and cheap to advance.
 
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
+    draws: as in `Position`; until it begins, those of the iteration before.
     workers, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
     padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND; NO_PADDING is left
@@ -121,6 +124,7 @@ class Progress:
     epoch: int = 0
     start: int = 0
     drawn: Drawn = None
+    draws: int = -1
     resumed: bool = False
     workers: str | None = None
     state: Any = None

@@ -48,16 +48,23 @@ class ShardedSampler:
     def _batches(self, progress: Progress, sharding: Sharding) -> Iterator[Any]:
         head, batches = self._opened(progress, sharding)
         number, held = 0, list[Any]()
+        indices = (self.batch_size or 0) * sharding.batches
         for shares, real_samples in sharding.shares(batches, head, everyone=self.everyone):
             number += 1
             if real_samples != NO_PADDING:
                 progress.padded[number] = real_samples
             if self.everyone and len(shares) < sharding.readers:
                 progress.readers_with_batch[number] = len(shares)
-            yield from held
+            if held:
+                if progress.draws >= 0:
+                    self.shuffle.catch_up(progress, progress.start + (number - 1) * indices)
+                yield from held
             held = [share[0] for share in shares] if self.single else shares
         progress.total = number
+        if progress.draws >= 0:
+            self.shuffle.catch_up(progress, progress.start + number * indices)
         yield from held
+        self.shuffle.catch_up(progress)
 
     def _opened(self, progress: Progress, sharding: Sharding) -> tuple[list[Any], Iterator[Any]]:
         """Return (the items that padding is taken from, the batches of the order)."""

@@ -12,6 +12,7 @@ import base64
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from accel_core.data.sharding import split_head
 __all__ = ["Shuffle", "decode", "encode", "preserve_rng"]
 
 _MODULUS = 2**63  # seeds travel as int64
+_DRAWN_TOGETHER = 32  # indices that RandomSampler draws at once, with replacement
 
 
 @frozen(kw_only=True)
@@ -56,7 +58,7 @@ class Shuffle:
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
         with self._drawing(progress):
-            items = list(self.items) if self._at_once else self.items
+            items = self._whole(progress) if self._at_once else self.items
             if self.agree is not None and self.generator is None:
                 items = _apart(items)
             return split_head(items, wanted, progress.start)
@@ -76,6 +78,54 @@ class Shuffle:
         # other users, so all drawing has to happen at one moment, or a resume could not repeat it.
         is_torchs = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
         return is_torchs and self.generator is not None and not self.as_read
+
+    def _whole(self, progress: Progress) -> list[Any]:
+        """Return the epoch's order, drawn at once.
+
+        A RandomSampler's generator is left as its first draw leaves it: `catch_up` makes the others.
+        """
+        if not self._draws_again:
+            return list(self.items)
+        indices = iter(self.items)
+        order = list(islice(indices, self._indices_per_draw))
+        assert self.generator is not None
+        state = self.generator.get_state()
+        order.extend(indices)
+        if not progress.resumed:
+            self.generator.set_state(state)
+            progress.draws = 1
+        return order
+
+    def catch_up(self, progress: Progress, asked: int | None = None) -> None:
+        """Make a RandomSampler's draws once it was asked for so many indices.
+
+        asked: None once it was asked for its end.
+        The order holds them already. The user's generator makes them at this moment, as in plain PyTorch, so
+        that it stands there too where a loop is left early.
+        """
+        if progress.draws >= 0 and self._draws_again:
+            total = self.items.num_samples // self._indices_per_draw + 1
+            due = total if asked is None else min((asked - 1) // self._indices_per_draw + 1, total)
+            self.draw_until(progress, due)
+
+    def draw_until(self, progress: Progress, due: int) -> None:
+        """Make the epoch's draws up to the one of this number."""
+        items = self.items
+        for number in range(progress.draws, due):
+            left = items.num_samples - number * self._indices_per_draw
+            count = min(self._indices_per_draw, left) if items.replacement else None
+            if count != 0:
+                next(iter(RandomSampler(items.data_source, items.replacement, count, items.generator)))
+        progress.draws = max(progress.draws, due)
+
+    @property
+    def _draws_again(self) -> bool:
+        """True for torch's RandomSampler, which draws at its end too."""
+        return _plain_random(self.items) and self._at_once and not self.seedable
+
+    @property
+    def _indices_per_draw(self) -> int:
+        return _DRAWN_TOGETHER if self.items.replacement else len(self.items.data_source)
 
     def _seeded(self, progress: Progress) -> Iterable[int]:
         if progress.drawn is None:
@@ -115,6 +165,9 @@ class Shuffle:
         """
         own = self.generator
         generator = own or torch.default_generator
+        if not progress.resumed:
+            self.catch_up(progress)  # the epoch before was saved with its last batch
+            progress.draws = -1
         before = generator.get_state()
         if isinstance(progress.drawn, str):
             generator.set_state(decode(progress.drawn))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
-from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError
+from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError, DataLoaderConfiguration
 from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
@@ -125,3 +125,38 @@ def asked_in_a_worker(context):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context):
     assert run_processes(asked_in_a_worker, context, world=2) == [True, True]
+
+
+class Batched(torch.utils.data.Dataset):
+    """A dataset that makes a batch of a list of indices, as those of the datasets library do."""
+
+    def __len__(self):
+        return 21
+
+    def __getitem__(self, indices):
+        return torch.tensor(indices)
+
+
+def gathered_of_batch_sampler(kind, drop_last, options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    torch.manual_seed(5)
+    batches = kind(RandomSampler(range(21)), 4, drop_last)
+    loader = accelerator.prepare(DataLoader(Batched(), sampler=batches, batch_size=None))
+    found = [[accelerator.gather_for_metrics(batch).tolist() for batch in loader] for _ in range(2)]
+    accelerator.end_training()
+    return [flat(epoch) for epoch in found]
+
+
+class OwnBatches(BatchSampler):
+    """A subclass of the user's own."""
+
+
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"dispatch_batches": True}])
+@pytest.mark.parametrize("kind", [BatchSampler, OwnBatches])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(kind, drop_last, options):
+    (alone,) = run_processes(gathered_of_batch_sampler, kind, drop_last, {}, world=1)
+    assert [len(epoch) for epoch in alone] == [20 if drop_last else 21] * 2
+    if drop_last and not options.get("split_batches"):
+        alone = [epoch[:16] for epoch in alone]  # rounds of two batches
+    assert run_processes(gathered_of_batch_sampler, kind, drop_last, options, world=2) == [alone] * 2

@@ -66,6 +66,55 @@ def test_one_process_sees_what_plain_pytorch_sees(kind, own_generator):
     assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
 
 
+SAMPLERS = {
+    "random": lambda g: RandomSampler(range(11), generator=g),
+    "more": lambda g: RandomSampler(range(11), num_samples=30, generator=g),
+    "fewer": lambda g: RandomSampler(range(30), num_samples=10, generator=g),
+    "replacement": lambda g: RandomSampler(range(11), replacement=True, num_samples=70, generator=g),
+    "replacement, whole draws": lambda g: RandomSampler(
+        range(11), replacement=True, num_samples=64, generator=g
+    ),
+    "subset": lambda g: SubsetRandomSampler(range(11), generator=g),
+}
+
+
+def left_early(kind, lengths, prepare, between=lambda generator: None, **options):
+    """Orders of epochs that are left after so many batches, and the generator after each."""
+    generator = torch.Generator().manual_seed(5)
+    loader = DataLoader(
+        Numbers(30), 2, sampler=SAMPLERS[kind](generator), generator=generator, collate_fn=plain, **options
+    )
+    loader, found = prepare(loader), []
+    for length in lengths:
+        for batch in itertools.islice(loader, length):
+            found.append(batch)
+            between(generator)
+        found.append(generator.get_state().tolist())
+    return found
+
+
+@pytest.mark.parametrize("lengths", [(1, None), (2, 1, None), (5, None), (6, None, 3, None), (17, 32, None)])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_epochs_that_are_left_early_leave_the_users_generator_where_plain_pytorch_does(
+    kind, workers, lengths
+):
+    def epochs(prepare):
+        return left_early(kind, lengths, prepare, num_workers=workers)
+
+    assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
+
+
+def test_what_others_draw_from_the_generator_meanwhile_counts_as_in_plain_pytorch():
+    def epochs(prepare):
+        def draw(generator):
+            torch.rand(3, generator=generator)
+
+        return left_early("random", (2, None, 5, None), prepare, draw)
+
+    assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("batch_size", 3), ("drop_last", True), ("sampler", RandomSampler(range(8)))]
 )

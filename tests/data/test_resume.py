@@ -154,6 +154,35 @@ def test_default_settings_resume_exactly(sampler, own_generator, epoch, workers)
     assert again.epoch == epoch + 2
 
 
+@pytest.mark.parametrize("rest", [None, 1, 2])
+@pytest.mark.parametrize("until", [4, 9, 10])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("sampler", [*SAMPLERS, "more"])
+def test_a_resumed_epoch_leaves_the_users_generator_where_it_was_left(sampler, workers, until, rest):
+    """`rest`: batches after which the epoch is left; None: read to its end."""
+
+    def make(seed):
+        generator, data = torch.Generator().manual_seed(seed), Numbers(40)
+        kinds = {**SAMPLERS, "more": lambda data, g: RandomSampler(data, num_samples=60, generator=g)}
+        loader = DataLoader(
+            data, 4, sampler=kinds[sampler](data, generator), collate_fn=plain, num_workers=workers
+        )
+        return prepared(lambda _: loader)[0]
+
+    loader = make(1)
+    iterator = iter(loader)
+    list(itertools.islice(iterator, until))
+    state = saved(loader)
+    expected = list(itertools.islice(iterator, rest))
+    del iterator
+
+    again = make(2)
+    again.load_state_dict(state)
+    if expected:  # else the next loop is that of the next epoch
+        assert list(itertools.islice(again, rest)) == expected
+    assert [*again] == [*loader]
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_a_generator_that_loaders_share_goes_on_where_it_was(sampler):
     def make(seed):
