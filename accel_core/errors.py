@@ -13,6 +13,7 @@ The facts are attributes too, so that programs need not parse text.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "LaunchError",
     "PluginError",
     "module_that_raised",
+    "uncaught_error",
 ]
 
 
@@ -111,3 +113,11 @@ def module_that_raised(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return "" if trace is None else str(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def uncaught_error() -> BaseException | None:
+    """Return the error that ends this process, if one does.
+
+    At a prompt, Python's or IPython's, an error ends what was typed, and the prompt remembers it.
+    """
+    return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

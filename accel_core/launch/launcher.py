@@ -76,7 +76,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a forked worker inherits the agent's handler
     # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
     gc.freeze()
-    _inherited.append(getattr(sys, "last_value", None))
+    _inherited.append(vars(sys).pop("last_value", None))
     return guard(lambda: pickle.dumps(function(*args)))
 
 

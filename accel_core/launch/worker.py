@@ -141,6 +141,7 @@ def guard(call: Callable[[], R]) -> R:
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
         sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
+        vars(sys).pop("ps1", None)  # of the notebook that was forked; no prompt comes after this
         text = _render(error)
         if not _note(_told(error), text) or LOGGED in os.environ:
             sys.stderr.write(text)

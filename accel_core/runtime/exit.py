@@ -10,7 +10,7 @@ from contextlib import suppress
 from accel_core.checkpoint import unreported
 from accel_core.contract.run import live_runs
 from accel_core.distributed.stderr import tell
-from accel_core.errors import CheckpointError
+from accel_core.errors import CheckpointError, uncaught_error
 
 __all__ = ["end_runs"]
 
@@ -20,7 +20,7 @@ def end_runs() -> None:
     # A wrapped model or a process group that is alive when the interpreter ends aborts the process
     # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
-    failed, lost = getattr(sys, "last_value", None) is not None, False
+    failed, lost = uncaught_error() is not None, False
     for run in list(live_runs):
         if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
             continue

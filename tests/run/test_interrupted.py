@@ -10,6 +10,7 @@ import gc
 import inspect
 import os
 import random
+import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -492,6 +493,24 @@ def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, mo
         script.save("other")
     script.save("later")
     assert not script.files()
+
+
+TYPED = """
+from accel_core import Accelerator
+accelerator = Accelerator(cpu=True)
+accelerator.run.end = lambda failed: print(f"ended, {failed=}")
+a_typo
+"""
+
+
+@pytest.mark.parametrize("words", [["-i"], ["-c", f"exec({TYPED!r})"]], ids=["prompt", "script"])
+def test_an_error_at_a_prompt_ends_no_run(words):
+    result = subprocess.run(
+        [sys.executable, *words], input=TYPED, capture_output=True, text=True, check=False, timeout=250
+    )
+
+    assert "NameError: name 'a_typo'" in result.stderr
+    assert result.stdout == f"ended, failed={words[0] != '-i'}\n"
 
 
 @pytest.mark.slow
