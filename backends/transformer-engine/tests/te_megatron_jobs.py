@@ -148,6 +148,65 @@ def resumed(folder: str) -> tuple[list[float], list[float]]:
     return found[0], found[1]
 
 
+DELAYED = {"recipe": "delayed", "amax_history_len": 8, "margin": 1}
+Scales = dict[str, torch.Tensor]
+
+
+def delayed(
+    source: str | None, target: str | None, first: int, seed: int, layout: dict[str, Any]
+) -> tuple[list[float], list[float], Scales, Scales]:
+    """Losses of two steps, and of an evaluation; scales and histories before and after."""
+    run = accelerator(options=DELAYED, num_micro_batches=2, **layout)
+    net, optimizer = prepared(run, seed)
+    if source is not None:
+        run.load_state(source)
+    before = scales(run)
+    losses = steps(run, net, optimizer, batches(first + 2)[first:])
+    if target is not None:
+        run.save_state(target)
+    after = scales(run)
+    net.eval()
+    with torch.no_grad():
+        ids = batches(1)[0]
+        checked = [float(net(input_ids=ids, labels=ids).loss)]
+    run.end_training()
+    return losses, checked, before, after
+
+
+def unbroken() -> tuple[list[float], list[float]]:
+    """The losses of steps three and four of one run, and of an evaluation after them."""
+    run = accelerator(options=DELAYED, num_micro_batches=2)
+    net, optimizer = prepared(run)
+    losses = steps(run, net, optimizer, batches(4))[2:]
+    net.eval()
+    with torch.no_grad():
+        ids = batches(1)[0]
+        checked = [float(net(input_ids=ids, labels=ids).loss)]
+    run.end_training()
+    return losses, checked
+
+
+def scales(run: Accelerator) -> Scales:
+    from accel_transformer_engine.scaling import collect
+
+    return {name: torch.as_tensor(entry.value) for name, entry in collect(run.run.units[0]).items()}
+
+
+def left_behind() -> tuple[list[str], int, int, str]:
+    """Buffers that a run leaves, layers that compute in it, those with its recipe, what it explains."""
+    from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
+
+    run = accelerator(options=DELAYED)
+    net, optimizer = prepared(run)
+    steps(run, net, optimizer, batches(1))
+    layers = [each for _, each in net.own_layers() if getattr(each, "fp8_meta", {}).get("recipe") is not None]
+    recipes = [each.fp8_meta["recipe"] for each in layers]
+    right = [it for it in recipes if (it.margin, it.amax_history_len, it.amax_compute_algo) == (1, 8, "max")]
+    told = str(run.explain())
+    run.end_training()
+    return list(Manager.quantization_state.global_amax_buffer), len(layers), len(right), told
+
+
 class Own(nn.Module):
     """A forward of its own."""
 
@@ -170,8 +229,8 @@ def bert() -> Any:
 def refusals() -> dict[str, str]:
     """What is asked -> the error."""
     cases: dict[str, dict[str, Any]] = {
-        "delayed": {"options": {"recipe": "delayed"}},
-        "auto": {"options": {}},
+        "history": {"other_megatron_args": {"fp8_amax_history_len": 4}},
+        "reduction": {"options": {"recipe": "delayed", "reduce_amax": False}},
         "nvfp4": {"options": {"recipe": "nvfp4"}},
         "padding": {"options": {"recipe": "current", "pad_tokens": True}},
         "twice": {"other_megatron_args": {"fp8": "hybrid"}},
@@ -188,6 +247,13 @@ def refusals() -> dict[str, str]:
             run.prepare(net)
         except AccelError as error:
             said[name] = str(error)
+        run.end_training()
+    for field in ("tp_only_amax_red", "fp8_dot_product_attention"):
+        run = accelerator(options={}, other_megatron_args={field: True})
+        try:
+            run.prepare(llama())
+        except AccelError as error:
+            said[field] = str(error)
         run.end_training()
     run = accelerator("bf16")
     from accel_megatron import transformer_config

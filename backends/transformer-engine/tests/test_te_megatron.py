@@ -6,10 +6,11 @@ import ast
 import inspect
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from te_megatron_jobs import forward, refusals, resumed, trained
+from te_megatron_jobs import delayed, forward, left_behind, refusals, resumed, trained, unbroken
 
 from accel_testing import run_processes
 
@@ -35,10 +36,76 @@ def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
     assert found == expected
 
 
+ONE: dict[str, int] = {}
+STAGES = {"pp_degree": 2}
+TENSORS = {"tp_degree": 2}
+
+
+@pytest.fixture(scope="module")
+def delayed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+    """A checkpoint after two steps of delayed scaling in one process, and what it does."""
+    folder = tmp_path_factory.mktemp("delayed") / "state"
+    (found,) = run_processes(delayed, None, str(folder), 0, 3, ONE, world=1, timeout=200)
+    return folder, found
+
+
+@pytest.fixture(scope="module")
+def without_a_break() -> tuple[list[float], list[float]]:
+    return run_processes(unbroken, world=1, timeout=200)[0]
+
+
+def test_delayed_scaling_goes_on_bit_for_bit(
+    delayed_run: tuple[Path, Any], without_a_break: tuple[list[float], list[float]]
+) -> None:
+    folder, (_, _, none, after) = delayed_run
+    assert none == {}
+    assert len(after) == 8  # two layers' four products
+    assert all(bool((each[0] != 1).any()) for each in after.values())
+
+    ((losses, checked, before, _),) = run_processes(
+        delayed, str(folder), None, 2, 4, ONE, world=1, timeout=200
+    )
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in after)
+    assert (losses, checked) == without_a_break
+
+
+@pytest.mark.parametrize("layout", [STAGES, pytest.param(TENSORS, marks=pytest.mark.slow)])
+def test_delayed_scaling_resumes_where_ranks_share_the_model(
+    delayed_run: tuple[Path, Any],
+    without_a_break: tuple[list[float], list[float]],
+    tmp_path: Path,
+    layout: dict[str, int],
+) -> None:
+    folder, (_, _, _, after) = delayed_run
+    found = run_processes(delayed, str(folder), str(tmp_path / "two"), 2, 4, layout, world=2, timeout=200)
+    begun = {name: each for rank in found for name, each in rank[2].items()}
+    ended = {name: each for rank in found for name, each in rank[3].items()}
+    assert found[0][0] == pytest.approx(without_a_break[0], abs=1e-2)
+    assert begun.keys() == ended.keys() == after.keys()
+    assert all(torch.equal(begun[name], after[name]) for name in after)
+    assert len(found[0][2]) == (4 if layout is STAGES else 8)
+
+    ((_, _, back, _),) = run_processes(delayed, str(tmp_path / "two"), None, 4, 5, ONE, world=1, timeout=200)
+    assert all(torch.equal(back[name], ended[name]) for name in ended)
+
+
+def test_a_run_with_delayed_scaling_leaves_no_buffers_to_reduce() -> None:
+    ((buffers, layers, right, told),) = run_processes(left_behind, world=1, timeout=200)
+    assert (layers, right) == (8, 8)
+    assert buffers == []
+    assert "float8 (DelayedScaling): the layers of strategy megatron" in told
+
+
 REFUSED = {
-    "delayed": ("checkpoints here do not hold them", "set fp8_te.recipe: current (block, mxfp8)"),
-    "auto": ("delayed scaling keeps scales", "set fp8_te.recipe: current (block, mxfp8)"),
-    "nvfp4": ("recipe nvfp4 of section fp8_te is not served", "set fp8_te.recipe: current, block or mxfp8"),
+    "history": ("this is said by section fp8_te", "leave it out"),
+    "reduction": ("layers have no fp8_te.reduce_amax", "leave it out, or use strategy fsdp or ddp"),
+    "tp_only_amax_red": ("do not hold all scales", "or set fp8_te.recipe: current (block, mxfp8)"),
+    "fp8_dot_product_attention": ("do not hold all scales", "or set fp8_te.recipe: current (block, mxfp8)"),
+    "nvfp4": (
+        "recipe nvfp4 of section fp8_te is not served",
+        "set fp8_te.recipe: delayed, current, block or mxfp8",
+    ),
     "padding": (
         "megatron-core's layers have no fp8_te.pad_tokens",
         "leave it out, or use strategy fsdp or ddp",
@@ -46,7 +113,10 @@ REFUSED = {
     "twice": ("other_megatron_args.fp8: this is said by mixed_precision: fp8-te", "leave it out"),
     "own": ("Own runs its own forward", "or a model of accel_megatron.build_model"),
     "bert": ("no layer of this model is transformer-engine's", "of its spec: accel_megatron.build_model"),
-    "of megatron": ("checkpoints here do not hold them", "set fp8_recipe: tensorwise (blockwise, mxfp8)"),
+    "of megatron": (
+        "with mixed_precision: fp8-te alone",
+        "set that, or fp8_recipe: tensorwise (blockwise, mxfp8)",
+    ),
     "weights": ("fp8_param keeps weights in float8", "leave it out"),
 }
 

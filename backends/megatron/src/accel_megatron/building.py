@@ -5,8 +5,8 @@ Built by megatron-core, filled from the user's own weights, wrapped.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from attrs import define, field
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = ["Chunks", "build", "chunk_numbers", "empty", "fill", "first_ranks", "share_buffers", "wrap"]
 
 Make = Callable[..., nn.Module]
+T = TypeVar("T")
 
 
 @define(eq=False)
@@ -90,16 +91,25 @@ def made(run: Run, plugin: MegatronLMPlugin, virtual: int | None, make: Make) ->
 
 
 def global_names(chunk: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Names with the number that a layer has in the whole model."""
+    """Parameters, by names with the number that a layer has in the whole model."""
+    return _renamed(chunk, chunk.named_parameters())
+
+
+def global_modules(chunk: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Modules, by such names."""
+    return _renamed(chunk, chunk.named_modules())
+
+
+def _renamed(chunk: nn.Module, named: Iterable[tuple[str, T]]) -> Iterator[tuple[str, T]]:
     renamed = {
         f"{name}.": f"{name.rpartition('.')[0]}.{module.layer_number - 1}."
         for name, module in chunk.named_modules()
         if name.rpartition(".")[0].endswith("layers")
         and isinstance(getattr(module, "layer_number", None), int)
     }
-    for name, parameter in chunk.named_parameters():
+    for name, each in named:
         local = next((prefix for prefix in renamed if name.startswith(prefix)), None)
-        yield name if local is None else renamed[local] + name.removeprefix(local), parameter
+        yield name if local is None else renamed[local] + name.removeprefix(local), each
 
 
 @torch.no_grad()

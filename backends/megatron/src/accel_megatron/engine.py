@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, StepOutput
 from accel_megatron.adapters.adapter import LABELS
+from accel_megatron.building import global_modules
 from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
 from accel_megatron.microbatches import check_lengths, cut, shape
@@ -87,6 +88,11 @@ class Engine(nn.Module):
         for each in self.chunks.run:
             each.train(mode)
         return self
+
+    def own_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """Modules that compute on this rank, by their names in the whole model."""
+        for chunk in self.chunks.raw:
+            yield from global_modules(chunk)
 
     @property
     def config(self) -> Any:

@@ -22,23 +22,29 @@ __all__ = ["PRECISION", "fields", "of_config", "of_model", "refused", "require_l
 
 PRECISION: Final = "fp8-te"
 _SERVED: Final = ("fp32", "bf16", "fp16", PRECISION)
-_OPTIONS: Final = ("recipe", "format", "in_evaluation")
+_HISTORY: Final = ("margin", "amax_history_len", "amax_compute_algo")
+_OPTIONS: Final = ("recipe", "format", "in_evaluation", *_HISTORY)
 """Options of section fp8_te that megatron-core's layers follow."""
 _CLASSES: Final = {
+    "delayed": "DelayedScaling",
     "current": "Float8CurrentScaling",
     "block": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
 _FIELDS: Final = {
+    "DelayedScaling": {"fp8_recipe": "delayed", "fp8": "hybrid"},
     "Float8CurrentScaling": {"fp8_recipe": "tensorwise", "fp8": "hybrid"},
     "Float8BlockScaling": {"fp8_recipe": "blockwise", "fp8": "e4m3"},
     "MXFP8BlockScaling": {"fp8_recipe": "mxfp8", "fp8": "e4m3"},
 }
 """Recipe of transformer-engine -> fields of TransformerConfig, in its format."""
 _WITHOUT_HISTORY: Final = (
-    "megatron: delayed scaling keeps scales and histories in megatron-core's layers, and checkpoints here do"
-    " not hold them\nset {option}: {words}"
+    "num_moe_experts",
+    "fp8_dot_product_attention",
+    "fp8_multi_head_attention",
+    "tp_only_amax_red",
 )
+"""Fields with which the state of delayed scaling is not in checkpoints."""
 
 
 def refused(run: Run) -> Iterator[str]:
@@ -73,12 +79,10 @@ def _of_options(run: Run) -> Iterator[str]:
             "leave it out, or use strategy fsdp or ddp"
         )
     recipe = _recipe(run)
-    if recipe in ("delayed", "DelayedScaling"):
-        yield _WITHOUT_HISTORY.format(option="fp8_te.recipe", words="current (block, mxfp8)")
-    elif recipe not in _FIELDS:
+    if recipe not in _FIELDS:
         yield (
             f"megatron: recipe {recipe} of section fp8_te is not served\n"
-            "set fp8_te.recipe: current, block or mxfp8"
+            "set fp8_te.recipe: delayed, current, block or mxfp8"
         )
 
 
@@ -92,24 +96,46 @@ def of_model(run: Run, model: nn.Module) -> Iterator[str]:
         )
 
 
-def fields(run: Run) -> Mapping[str, str]:
+def fields(run: Run) -> Mapping[str, Any]:
     """Return the fields of TransformerConfig for the run's precision."""
     if run.stack.precision.name != PRECISION:
         return {}
-    chosen = _FIELDS[_recipe(run)]
+    recipe = _recipe(run)
+    chosen: dict[str, Any] = {**_FIELDS[recipe]}
     options: Any = run.configs[PRECISION]
     form = getattr(options, "format", None)
-    return chosen if form is None else {**chosen, "fp8": form.lower()}
+    if form is not None:
+        chosen["fp8"] = form.lower()
+    if recipe == "DelayedScaling":  # megatron-core's own defaults are not the library's
+        with quiet():
+            usual = import_module("transformer_engine.common.recipe").DelayedScaling()
+        for name in _HISTORY:
+            asked = getattr(options, name, None)
+            chosen[f"fp8_{name}"] = getattr(usual, name) if asked is None else asked
+    return chosen
 
 
-def of_config(config: Any) -> str | None:
+def of_config(run: Run, config: Any) -> str | None:
     """Return why a TransformerConfig with float8 is not served, or None."""
     if config.fp8_param:
         return (
             "megatron: fp8_param keeps weights in float8, and checkpoints here do not hold such\nleave it out"
         )
-    if config.fp8 and config.fp8_recipe == "delayed":
-        return _WITHOUT_HISTORY.format(option="fp8_recipe", words="tensorwise (blockwise, mxfp8)")
+    if not config.fp8 or config.fp8_recipe != "delayed":
+        return None
+    if run.stack.precision.name != PRECISION:
+        return (
+            "megatron: checkpoints hold scales and histories of delayed scaling with mixed_precision: fp8-te"
+            " alone\n"
+            "set that, or fp8_recipe: tensorwise (blockwise, mxfp8)"
+        )
+    odd = [name for name in _WITHOUT_HISTORY if getattr(config, name, None)]
+    if odd:
+        return (
+            f"megatron: with {', '.join(odd)} checkpoints do not hold all scales and histories of delayed"
+            " scaling\n"
+            "leave it out, or set fp8_te.recipe: current (block, mxfp8)"
+        )
     return None
 
 
@@ -132,6 +158,8 @@ def _recipe(run: Run) -> str:
     """Return the name of the recipe's class; of one that is not served, its word."""
     options: Any = run.configs[PRECISION]
     word: str = getattr(options, "recipe", "auto")
+    if word == "auto" and getattr(options, "asks_for_delayed", False):
+        word = "delayed"
     if word == "auto":
         with quiet():
             te: Any = import_module("transformer_engine.pytorch")

@@ -66,6 +66,9 @@ _OURS: Final[Mapping[str, str]] = {
     "use_megatron_fsdp": "strategy fsdp",
     "fp8": "mixed_precision: fp8-te and section fp8_te",
     "fp8_recipe": "mixed_precision: fp8-te and section fp8_te",
+    "fp8_margin": "section fp8_te",
+    "fp8_amax_history_len": "section fp8_te",
+    "fp8_amax_compute_algo": "section fp8_te",
 }
 """Fields that another setting says -> which."""
 
@@ -203,6 +206,6 @@ def build(run: Run, config: MegatronLMPlugin, virtual: int | None, **what: Any) 
     except (AssertionError, ValueError) as error:  # its own checks
         about = f"megatron-core refuses this model and layout: {error}"
         raise ConfigError(f"{about}\nchange the sizes or degrees that it names") from error
-    if reason := float8.of_config(made):
+    if reason := float8.of_config(run, made):
         raise ConfigError(reason)
     return made

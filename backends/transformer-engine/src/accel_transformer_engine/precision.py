@@ -38,9 +38,6 @@ class _Converted:
     undo: list[Callable[[], None]] = field(factory=list)
     before: Mapping[str, Entry] | None = None
     """Scales and histories as they were before a rehearsal; None: there was none."""
-    recipe: Any = None
-    group: Any = None
-    """Process group of the reduction of maxima; None: there is none."""
 
 
 class TransformerEngine:
@@ -97,21 +94,21 @@ class TransformerEngine:
         if done is None:
             return
         if not self._converted:  # units have their buffers together
-            drop_buffers(unit, done.recipe, done.group)
+            drop_buffers(unit)
         for undo in reversed(done.undo):
             undo()
 
     @implements(hooks.autocast)
     def autocast(self, unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
+        self._converted.setdefault(unit, _Converted())
         if self._stands_aside(unit):
             return None
-        done = self._converted.setdefault(unit, _Converted())
-        done.recipe, done.group = self._checked_recipe(), self._group(unit)
-        if done.group is None and self.run.world.size > 1 and done.recipe.delayed():
+        recipe, group = self._checked_recipe(), self._group(unit)
+        if group is None and self.run.world.size > 1 and recipe.delayed():
             # The library reduces over all ranks where it is given no group.
-            done.recipe = copy.copy(done.recipe)
-            done.recipe.reduce_amax = False
-        return partial(self._contexts, unit, done.recipe, done.group)
+            recipe = copy.copy(recipe)
+            recipe.reduce_amax = False
+        return partial(self._contexts, unit, recipe, group)
 
     @implements(hooks.checkpoint_function)
     def checkpoint_function(self, unit: Unit) -> Callable[..., Any]:

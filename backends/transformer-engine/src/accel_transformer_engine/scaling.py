@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,14 @@ __all__ = ["begin_anew", "collect", "drop_buffers", "forget_weights", "restore"]
 DIRECTIONS: Final = ("scaling_fwd", "scaling_bwd")
 MAXIMA: Final = 5
 """Of one product: input, weight and output, and gradients of output and input."""
+
+
+@runtime_checkable
+class HasOwnLayers(Protocol):
+    """A wrapped model that computes in layers of the strategy's own."""
+
+    def own_layers(self) -> Iterator[tuple[str, nn.Module]]:
+        """(name in the whole model, module) of this rank's."""
 
 
 def collect(unit: Unit) -> dict[str, Entry]:
@@ -45,11 +53,16 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
         return
     layers = dict(_layers(unit))
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
+    # Stages of a strategy's own layers do not have each other's.
+    may_lack = _has_own_layers(unit) and not layers.keys().isdisjoint(values)
     for name, value in values.items():
         if name not in layers:
+            if may_lack:
+                continue
             raise CheckpointError(
                 f"fp8-te: the checkpoint has scales of {name}, which is not converted here\n"
-                "convert the same layers (section fp8_te) as the run that saved it"
+                "convert the same layers (section fp8_te) under the same kind of strategy as the run that"
+                " saved it, or load it with fp8_te.recipe: current, which needs none"
             )
         length = len(value) - 1
         if length != recipe.amax_history_len:
@@ -102,32 +115,39 @@ def forget_weights(unit: Unit) -> None:
         getattr(layer, "_fp8_workspaces", {}).clear()
 
 
-def drop_buffers(unit: Unit, recipe: Any, group: Any) -> None:
-    """Take the unit's layers out of the buffers that a group reduces.
+def drop_buffers(unit: Unit) -> None:
+    """Take the unit's layers out of the buffers that their group reduces.
 
     The buffers are those of the process. Later runs would reduce them over a group that is gone.
     """
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager
 
-    key = Manager.get_unique_autocast_key(recipe, group)
     held = getattr(Manager, "quantization_state", Manager)
-    for buffer in (held.global_amax_buffer, held.global_amax_history_buffer, held.global_scale_buffer):
-        for direction in ("forward", "backward"):
-            buffer.pop(f"{direction}_{key}", None)
-    held.autocast_arguments.pop(key, None)
+    buffers = (held.global_amax_buffer, held.global_amax_history_buffer, held.global_scale_buffer)
     for _, layer in _layers(unit):
-        layer.fp8_meta.pop(Manager.get_buffer_info(), None)
+        # The index and the key of each direction.
+        for key in (layer.fp8_meta.pop(Manager.get_buffer_info(), None) or ())[1::2]:
+            for buffer in buffers:
+                buffer.pop(key, None)
+            held.autocast_arguments.pop(key.partition("_")[2], None)
 
 
 def _layers(unit: Unit) -> Iterator[tuple[str, Any]]:
     """(canonical name, layer) of Transformer Engine's layers."""
     for number, model in enumerate(unit.models):
-        for name, layer in _named(model):
+        for name, layer in _computing(model.named_modules()):
             yield unit.qualify(number, name), layer
+    for wrapped in unit.wrapped:
+        if isinstance(wrapped, HasOwnLayers):
+            yield from _computing(wrapped.own_layers())
 
 
-def _named(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    for name, layer in model.named_modules():
+def _has_own_layers(unit: Unit) -> bool:
+    return any(isinstance(wrapped, HasOwnLayers) for wrapped in unit.wrapped)
+
+
+def _computing(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
+    for name, layer in named:
         if isinstance(getattr(layer, "fp8_meta", None), dict):
             yield name, layer
 
