@@ -167,7 +167,7 @@ def split_head(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iter
     Reads at least one item here and now: that is when samplers draw. A range is never read through.
     """
     if isinstance(items, range):
-        return [*items[:count]], iter(items[skip:])
+        return [*items[:count]], iter(items[skip:])  # type: ignore[arg-type]  # of T, since items are
     iterator = iter(items)
     head = list(islice(iterator, max(count, 1)))
     rest = chain(head, iterator)
