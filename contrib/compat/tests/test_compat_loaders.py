@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.data_loader import (
     DataLoaderDispatcher,
     DataLoaderShard,
@@ -16,7 +17,7 @@ from accelerate.data_loader import (
 )
 from accelerate.state import GradientState
 from peers import needs_accelerate, said
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 BOTH = pytest.mark.parametrize("cls", [DataLoaderShard, DataLoaderDispatcher])
 
@@ -170,3 +171,12 @@ if accelerator.is_main_process:
 """.replace("SHARES", shares)
 
     assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+
+
+def test_a_batch_sampler_that_drops_the_rest_has_a_full_last_batch():
+    accelerator = Accelerator()
+    batches = BatchSampler(RandomSampler(range(10)), 4, drop_last=True)
+    loader = accelerator.prepare(DataLoader(list(range(10)), batch_sampler=batches))
+    seen = [(len(accelerator.gather_for_metrics(b)), accelerator.gradient_state.remainder) for b in loader]
+
+    assert seen == [(4, -1), (4, -1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard, DataLoaderStateMixin
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import AcceleratorState
 from peers import needs_accelerate, said
 from torch.utils.data import DataLoader
 
@@ -83,6 +85,142 @@ def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):
     optimizer.state[weight]["exp_avg"].zero_()
     accelerator.load_state(tmp_path / "state")
     assert optimizer.state[weight]["exp_avg"].item() != 0
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.MultiStepLR(optimizer, [2], 0.5),
+        lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step),
+        lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=9),
+        lambda optimizer: torch.optim.lr_scheduler.SequentialLR(
+            optimizer,
+            [torch.optim.lr_scheduler.ConstantLR(optimizer), torch.optim.lr_scheduler.StepLR(optimizer, 1)],
+            [2],
+        ),
+    ],
+)
+def test_a_schedule_of_an_optimizer_of_no_prepared_model_is_saved(tmp_path, made):
+    def run():
+        accelerator, weight = Accelerator(), torch.nn.Parameter(torch.ones(1))
+        plain = torch.optim.SGD([weight], lr=1.0)
+        return accelerator, *accelerator.prepare(plain, made(plain))
+
+    def step(optimizer, schedule, count):
+        for _ in range(count):
+            optimizer.step()
+            schedule.step()
+        return schedule.get_last_lr(), optimizer.param_groups[0]["lr"]
+
+    accelerator, optimizer, schedule = run()
+    step(optimizer, schedule, 3)
+    accelerator.save_state(tmp_path / "state")
+    expected = step(optimizer, schedule, 2)
+    assert accelerator._schedulers == [schedule]
+    assert accelerator._custom_objects == []
+
+    accelerator, *again = run()
+    accelerator.load_state(tmp_path / "state")
+    assert step(*again, 2) == expected
+
+
+class OwnSchedule:
+    """No class of torch's."""
+
+    def __init__(self, optimizer=None):
+        self.steps = 0
+        if optimizer is not None:
+            self.optimizer = optimizer
+
+    def step(self):
+        self.steps += 1
+
+    def state_dict(self):
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state):
+        self.steps = state["steps"]
+
+
+@pytest.mark.parametrize("names_it", [True, False])
+def test_a_schedule_of_ones_own_class_steps_with_the_optimizer_and_is_saved(tmp_path, names_it):
+    accelerator, model = Accelerator(gradient_accumulation_steps=2), torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, plain)
+    schedule = accelerator.prepare_scheduler(OwnSchedule(plain if names_it else None))
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert isinstance(schedule, AcceleratedScheduler)
+    assert schedule.scheduler.steps == 2
+    accelerator.save_state(tmp_path / "state")
+    schedule.scheduler.steps = 0
+    accelerator.load_state(tmp_path / "state")
+    assert schedule.scheduler.steps == 2
+    assert accelerator.prepare_scheduler(schedule) is schedule
+
+
+@pytest.mark.parametrize("split", [True, False])
+def test_a_schedule_that_ends_is_asked_for_more_under_split_batches_alone(split):
+    config = DataLoaderConfiguration(split_batches=split)
+    accelerator, model = Accelerator(dataloader_config=config), torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(plain, 0.1, total_steps=3)
+    model, optimizer, schedule = accelerator.prepare(model, plain, cycle)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+    optimizer.step()
+    with pytest.raises(ValueError, match="Tried to step 4 times") if split else nullcontext():
+        schedule.step()
+
+
+def test_a_schedule_steps_on_where_the_states_were_reset():
+    accelerator, model = Accelerator(), torch.nn.Linear(1, 1)
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    model, optimizer, schedule = accelerator.prepare(
+        model, plain, torch.optim.lr_scheduler.StepLR(plain, 1, 0.5)
+    )
+    AcceleratorState._reset_state(reset_partial_state=True)  # TrainingArguments does so
+    optimizer.step()
+    schedule.step()
+    assert schedule.get_last_lr() == [0.5]
+
+
+STREAM = """
+import json, logging, os, sys, torch
+from accelerate import Accelerator
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        return iter(range(12))
+
+accelerator = Accelerator(cpu=True)
+data = Stream() if KIND == "stream" else range(14)
+model, loader = accelerator.prepare(
+    torch.nn.Linear(1, 1), torch.utils.data.DataLoader(data, batch_size=3, drop_last=KIND == "dropping")
+)
+for _ in loader:
+    if accelerator.gradient_state.end_of_dataloader:
+        accelerator.save_state(os.environ["PYTEST_TMP"] + "/state")
+accelerator.wait_for_everyone()
+expected = torch.rand(()).item()
+warned = []
+logging.getLogger("accelerate.checkpointing").warning = lambda *words: warned.append(words)
+torch.manual_seed(9)
+accelerator.load_state(os.environ["PYTEST_TMP"] + "/state")
+print(json.dumps([len(warned), torch.rand(()).item() == expected]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["stream", "dropping", "whole"])
+def test_a_state_saved_at_the_last_batch_is_of_all_ranks(tmp_path, monkeypatch, kind):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    assert said(STREAM.replace("KIND", repr(kind)), ours=True, processes=2) == [0, True]
 
 
 def test_what_is_prepared_is_of_accelerates_classes_and_says_so():

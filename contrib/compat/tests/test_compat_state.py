@@ -41,6 +41,24 @@ def test_the_accelerators_state_knows_its_precision():
     assert AcceleratorState().mixed_precision == accelerator.state.mixed_precision == "bf16"
 
 
+def test_the_accelerators_state_needs_an_accelerator_as_there():
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        AcceleratorState()
+    PartialState(cpu=True)
+    with pytest.raises(ValueError, match="properly initialize your accelerator"):
+        AcceleratorState(mixed_precision="bf16")
+    assert not is_initialized()
+    assert Accelerator().mixed_precision == "no"
+
+
+def test_an_accelerator_goes_where_the_partial_state_was_put():
+    PartialState(cpu=True)
+    accelerator = Accelerator()
+
+    assert accelerator.run.resolved.origins["device"].startswith("Accelerator")
+    assert (accelerator.device.type, accelerator.state._cpu, PartialState()._cpu) == ("cpu", True, True)
+
+
 def test_another_precision_needs_a_reset_first():
     Accelerator(mixed_precision="bf16")
     with pytest.raises(ValueError, match="already been initialized and cannot be changed"):

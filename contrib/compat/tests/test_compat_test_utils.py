@@ -8,7 +8,7 @@ import unittest
 
 import pytest
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from accelerate.test_utils import (
     RegressionDataset,
     RegressionModel,
@@ -137,7 +137,7 @@ def test_cases_keep_a_folder_forget_states_and_stop_mocks():
 
         def test_first(self):
             self.tmpdir.joinpath("left").write_text("")
-            PartialState(cpu=True)
+            Accelerator(cpu=True)
             assert are_the_same_tensors(torch.ones(2))
             assert os.environ["IN_A_CASE"] == "1"
 

@@ -226,3 +226,22 @@ def test_a_folder_is_asked_for_only_by_what_is_installed(monkeypatch):
     monkeypatch.setattr(imports, "is_aim_available", lambda: True)
     with pytest.raises(ValueError, match="requires a `logging_dir`"):
         tracking.filter_trackers(["aim"])
+
+
+def test_a_program_that_is_alone_saves_after_its_trackers_were_finished(library, tmp_path):
+    writer = library("torch.utils.tensorboard").SummaryWriter.return_value
+    accelerator = started(tracking.TensorBoardTracker("run", str(tmp_path / "logs")))
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.end_training()
+    accelerator.end_training()
+    writer.close.assert_called_once_with()
+
+    accelerator.wait_for_everyone()
+    accelerator.save_state(tmp_path / "state")
+    accelerator.save_model(model, tmp_path / "model")
+    model.weight.data.zero_()
+    accelerator.load_state(tmp_path / "state")
+    assert model.weight.item() != 0
+    assert (tmp_path / "model" / "model.safetensors").exists()
+    with pytest.raises(AccelError, match="after they were finished"):
+        accelerator.log({"loss": 1.0})

@@ -131,3 +131,10 @@ def test_a_project_folder_has_no_records_unless_a_file_asks_for_them(variables, 
     assert not (tmp_path / "plain" / "records").exists()
     variables("project: {record_every: 1}\n")
     assert Accelerator(project_dir=str(tmp_path / "asked")).run.config.project.record_every == 1
+
+
+@pytest.mark.parametrize("steps", [{}, {"gradient_accumulation_steps": 2}])
+def test_a_window_of_no_micro_batch_is_refused(variables, steps):
+    variables(ACCELERATE_GRADIENT_ACCUMULATION_STEPS="0")
+    with pytest.raises(ValueError, match="ACCELERATE_GRADIENT_ACCUMULATION_STEPS is 0\nset it to 1 or more"):
+        Accelerator(**steps)

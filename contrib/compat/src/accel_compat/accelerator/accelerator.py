@@ -66,6 +66,8 @@ class Accelerator(Stepping):
         given = {name: value for name, value in locals().items() if name not in ("self", "__class__")}
         if AcceleratorState._shared_state and runs.newest() is not None:
             _as_before(given)
+        elif PartialState._shared_state.get("_cpu"):
+            given["cpu"] = True
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)

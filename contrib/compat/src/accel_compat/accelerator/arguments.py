@@ -127,7 +127,7 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
     }
     named: dict[str, tuple[str, Any]] = {
         "mixed_precision": (MODE, _precision(read(MODE), f"the variable {MODE}: ")),
-        "gradient_accumulation_steps": (STEPS, parse_number_from_env(STEPS) or None),
+        "gradient_accumulation_steps": (STEPS, _steps_of_variable()),
         "device": ("ACCELERATE_TORCH_DEVICE", kind_of(read("ACCELERATE_TORCH_DEVICE", "")) or None),
     }
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
@@ -190,10 +190,22 @@ def _accumulation(given: Mapping[str, Any]) -> Any:
         return plugin
     if steps == 1:
         return None
-    found = parse_number_from_env(STEPS) or steps
+    found = _steps_of_variable() or steps
     if found != steps:
         warn_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}; that counts")
     return GradientAccumulationPlugin(num_steps=found)
+
+
+def _steps_of_variable() -> int | None:
+    """Return the steps that the variable says, or None.
+
+    Raises:
+        ValueError: they are less than 1.
+    """
+    steps: int | None = parse_number_from_env(STEPS)
+    if steps is not None and steps < 1:
+        raise ValueError(f"the variable {STEPS} is {steps}\nset it to 1 or more, or unset it")
+    return steps
 
 
 def _handlers(handlers: Any) -> dict[str, Any]:

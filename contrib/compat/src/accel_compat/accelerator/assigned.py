@@ -55,6 +55,8 @@ class Assignable(States):
             if name != "step_scheduler_with_optimizer":
                 setattr(self, name, value)
         config = self.run.config
+        if self.rng_types is None:
+            self.rng_types = list(config.rng_types) or ["generator"]
         data = {name: getattr(config.data, name) for name in field_names(DataLoaderConfiguration)}
         if given["dataloader_config"] is None:
             self.dataloader_config = DataLoaderConfiguration(**data)
@@ -176,8 +178,8 @@ class Assignable(States):
         self.run.loaders[:] = loaders
 
     def _set_custom_objects(self, objects: Iterable[Any]) -> None:
-        loose = [each for each in self.run.registered if _among(each, self._loose)]
-        self.run.registered[:] = [*loose, *objects]
+        known = [each for each in self.run.registered if _among(each, [*self._loose, *self._stepping])]
+        self.run.registered[:] = [*known, *objects]
 
     def _all_optimizers(self) -> list[Any]:
         return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
@@ -191,7 +193,7 @@ class Assignable(States):
     _models: Any = _listed(lambda self: _without(self._all_models(), self._apart), _set_models)
     _dataloaders: Any = property(lambda self: self.run.loaders, _set_dataloaders)
     _custom_objects: Any = _listed(
-        lambda self: _without(self.run.registered, self._loose), _set_custom_objects
+        lambda self: _without(self.run.registered, [*self._loose, *self._stepping]), _set_custom_objects
     )
     _optimizers: Any = _listed(_all_optimizers, _set_optimizers)
     _schedulers: Any = _listed(lambda self: self._stepping, _set_schedulers)

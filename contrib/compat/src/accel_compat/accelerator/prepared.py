@@ -6,10 +6,11 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from accel_compat import runs
 from accel_compat.configs.enums import DistributedType
 from accel_compat.state.gradient_state import GradientState
 from accel_compat.state.operations import send_to_device
-from accel_compat.state.states import AcceleratorState
+from accel_compat.state.states import AcceleratorState, distributed_type
 from accel_core import PreparedOptimizer, PreparedScheduler
 
 
@@ -141,13 +142,12 @@ class AcceleratedScheduler(PreparedScheduler):
         elif not any(optimizer.step_was_skipped for optimizer in self.optimizers):
             for _ in range(self._times()):
                 # OneCycleLR raises beyond its last step, which a filled-up last round may reach.
-                if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", _INF):
+                total = _INF if self.split_batches else getattr(self.scheduler, "total_steps", _INF)
+                if getattr(self.scheduler, "_step_count", 0) <= total:
                     self.scheduler.step(*args, **kwargs)
 
     def _times(self) -> int:
-        state = AcceleratorState()
-        once = self.split_batches or state.distributed_type in (
-            DistributedType.DEEPSPEED,
-            DistributedType.MEGATRON_LM,
-        )
-        return 1 if once else int(state.num_processes)
+        run = self.gradient_state._run() or runs.current()
+        kind = distributed_type(run)
+        once = self.split_batches or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+        return 1 if once else run.world.size

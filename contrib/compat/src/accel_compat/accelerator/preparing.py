@@ -113,7 +113,7 @@ class Preparing(accel_core.Accelerator):
         optimizer = getattr(thing, "optimizer", None)
         loose = next((each for each in self._loose if each.optimizer is optimizer), None)
         if loose is not None and not isinstance(thing, torch.nn.Module):
-            return self._scheduled(thing, [loose], self.run.config.step_scheduler_with_optimizer)
+            return self._scheduled_by_itself(thing, [loose])
         return None
 
     def _is_loose(self, optimizer: Any, args: Iterable[Any]) -> bool:
@@ -174,6 +174,14 @@ class Preparing(accel_core.Accelerator):
         self._stepping.append(made)
         return made
 
+    def _scheduled_by_itself(
+        self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer]
+    ) -> AcceleratedScheduler:
+        """Wrap a scheduler that no unit saves."""
+        made = self._scheduled(scheduler, optimizers, self.run.config.step_scheduler_with_optimizer)
+        self.run.registered.append(made)
+        return made
+
     def _selected(self) -> str | None:
         """Return the name of the selected DeepSpeedPlugin, where there are several."""
         plugins = self.state.deepspeed_plugins
@@ -222,6 +230,16 @@ class Preparing(accel_core.Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """`prepare` for one optimizer."""
         return super().prepare_optimizer(optimizer)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """`prepare` for one scheduler, of any class."""
+        known = isinstance(scheduler, AcceleratedScheduler) or self.run.hooks.kind_of(scheduler) is not None
+        if known:
+            return super().prepare_scheduler(scheduler)
+        followed = getattr(scheduler, "optimizer", None)
+        optimizers = [*(proxy for _, proxy in self.run.optimizers), *self._loose]
+        own = [proxy for proxy in optimizers if followed in (proxy, proxy.optimizer)]
+        return self._scheduled_by_itself(scheduler, own or optimizers)
 
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True

@@ -115,5 +115,5 @@ def _moment(run: Run) -> str:
 def _place(loader: PreparedLoader) -> list[int]:
     """(epoch, consumed); the end of an epoch is the start of the next."""
     state = loader.state_dict()
-    ended = state["length"] is not None and state["consumed"] >= state["length"]
+    ended = state["ended"] or (state["length"] is not None and state["consumed"] >= state["length"])
     return [state["epoch"] + 1, 0] if ended else [state["epoch"], state["consumed"]]

@@ -153,4 +153,8 @@ class Tracking(Preparing):
             if not any(tracker is each for each in known):
                 tracker.finish()
         self._assigned_trackers = None
-        super().end_training()
+        if self.run.world.size > 1:
+            super().end_training()
+        else:  # programs that are alone save after it
+            self.run.checkpoints.wait(None)
+            self.run.trackers.finish()

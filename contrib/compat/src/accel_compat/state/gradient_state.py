@@ -129,7 +129,7 @@ class GradientState:
         0 if the round is full, -1 if unknown.
         """
         loader = self.active_dataloader
-        if loader is None or loader.drop_last:
+        if loader is None or loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
             return -1
         if loader.remainder >= 0 or not isinstance(loader, PreparedLoader):
             return int(loader.remainder)

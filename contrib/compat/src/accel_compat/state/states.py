@@ -255,6 +255,11 @@ class AcceleratorState(_Ranked):
         if self.initialized:
             return
         partial = PartialState(cpu, **kwargs)
+        if not _from_accelerator:
+            raise ValueError(
+                "Please make sure to properly initialize your accelerator via `accelerator = Accelerator()`"
+                " before using any functionality from the `accelerate` library."
+            )
         asked = mixed_precision or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
         self.__dict__.update(
             partial._shared_state,
