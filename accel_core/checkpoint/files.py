@@ -37,6 +37,7 @@ __all__ = [
     "cannot_be_read",
     "damaged",
     "lay_out",
+    "not_found",
     "open_file",
     "sync_folder",
     "understanding",
@@ -190,7 +191,7 @@ class DataFile:
             try:
                 content = path.read(first * BLOCK_BYTES, size)
             except FileNotFoundError as error:
-                raise damaged(path, "it is not there any more") from error
+                raise not_found(path, error) from error
             for number in range(first, last) if self._digests else ():
                 block = memoryview(content)[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
                 if xxh3_64_hexdigest(block) != self._digests[number]:
@@ -305,6 +306,16 @@ def sync_folder(path: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def not_found(path: StoredPath, error: FileNotFoundError) -> CheckpointError:
+    """Return the error for a file that the store has listed and does not find.
+
+    It is lost if it is not listed any more. Else the store may find it later.
+    """
+    if path.name in path.parent.entries:
+        return path.cannot_be_reached(error)
+    return damaged(path, "it is not there any more")
 
 
 def damaged(path: Place, problem: str) -> CheckpointError:

@@ -12,7 +12,6 @@ from accel_core.checkpoint.commit import carry_back
 from accel_core.checkpoint.disks import locate_on_all_disks
 from accel_core.checkpoint.manifest import is_there
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.checkpoint.retention import number_in
 from accel_core.checkpoint.stored import Place, UnreadableError, place
 from accel_core.errors import CheckpointError
 
@@ -58,26 +57,28 @@ def find(
             there = gather_from_all_ranks(control, "load_state: look", lambda: is_there(folder))
         return _verified(run, folder) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
-    listed = gather_from_all_ranks(control, "load_state: list", lambda: candidates() if first else [])
-    names = list(dict.fromkeys(name for of_disk in listed for name in of_disk))
+    here = control.rank == 0  # one rank asks the store, so that all take the same
+    listed = gather_from_all_ranks(
+        control, "load_state: list", lambda: candidates(stored=here) if first else []
+    )
+    found = list(dict.fromkeys(each for of_disk in listed for each in of_disk))
     if not best:
-        names.sort(key=number_in, reverse=True)
-    for name in names:
+        found.sort(key=lambda each: (-each[0], each[1]))
+    for each in found:
         try:
-            return _verified(run, series.folder / name)
+            return _verified(run, series.path_of(each))
         except UnreadableError:
             raise
         except CheckpointError as error:
             if control.rank == 0:
                 logger.warning("passed over: %s", error)
-    unmeasured = (
-        best
-        and not names
-        and any(
-            gather_from_all_ranks(control, "load_state: look", lambda: first and bool(series.candidates()))
+    unmeasured = False
+    if best and not found:
+        there = gather_from_all_ranks(
+            control, "load_state: look", lambda: first and bool(series.candidates(stored=here))
         )
-    )
-    if missing_ok and not names and not unmeasured:
+        unmeasured = any(there)
+    if missing_ok and not found and not unmeasured:
         return None
     of_metric = f" with a value of {run.config.project.keep_best!r}" if best else ""
     start = (
@@ -86,10 +87,10 @@ def find(
         else "to start without one, load_state(missing_ok=True)"
     )
     raise CheckpointError(
-        f"none of the {len(names)} checkpoints in {series.folder} can be loaded, the log says why\n"
+        f"none of the {len(found)} checkpoints in {series.where} can be loaded, the log says why\n"
         "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
-        if names
-        else f"there is no checkpoint{of_metric} in {series.folder}\n{start}",
+        if found
+        else f"there is no checkpoint{of_metric} in {series.where}\n{start}",
         path=str(series.folder),
     )
 
@@ -110,7 +111,7 @@ def _verified(run: Run, folder: Place) -> Checkpoint:
             "give all ranks the same directory, on a disk that all nodes share",
             path=str(folder),
         )
-    each_node = run.config.project.save_on_each_node
+    each_node = run.config.project.save_on_each_node and isinstance(folder, Path)
     share, shares = (world.local_rank, world.local_size) if each_node else (world.rank, world.size)
     run_on_all_ranks(control, "load_state: verify", lambda: checkpoint.verify(share, shares))
     return checkpoint

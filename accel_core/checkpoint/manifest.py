@@ -20,6 +20,7 @@ from accel_core.checkpoint.files import (
     UnreadableError,
     cannot_be_read,
     damaged,
+    not_found,
     open_file,
     understanding,
     write_file,
@@ -133,7 +134,10 @@ def read_manifest(folder: Place) -> Manifest:
         )
     try:
         content = _content(path)
-    except FileNotFoundError:  # of a store, where a newer one has replaced it
+    except FileNotFoundError as error:  # of a store, where a newer one has replaced it
+        assert isinstance(path, StoredPath)
+        if isinstance(said := not_found(path, error), UnreadableError):
+            raise said from error
         return read_manifest(folder)
     with understanding(path):
         members = json.loads(content, parse_constant=_no_number)

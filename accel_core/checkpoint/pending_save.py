@@ -99,7 +99,7 @@ class PendingSave:
 
     `run` does it, here or in a thread of its own; `wait` waits for it.
 
-    ranks: how many save together. manifest: what it says but for the files.
+    ranks: how many save together. manifest: what it says but for the files. what: "save" or "copy".
     """
 
     target: SaveTarget | StoredTarget
@@ -108,6 +108,7 @@ class PendingSave:
     ranks: int
     manifest: Mapping[str, Any]
     votes: Votes
+    what: str = "save"
     _failure: str | None = field(default="it has not run", init=False)
     cause: BaseException | None = field(default=None, init=False)
     """The error of this rank's part."""
@@ -157,9 +158,14 @@ class PendingSave:
     @property
     def _message(self) -> str:
         return (
-            f"the save to {self.target.path} failed; a checkpoint that was there is still whole\n"
+            f"the {self.what} to {self.target.path} failed; a checkpoint that was there is still whole\n"
             f"{self._failure}\nmend that and save again"
         )
+
+    @property
+    def has_failed(self) -> bool:
+        """True once it is over, without a checkpoint."""
+        return self.is_over and self._failure is not None
 
     def wait(self, patience: float | None = None) -> None:
         """Return once it is over.
@@ -167,16 +173,21 @@ class PendingSave:
         Raises:
             CheckpointError: it failed on some rank, or is not over after `patience` seconds.
         """
-        deadline = None if patience is None else time.monotonic() + patience
         with nullcontext() if self.is_over else self.shown():
-            while not self.is_over:
-                if deadline is not None and time.monotonic() > deadline:
-                    self._failure = f"it was not over after {patience:g} s"
-                    break
-                self._done.wait(LOOK_SECONDS)
+            if not self.join(patience):
+                self._failure = f"it was not over after {patience:g} s"
         unreported.pop(self.target.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.target.path)) from self.cause
+
+    def join(self, patience: float | None = None) -> bool:
+        """Return True once it is over; False after `patience` seconds."""
+        deadline = None if patience is None else time.monotonic() + patience
+        while not self.is_over:
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+            self._done.wait(LOOK_SECONDS)
+        return True
 
     def shown(self) -> AbstractContextManager[None]:
         """Show how much of this rank's data is written, while that is waited for."""

@@ -57,6 +57,7 @@ class CheckpointFiles:
     @classmethod
     def _of(cls, folder: Place, manifest: Manifest) -> CheckpointFiles:
         home = folder_of_files(folder, manifest)
+        is_part = bool(manifest.domains) and isinstance(folder, Path)
 
         def opened(name: str) -> DataFile:
             with understanding(folder / MANIFEST):
@@ -66,7 +67,7 @@ class CheckpointFiles:
         state, shares = opened("state.json").json(), {}
         for rank in range(manifest.world["size"]):
             names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-            if manifest.domains and not any((home / name).exists() for name in names):
+            if is_part and not any((home / name).exists() for name in names):
                 continue
             data, file = map(opened, names)
             index = file.json()

@@ -35,6 +35,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from accel_core.checkpoint.copies import Copies, Plan
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
@@ -48,8 +49,8 @@ class Saver:
     Made by all ranks; `alone`, by the rank that saves.
     """
 
-    def __init__(self, run: Run, series: CheckpointSeries, *, alone: bool) -> None:
-        self.run, self.alone, self._series = run, alone, series
+    def __init__(self, run: Run, series: CheckpointSeries, copies: Copies, *, alone: bool) -> None:
+        self.run, self.alone, self._series, self._copies = run, alone, series, copies
         self.control = run.collectives("alone" if alone else "control")
         self._votes = Votes.of(run, alone=alone)
         self._layout: Layout | None = None
@@ -66,7 +67,12 @@ class Saver:
         needed: str | None,
     ) -> Place:
         """See `CheckpointSession.save`."""
-        run_on_all_ranks(self.control, "save_state: wait for the save before", self.wait)
+
+        def ready() -> Plan:
+            self.wait()
+            return self._copies.plan()
+
+        plans = gather_from_all_ranks(self.control, "save_state: wait for the save before", ready)
         noted = {"step": step, "metrics": agreed_metrics(self.control, metrics, needed)}
         with without_collecting_garbage():
             self._pending = pending = self._snapshot(directory, noted, wait=wait)
@@ -77,6 +83,7 @@ class Saver:
             self.wait()
         else:
             pending.start()
+        self._copies.follow(pending, plans, self._votes)
         return pending.target.path
 
     def _snapshot(

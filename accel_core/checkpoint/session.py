@@ -8,8 +8,10 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from accel_core.distributed.watch import assemble
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.copies import Copies
     from accel_core.checkpoint.preemption import Preemption
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.checkpoint.save import Saver
@@ -28,6 +30,7 @@ class CheckpointSession:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._saver: Saver | None = None
+        self._copies: Copies | None = None
         self._preemption: Preemption | None = None
 
     @cached_property
@@ -37,11 +40,28 @@ class CheckpointSession:
 
         return CheckpointSeries(self.run)
 
+    def _prepare_copies(self) -> Copies:
+        from accel_core.checkpoint.copies import Copies  # late: start-up need not wait for it
+
+        self._copies = self._copies or Copies(self.series)
+        return self._copies
+
     def check_place(self) -> None:
         """Refuse a project's URL that cannot be reached. Raises CheckpointError."""
         project = self.run.config.project
-        if project.automatic_checkpoint_naming and "://" in (project.project_dir or ""):
+        is_url = "://" in (project.project_dir or "")
+        if not project.automatic_checkpoint_naming or not (is_url or project.store):
+            return
+        if project.store and (is_url or "://" not in project.store):
+            raise CheckpointError(
+                f"project.store {project.store!r} is for copies of checkpoints that are saved in"
+                f" {project.project_dir or 'the working folder'!r}\n"
+                "give a local folder as project.project_dir, and a URL as project.store"
+            )
+        if is_url:
             self.series.folder.exists()
+        else:
+            self._prepare_copies().plan()  # which looks at the store
 
     def save(
         self,
@@ -79,8 +99,8 @@ class CheckpointSession:
             objects = len(run.registered)
             assemble(run, "save_state", f"{objects} registered object(s)" if objects else "")
         if self._saver is None or self._saver.alone is not alone:
-            self.wait()
-            self._saver = Saver(run, self.series, alone=alone)
+            self._wait_for_save()
+            self._saver = Saver(run, self.series, self._prepare_copies(), alone=alone)
         return self._saver.save(directory, step=step, wait=wait, metrics=metrics, needed=needed)
 
     def load(
@@ -117,7 +137,11 @@ class CheckpointSession:
         run.require_alive()
         assemble(run, "load_state")
         # One rank may have saved alone, so that the others have nothing to wait for.
-        run_on_all_ranks(run.collectives("control"), "load_state: wait for the save before", self.wait)
+        run_on_all_ranks(
+            run.collectives("control"), "load_state: wait for the save before", self._wait_for_save
+        )
+        if self._copies is not None:
+            self._copies.join()  # it may be what is loaded; its error stays for `wait`
         with without_collecting_garbage():  # until `load` has dropped what it made
             loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok, best=best)
         if loaded is None:
@@ -128,13 +152,23 @@ class CheckpointSession:
         return folder
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait for the save that is under way, `patience` seconds at most.
+        """Wait for the save that is under way and then for its copy.
 
-        Not collective.
+        Not collective. `patience`: the most seconds to wait for each.
 
         Raises:
-            CheckpointError: it failed; raised once.
+            CheckpointError: one of them failed; raised once. If both did, the copy's is raised next.
         """
+        try:
+            self._wait_for_save(patience)
+        except CheckpointError:
+            if self._copies is not None:
+                self._copies.join(patience)
+            raise
+        if self._copies is not None:
+            self._copies.wait(patience)
+
+    def _wait_for_save(self, patience: float | None = None) -> None:
         if self._saver is not None:
             self._saver.wait(patience)
 

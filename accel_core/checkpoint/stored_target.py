@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from weakref import finalize
 
-from attrs import frozen
+from attrs import define
 
 from accel_core.checkpoint import stored_commit
 from accel_core.checkpoint.agree import gather_from_all_ranks
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["StoredTarget"]
 
 
-@frozen
+@define(eq=False)
 class StoredTarget:
     """The place of one save in a store, with what `SaveTarget` has.
 

@@ -704,7 +704,7 @@ def run_started(run_id: str, config: RunConfig) -> None:
 def checkpoint_committed(folder: Path | str, step: int | None) -> None:
     """Note that a save has become the checkpoint `folder`. Every rank, main thread.
 
-    A URL is text.
+    A URL is text. A copy in `project.store` is the same checkpoint, and is not told.
     At once after a save that waits; else when the rank next saves, waits for the checkpoint, or ends.
     """
 

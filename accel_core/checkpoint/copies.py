@@ -1,0 +1,254 @@
+"""Copies of numbered checkpoints in `project.store`, made in the background.
+
+    save N, committed on the local disk
+    its copy, in a thread of each rank that saved, with votes as a save has them (see `pending_save`):
+        rank 0 begins in the store, as a save to a URL does, and tells the others
+        each rank sends its files, and votes
+        rank 0 commits, and removes what is over `total_limit` there
+
+One copy is made at a time. The local checkpoint is held until its copy is committed. A copy that fails is
+made again by each next save, until it is there or a newer one is due.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import define, frozen
+
+from accel_core.checkpoint import stored_commit, unreported
+from accel_core.checkpoint.disks import Disks
+from accel_core.checkpoint.manifest import commits_in, read_manifest
+from accel_core.checkpoint.pending_save import LOOK_SECONDS, PendingSave, Share
+from accel_core.checkpoint.stored import StoredPath
+from accel_core.checkpoint.stored_target import StoredTarget
+from accel_core.checkpoint.target import SaveTarget
+from accel_core.checkpoint.writer import begin_writing, is_over
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.files import FileRecord
+    from accel_core.checkpoint.retention import CheckpointSeries
+    from accel_core.checkpoint.votes import Votes
+
+__all__ = ["Copies", "Plan"]
+
+logger = logging.getLogger(__name__)
+
+
+@frozen
+class Plan:
+    """The copies that a rank knows of when a save begins.
+
+    owed: number of the checkpoint whose copy is to be made, or is being made. is_idle: no copy is being
+    made. due: number from which a checkpoint is copied.
+    """
+
+    owed: int | None = None
+    is_idle: bool = True
+    due: int = 0
+
+
+@frozen
+class _Source:
+    """A local checkpoint that is to be copied.
+
+    manifest: its members but for the files.
+    """
+
+    number: int
+    save_id: str
+    manifest: Mapping[str, Any]
+
+
+@define(eq=False)
+class CopyTarget(StoredTarget):
+    """The place of a copy. local: the checkpoint that is copied."""
+
+    local: Path
+    votes: Votes
+
+    def write(self, write: Callable[[Path], dict[str, FileRecord]], size: int) -> dict[str, FileRecord]:
+        """Send this rank's files, unless the copy is there already; name -> record."""
+        del write, size
+        rank, ranks = self.disks.rank, len(self.disks.of_rank)
+        is_new = False
+        if rank == 0:
+            try:
+                is_new = self._begin()
+            finally:  # the others wait for it
+                self.votes.publish("begin", {"is_new": is_new})
+        else:
+            begun = self.votes.poll("begin", time.monotonic() + self.votes.timeout, unless="verdict")
+            is_new = begun is not None and begun["is_new"]
+        records = {
+            name: record
+            for name, record in read_manifest(self.local).files.items()
+            if _sender(name, ranks) == rank
+        }
+        for name in records if is_new else ():
+            (self.folder / name).send(self.local / name)
+        return records
+
+    def _begin(self) -> bool:
+        """Return True if the files are to be sent.
+
+        What killed copies left is removed.
+
+        Raises:
+            CheckpointError: the store does not answer or takes no commits; another run has this number.
+        """
+        if read_manifest(self.local).save_id != self.save_id:
+            raise CheckpointError(
+                f"{self.local} is another save than the one to be copied\n"
+                "give each run a project_dir of its own"
+            )
+        around = [path for path in self.series.uncounted() if isinstance(path, StoredPath)]
+        for path in around:
+            left = stored_commit.unfinished(path)
+            stored_commit.remove_unfinished(path, {each for each in left if is_over(each)})
+        commits = commits_in(self.path.listed())
+        if not commits:
+            begin_writing(self.save_id)
+            self.commit = stored_commit.begin(self.path, self.save_id)
+            return True
+        self.commit = max(commits)  # its answer was lost
+        if not stored_commit.is_committed(self.path, self.save_id, self.commit):
+            raise CheckpointError(
+                f"{self.path} is another run's checkpoint; it was left as it is\n"
+                "give each run a project.store of its own"
+            )
+        return False
+
+
+class Copies:
+    """The copies of a run's numbered checkpoints, as one rank makes them."""
+
+    def __init__(self, series: CheckpointSeries) -> None:
+        self._series = series
+        self._owed: _Source | None = None
+        self._last: int | None = None
+        """Number of the last checkpoint whose copy was due."""
+        self._error: Exception | None = None
+        self._done = threading.Event()
+        self._done.set()
+
+    def plan(self) -> Plan:
+        """Return the copies that this rank knows of.
+
+        Each save begins with it, on all ranks.
+
+        Raises:
+            UnreadableError: it is the first, and the store does not answer.
+        """
+        project, store = self._series.run.config.project, self._series.copies
+        if store is None:
+            return Plan()
+        last = store.newest if self._last is None else self._last
+        owed = None if self._owed is None else self._owed.number
+        return Plan(owed, self._done.is_set(), 0 if last < 0 else last + project.store_every)
+
+    def follow(self, save: PendingSave, plans: Sequence[Plan], votes: Votes) -> None:
+        """Copy the checkpoint of this save, if it is due, or an earlier one again.
+
+        It does so once the save is committed. Waits for the copy before. By each rank that saves.
+
+        plans: those of all these ranks.
+        """
+        target, first = save.target, plans[0]
+        is_due = isinstance(target, SaveTarget) and target.numbered and target.number >= first.due
+        is_owed = first.is_idle and first.owed is not None and {plan.owed for plan in plans} == {first.owed}
+        if self._series.copies is None or not (is_due or is_owed):
+            return
+        self.join()
+        before, source = (self._owed, self._last), self._owed
+        if is_due:
+            source = _Source(target.number, target.save_id, save.manifest)
+            self._last = target.number
+        if source is None:
+            return
+        self._forget_error()
+        self._series.hold({each.number for each in (self._owed, source) if each is not None})
+        self._done = threading.Event()
+        arguments = save, source, before, votes.under(f"copy/{target.save_id}")
+        # Daemon thread: the run's atexit handler waits for it.
+        threading.Thread(target=self._run, args=arguments, name="copy", daemon=True).start()
+
+    def _run(
+        self, save: PendingSave, source: _Source, before: tuple[_Source | None, int | None], votes: Votes
+    ) -> None:
+        try:
+            save.join()
+            if save.has_failed:
+                self._owed, self._last = before
+                return
+            self._owed = source
+            self._copy(source, save.share.rank, save.ranks, votes)
+            self._owed = None
+        except Exception as error:  # whatever it is, `wait` raises it
+            self._error = error
+            unreported[f"copy of {source.save_id}"] = os.getpid(), str(error)
+            logger.warning("%s\nthe next save tries again", error)
+        finally:
+            self._series.hold(set() if self._owed is None else {self._owed.number})
+            self._done.set()
+
+    def _copy(self, source: _Source, rank: int, ranks: int, votes: Votes) -> None:
+        """Make a copy. Raises CheckpointError."""
+        store, name = self._series.copies, f"checkpoint_{source.number}"
+        assert store is not None
+        path, local = store.folder / name, Path(str(self._series.folder)) / name
+        assert isinstance(path, StoredPath)
+        disks = Disks(rank, [0] * ranks)
+        target = CopyTarget(store, path, source.save_id, source.number, True, disks, 0, local, votes)
+        nothing = Share(rank, b"", (), 0, b"", b"", None)
+        copy = PendingSave(target, None, nothing, ranks, source.manifest, votes, "copy")
+        copy.run()
+        if rank == 0:
+            with suppress(RuntimeError):  # the process that serves the votes is gone, and with it the vote
+                votes.delete("begin")
+        copy.wait()
+
+    def join(self, patience: float | None = None) -> bool:
+        """Return True once no copy is being made; False after `patience` seconds."""
+        deadline = None if patience is None else time.monotonic() + patience
+        while not self._done.wait(LOOK_SECONDS):
+            if deadline is not None and time.monotonic() > deadline:
+                return False
+        return True
+
+    def wait(self, patience: float | None = None) -> None:
+        """Return once no copy is being made.
+
+        Raises:
+            CheckpointError: the last one failed, or is not over after `patience` seconds; raised once.
+        """
+        if not self.join(patience):
+            raise CheckpointError(
+                f"a copy to {self._series.run.config.project.store} was not over after {patience:g} s\n"
+                "the checkpoint is on the local disk"
+            )
+        if (error := self._forget_error()) is not None:
+            raise error
+
+    def _forget_error(self) -> Exception | None:
+        error, self._error = self._error, None
+        if error is not None and self._owed is not None:
+            unreported.pop(f"copy of {self._owed.save_id}", None)
+        return error
+
+
+def _sender(name: str, ranks: int) -> int:
+    """Return the rank that sends a file.
+
+    Rank 0 sends what no rank of this copy wrote.
+    """
+    number = name.removeprefix("rank-").partition(".")[0]
+    return int(number) if number.isdecimal() and int(number) < ranks else 0

@@ -1,0 +1,99 @@
+"""Runs with checkpoints on a local disk and copies in a store, as functions for processes of their own."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import stored_job as job
+import torch
+
+from accel_core import Accelerator, CheckpointError, ProjectConfiguration
+
+NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
+
+
+def tiered(folder: str, store: str, **options: Any) -> tuple[Accelerator, Any, Any]:
+    if options.get("save_on_each_node"):
+        folder = on_its_node(folder)
+    named = {"automatic_checkpoint_naming": True, "record_every": 0, **options}
+    return job.made(project_config=ProjectConfiguration(project_dir=folder, store=store, **named))
+
+
+def on_its_node(folder: str) -> str:
+    """Make this rank the only one of its node, in the node's folder; return the project's folder."""
+    os.environ |= {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    os.environ |= {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
+    here = Path(folder, f"node{os.environ['RANK']}")
+    here.mkdir(exist_ok=True)
+    os.chdir(here)
+    return "."
+
+
+def trained(
+    folder: str, store: str, saves: int, options: Mapping[str, Any] = NO_OPTIONS, background: bool = False
+) -> list[torch.Tensor]:
+    """Go on from the newest checkpoint, save after each step, and return the weight of each save."""
+    accelerator, model, optimizer = tiered(folder, store, **options)
+    accelerator.load_state(missing_ok=True)
+    weights = []
+    for _ in range(saves):
+        job.step(accelerator, model, optimizer)
+        weights.append(job.weight(accelerator, model))
+        accelerator.save_state(wait=not background)
+        if not background:
+            accelerator.wait_for_checkpoint()  # so that tests know what has been copied when
+    accelerator.end_training()
+    return weights
+
+
+def resumed(
+    folder: str, store: str, options: Mapping[str, Any] = NO_OPTIONS, best: bool = False
+) -> tuple[str, torch.Tensor]:
+    """Return the place and the weight that a restart goes on from."""
+    accelerator, model, _ = tiered(folder, store, **options)
+    place = str(accelerator.load_state(best=best))
+    found = job.weight(accelerator, model)
+    accelerator.end_training()
+    return place, found
+
+
+def loaded_from_path(folder: str, store: str, number: int) -> torch.Tensor:
+    """Load a local path while the store does not answer, then wait for all ranks."""
+    accelerator, model, _ = tiered(folder, store)
+    accelerator.print("ready")
+    os.environ["AWS_ENDPOINT_URL"] = "http://127.0.0.1:9"
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    accelerator.load_state(f"{folder}/checkpoints/checkpoint_{number}")
+    accelerator.wait_for_everyone()
+    found = job.weight(accelerator, model)
+    accelerator.end_training()
+    return found
+
+
+def tried(folder: str, store: str, saves: int) -> str:
+    """Save, and return the text of the error that the end raises, or nothing."""
+    accelerator, model, optimizer = tiered(folder, store)
+    for _ in range(saves):
+        job.step(accelerator, model, optimizer)
+        accelerator.save_state()
+    try:
+        accelerator.end_training()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def killed_in_a_copy(endpoint: str, folder: str, store: str) -> None:
+    """Tell the test this process's number, then save one checkpoint and copy it."""
+    import boto3
+
+    boto3.client("s3", endpoint_url=endpoint).put_object(
+        Bucket="bucket", Key="pid", Body=str(os.getpid()).encode()
+    )
+    trained(folder, store, 1)
