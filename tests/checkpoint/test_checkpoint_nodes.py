@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import subprocess
-import sys
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import nodes_job
 import pytest
 from accel_command import ACCEL, clean_environment
 
+from accel_testing.hosts import Host, make_hosts, missing
 from accel_testing.processes import ProcessError, run_processes
 
 pytestmark = pytest.mark.together
@@ -206,39 +205,21 @@ accelerator.end_training()
 
 
 @pytest.mark.multinode
-@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="needs namespaces, and root")
-@pytest.mark.skipif(
-    not (shutil.which("ip") and shutil.which("unshare")), reason="iproute2 or unshare is missing"
-)
+@pytest.mark.skipif(bool(missing()), reason=missing())
 def test_two_launchers_without_a_shared_disk(tmp_path):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "disk").mkdir()
-    names, addresses = (f"accel-c-{os.getpid()}", f"accel-d-{os.getpid()}"), ("10.78.0.1", "10.78.0.2")
-
-    def ip(words):
-        ended = subprocess.run(["ip", *words.split()], capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"ip {words}: {ended.stderr.strip()}")
-
-    with ExitStack() as undo:
-        for name in names:
-            ip(f"netns add {name}")
-            undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-        ip(f"link add accel0 netns {names[0]} type veth peer name accel0 netns {names[1]}")
-        for name, address in zip(names, addresses, strict=True):
-            ip(f"-n {name} addr add {address}/24 dev accel0")
-            ip(f"-n {name} link set accel0 up")
-            ip(f"-n {name} link set lo up")
-        assert launch(tmp_path, names, addresses[0]) == ["None 3", "None 3"]
+    with make_hosts({"c": "10.78.0.1", "d": "10.78.0.2"}) as hosts:
+        assert launch(tmp_path, [*hosts.values()]) == ["None 3", "None 3"]
         for node in (0, 1):
             left = sorted(path.name for path in (tmp_path / f"disk{node}" / "checkpoints").iterdir())
             assert left == ["checkpoint_1", "checkpoint_2"]
             assert len(list((tmp_path / f"disk{node}" / "checkpoints" / "checkpoint_2").iterdir())) == 4
-        assert launch(tmp_path, names, addresses[0]) == ["checkpoint_2 6", "checkpoint_2 6"]
+        assert launch(tmp_path, [*hosts.values()]) == ["checkpoint_2 6", "checkpoint_2 6"]
     assert list((tmp_path / "disk").iterdir()) == [], "each node mounted its own over it"
 
 
-def launch(folder: Path, names: tuple[str, str], address: str) -> list[str]:
+def launch(folder: Path, hosts: list[Host]) -> list[str]:
     """The last line that each launcher printed."""
     started = []
     with ExitStack() as stack:
@@ -248,10 +229,9 @@ def launch(folder: Path, names: tuple[str, str], address: str) -> list[str]:
             command = (
                 f"mount --bind {disk} {folder / 'disk'} && exec {ACCEL} launch --device cpu -n 1 --nodes 2"
             )
-            command += f" --node-rank {rank} --rendezvous {address}:29513 train.py"
-            words = ["ip", "netns", "exec", names[rank], "unshare", "-m", "bash", "-c", command]
+            command += f" --node-rank {rank} --rendezvous {hosts[0].address}:29513 train.py"
             process = subprocess.Popen(
-                words,
+                hosts[rank].command("unshare", "-m", "bash", "-c", command),
                 cwd=folder,
                 env=clean_environment(),
                 stdout=subprocess.PIPE,

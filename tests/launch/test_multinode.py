@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import signal
 import subprocess
 import time
@@ -13,15 +12,17 @@ from threading import Thread
 
 import pytest
 from accel_command import ACCEL, clean_environment
-from two_hosts import ADDRESSES, NEEDED, namespaces
+from two_hosts import ADDRESSES, NEEDED
+
+from accel_testing.hosts import Host, make_hosts
 
 pytestmark = NEEDED
 
 
 @pytest.fixture
-def nodes() -> Iterator[tuple[str, str]]:
-    with namespaces() as names:
-        yield names
+def nodes() -> Iterator[list[Host]]:
+    with make_hosts(ADDRESSES) as hosts:
+        yield [*hosts.values()]
 
 
 SUMS = """
@@ -37,14 +38,14 @@ dist.destroy_process_group()
 """
 
 
-def launch_on(nodes: tuple[str, str], folder: Path, source: str, *flags: str) -> list[tuple[int, str, str]]:
+def launch_on(nodes: list[Host], folder: Path, source: str, *flags: str) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of the launchers on both nodes."""
     (folder / "train.py").write_text(source)
     with ExitStack() as stack:
         started = {}
         for rank in (1, 0):  # node 1 first: it waits for node 0
-            words = ["ip", "netns", "exec", nodes[rank], ACCEL, "launch", "--device", "cpu", "-n", "2"]
-            words += ["--nodes", "2", "--node-rank", str(rank), "--rendezvous", f"{ADDRESSES[0]}:29511"]
+            words = nodes[rank].command(ACCEL, "launch", "--device", "cpu", "-n", "2", "--nodes", "2")
+            words += ["--node-rank", str(rank), "--rendezvous", f"{nodes[0].address}:29511"]
             pipe = subprocess.PIPE
             started[rank] = stack.enter_context(
                 subprocess.Popen(
@@ -57,7 +58,7 @@ def launch_on(nodes: tuple[str, str], folder: Path, source: str, *flags: str) ->
                 )
             )
             stack.callback(started[rank].kill)
-        told = [started[rank].communicate(timeout=90) for rank in (0, 1)]
+        told = [started[rank].communicate(timeout=240) for rank in (0, 1)]
         return [(started[rank].returncode, *told[rank]) for rank in (0, 1)]
 
 
@@ -146,7 +147,7 @@ def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path):
     def cut():
         while not (tmp_path / "training").exists():
             time.sleep(0.1)
-        subprocess.run(["ip", "-n", nodes[1], "link", "set", "accel0", "down"], check=True)
+        nodes[1].cable("down")
 
     cutting = Thread(target=cut, daemon=True)
     cutting.start()
@@ -163,7 +164,7 @@ def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes,
     assert (first[0], second[0]) == (1, 1)
     assert first[2].splitlines()[-2:] == [
         "accel: another node failed: rank 3 (local 1) failed: ValueError: no data here",
-        f"its own `accel launch`, on {platform.node()}, has the traceback",
+        "its own `accel launch`, on host-b, has the traceback",
     ]
 
 
@@ -204,7 +205,7 @@ for _ in range(1000):
 @pytest.mark.slow
 def test_a_node_goes_on_without_another(nodes, tmp_path):
     flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
-    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(ADDRESSES[1]), *flags)
+    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(nodes[1].address), *flags)
 
     assert (first[0], second[0]) == (0, -signal.SIGKILL), first[2]
 
@@ -212,7 +213,7 @@ def test_a_node_goes_on_without_another(nodes, tmp_path):
 @pytest.mark.slow
 def test_no_node_goes_on_without_the_one_that_served_the_meeting(nodes, tmp_path):
     flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
-    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(ADDRESSES[0]), *flags)
+    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(nodes[0].address), *flags)
 
     assert (first[0], second[0]) == (-signal.SIGKILL, 1), second[2]
     assert "node 1 of 2 could not meet the others at 10.77.0.9:29511" in second[2]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
+from accel_testing.hosts import make_hosts, missing
+
 pytestmark = [
     pytest.mark.multinode,
     pytest.mark.slow,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(sys.platform != "linux", reason="network namespaces are Linux's"),
-    pytest.mark.skipif(getattr(os, "geteuid", lambda: 1)() != 0, reason="making namespaces needs root"),
-    pytest.mark.skipif(shutil.which("ip") is None, reason="the ip command (iproute2) is missing"),
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 
-ADDRESSES = ("10.78.0.1", "10.78.0.2")
+ADDRESSES = {"a": "10.78.0.1", "b": "10.78.0.2"}
 ACCEL = str(Path(sys.executable).with_name("accel"))
 STEPS, LOSE_AFTER = 12, 5
 TRAIN = f"""
@@ -69,23 +68,8 @@ accelerator.end_training()
 
 @pytest.fixture
 def hosts():
-    names = (f"accel-fsdp-a-{os.getpid()}", f"accel-fsdp-b-{os.getpid()}")
-
-    def ip(*words):
-        ended = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-        if ended.returncode:
-            pytest.skip(f"ip {' '.join(words)}: {ended.stderr.strip()}")
-
-    with ExitStack() as undo:
-        for name in names:
-            ip("netns", "add", name)
-            undo.callback(subprocess.run, ["ip", "netns", "delete", name], check=False)
-        ip(*"link add accelf netns {} type veth peer name accelf netns {}".format(*names).split())
-        for name, address in zip(names, ADDRESSES, strict=True):
-            ip("-n", name, "addr", "add", f"{address}/24", "dev", "accelf")
-            ip("-n", name, "link", "set", "accelf", "up")
-            ip("-n", name, "link", "set", "lo", "up")
-        yield names
+    with make_hosts(ADDRESSES) as made:
+        yield [*made.values()]
 
 
 def start(host, folder, *flags, **variables):
@@ -93,7 +77,7 @@ def start(host, folder, *flags, **variables):
         name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "RANK", "WORLD"))
     }
     return subprocess.Popen(
-        ["ip", "netns", "exec", host, ACCEL, "launch", "--device", "cpu", "-n", "1", *flags, "train.py"],
+        host.command(ACCEL, "launch", "--device", "cpu", "-n", "1", *flags, "train.py"),
         cwd=folder,
         env={**kept, "OMP_NUM_THREADS": "1", **variables},
         stdout=subprocess.PIPE,
@@ -121,7 +105,7 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
         folder.mkdir()
         (folder / "train.py").write_text(TRAIN)
     meeting = ("--nodes", "2", "--min-nodes", "1", "--max-restarts", "3")
-    meeting += ("--rendezvous", f"{ADDRESSES[0]}:29522")
+    meeting += ("--rendezvous", f"{hosts[0].address}:29522")
     with ExitStack() as ends:
         pair = [
             start(host, broken, *meeting, "--node-rank", str(rank), SLOWLY="1")
@@ -133,11 +117,11 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
         stop(pair[1])
         wait_for(lambda: losses(broken)[-1][0] == "1", pair[0])
         ends.callback(stop, start(hosts[1], broken, *meeting, "--node-rank", "1"))
-        told = pair[0].communicate(timeout=150)[0]
+        told = pair[0].communicate(timeout=300)[0]
         assert pair[0].returncode == 0, told
         alone = start(hosts[0], plain)
         ends.callback(stop, alone)
-        assert alone.wait(timeout=90) == 0
+        assert alone.wait(timeout=300) == 0
     readers = [readers for readers, _ in losses(broken)]
     assert [number for number, _ in groupby(readers)] == ["2", "1", "2"]
     found = [float(loss) for _, loss in losses(broken)]
@@ -145,7 +129,7 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
 
 
 def wait_for(condition, process):
-    until = time.monotonic() + 150
+    until = time.monotonic() + 300
     while not condition():
         assert process.poll() is None, process.communicate(timeout=5)[0]
         assert time.monotonic() < until
@@ -160,16 +144,16 @@ def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path):
     with ExitStack() as ends:
         alone = start(hosts[0], plain)
         ends.callback(stop, alone)
-        told = alone.communicate(timeout=90)[0]
+        told = alone.communicate(timeout=300)[0]
         assert alone.returncode == 0, told
-        meeting = ("--nodes", "2", "--rendezvous", f"{ADDRESSES[0]}:29521")
+        meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:29521")
         pair = [
             start(host, broken, *meeting, "--node-rank", str(rank), LOSE_A_HOST="1")
             for rank, host in enumerate(hosts)
         ]
         for each in pair:
             ends.callback(stop, each)
-        until = time.monotonic() + 90
+        until = time.monotonic() + 300
         while len(losses(broken)) < LOSE_AFTER and time.monotonic() < until:
             time.sleep(0.2)
         assert len(losses(broken)) == LOSE_AFTER, pair[0].communicate(timeout=5)[0]
@@ -177,7 +161,7 @@ def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path):
             stop(each)
         again = start(hosts[0], broken)
         ends.callback(stop, again)
-        told = again.communicate(timeout=90)[0]
+        told = again.communicate(timeout=300)[0]
         assert again.returncode == 0, told
     assert [readers for readers, _ in losses(broken)] == ["2"] * LOSE_AFTER + ["1"] * (STEPS - LOSE_AFTER)
     found = [float(loss) for _, loss in losses(broken)]

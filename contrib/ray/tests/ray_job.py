@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -33,7 +34,7 @@ def meet(folder: Path) -> None:
 
 def write(folder: Path, **more: object) -> None:
     facts = {name: os.environ.get(name) for name in VARIABLES}
-    facts |= {"process": os.getpid(), "folder": str(Path.cwd()), **more}
+    facts |= {"process": os.getpid(), "host": socket.gethostname(), "folder": str(Path.cwd()), **more}
     beside = folder / f".rank{os.environ['RANK']}"
     beside.write_text(json.dumps(facts))
     beside.rename(folder / f"rank{os.environ['RANK']}.json")

@@ -17,6 +17,7 @@ from attrs import define, field, frozen
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from accel_core import LaunchError
+from accel_ray.loss import POLL_SECONDS, VERDICT_SECONDS, Head, HeadLost, silent
 from accel_ray.node import Node
 
 __all__ = ["Attempt", "NodeLost"]
@@ -91,6 +92,9 @@ class Attempt:
                 ) from error
             addresses = [address for address, _ in found]
             yield cls(actors, [f"{host}, {address}" for address, host in found], addresses)
+        except HeadLost:  # they end with Ray's processes on their nodes
+            actors.clear()
+            raise
         finally:
             for actor in actors:
                 with suppress(Exception):  # it or the cluster may be gone
@@ -103,7 +107,9 @@ class Attempt:
 
         Raises:
             NodeLost: a node is gone.
+            HeadLost: the head is.
         """
+        head = Head.of_cluster()
         with self._signals():
             self.running = set(range(len(self.actors)))
             for node, (actor, mine) in enumerate(zip(self.actors, variables, strict=True)):
@@ -112,35 +118,56 @@ class Attempt:
             try:
                 code = 0
                 while self.running and not code:
-                    code = self._next_end()
+                    with suppress(queue.Empty):
+                        code = self._next_end(POLL_SECONDS)
+                    head.require()
                 if code:  # others hear of it by themselves, or are told
-                    self._wait(FAILING_SECONDS)
+                    self._look_for_lost()
                     self._stop(signal.SIGTERM)
+            except HeadLost:
+                self._stop(signal.SIGTERM, head.ending_seconds)  # actors hear it without the head
+                raise
             except _Stopped as stopped:
                 with suppress(_Stopped):  # a second signal ends it at once
                     self._stop(stopped.number)
                 return 128 + stopped.number
         return code
 
-    def _next_end(self, seconds: float | None = None) -> int:
-        """Wait for a node to end, and return its code."""
+    def _next_end(self, seconds: float) -> int:
+        """Wait for a node to end, and return its code. Raises queue.Empty."""
         end = self.ends.get(timeout=seconds)
         self.running.discard(end.node)
         if end.code is None:
             raise NodeLost(f"node {end.node} of the job ({self.names[end.node]}) was lost: {end.reason}")
         return end.code
 
-    def _wait(self, seconds: float) -> None:
-        """Wait for all nodes to end, but not longer."""
-        deadline = time.monotonic() + seconds
-        with suppress(queue.Empty, NodeLost):
-            while self.running:
-                self._next_end(max(0.0, deadline - time.monotonic()))
+    def _look_for_lost(self) -> None:
+        """Raise NodeLost if a node is lost.
 
-    def _stop(self, number: int) -> None:
+        Ranks that miss those of the node fail before Ray knows.
+        """
+        with suppress(queue.Empty):
+            self._wait(FAILING_SECONDS)
+        lost = silent({node: self.actors[node] for node in self.running})
+        if lost:
+            name = self.names[lost[0]]
+            sys.stderr.write(f"accel: node {lost[0]} of the job ({name}) does not answer\n")
+            with suppress(queue.Empty):
+                self._wait(VERDICT_SECONDS)
+            if lost[0] in self.running:
+                raise NodeLost(f"node {lost[0]} of the job ({name}) was lost: it does not answer")
+
+    def _wait(self, seconds: float) -> None:
+        """Wait for all nodes to end. Raises queue.Empty if some have not."""
+        deadline = time.monotonic() + seconds
+        while self.running:
+            self._next_end(max(0.0, deadline - time.monotonic()))
+
+    def _stop(self, number: int, seconds: float = ENDING_SECONDS) -> None:
         """Have the commands end, and wait for it."""
         self._send(number)
-        self._wait(ENDING_SECONDS if self.running else 0)
+        with suppress(queue.Empty, NodeLost):
+            self._wait(seconds)
 
     def _send(self, number: int) -> None:
         for node in self.running:

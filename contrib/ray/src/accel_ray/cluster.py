@@ -19,6 +19,7 @@ from ray.util.placement_group import placement_group, remove_placement_group
 from accel_core import Job, LaunchError
 from accel_ray.config import RayConfig
 from accel_ray.jobs import sent_folder
+from accel_ray.loss import HeadLost
 from accel_ray.place import job_around
 
 __all__ = ["connected", "counted", "needed", "reserved"]
@@ -108,9 +109,18 @@ def reserved(nodes: int, each: Mapping[str, int], config: RayConfig) -> Iterator
                 )
             told = told or _say_waiting(began, nodes, each)
         yield group
-    finally:
-        with suppress(Exception):  # the cluster may be gone
-            remove_placement_group(group)
+    except HeadLost:  # it would be waited for
+        raise
+    except BaseException:
+        _remove(group)
+        raise
+    else:
+        _remove(group)
+
+
+def _remove(group: Any) -> None:
+    with suppress(Exception):  # the cluster may be gone
+        remove_placement_group(group)
 
 
 def _wait_for_nodes(nodes: int, each: Mapping[str, int], config: RayConfig, began: float) -> None:
