@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from accel_big_models import dispatch, plan_from_map, undo
-from accel_bitsandbytes import BnbQuantizationConfig, load_and_quantize_model, report
-from accel_bitsandbytes.layers import Quantised
+from accel_bitsandbytes import BnbQuantizationConfig, converting, load_and_quantize_model, report
+from accel_bitsandbytes.layers import Quantised, is_layout
 from accel_core import AccelError, CheckpointError, ConfigError
 
 ERROR = {"int8": 0.01}
@@ -68,6 +68,40 @@ def test_loaded_from_file_and_in_memory_it_computes_as_bitsandbytes_by_hand(
     error = (expected - exact).abs().max() / exact.abs().max()
     assert 1e-4 < error < ERROR.get(kind, 0.1)
     assert [name for name, each in streamed.named_modules() if isinstance(each, Quantised)] == QUANTISED
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_weight_is_quantised_in_pieces_as_it_is_at_once(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(converting, "PIECE", 128)
+    options = config(kind, torch_dtype=dtype)
+    for rows, columns in ((64, 33), (300, 70), (1, 4)):
+        torch.manual_seed(rows)
+        layer = nn.Linear(columns, rows, bias=False)
+        weight = layer.weight.detach().to(dtype)
+        converting.quantise("layer", layer, options, torch.device("cpu"))
+        made: Any = layer.weight
+        if options.load_in_8bit:
+            values, scales, _ = bnb.functional.int8_vectorwise_quant(weight.half())
+            assert torch.equal(made.SCB, scales)
+        else:
+            values, state = bnb.functional.quantize_4bit(
+                weight,
+                compress_statistics=options.bnb_4bit_use_double_quant,
+                quant_type=options.bnb_4bit_quant_type,
+                quant_storage=converting.storage_of(options),
+            )
+            mine, theirs = (each.as_dict(packed=True) for each in (made.quant_state, state))
+            mine = {
+                name: part[: theirs[name].numel()] if is_layout(f".{name}") else part
+                for name, part in mine.items()
+            }
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], part) for name, part in theirs.items())
+        assert made.data.dtype is values.dtype
+        assert torch.equal(made.data.view(torch.uint8), values.view(torch.uint8))  # as numbers some are NaN
 
 
 def test_the_config_and_the_state_of_layers_stay(tmp_path: Path) -> None:

@@ -70,6 +70,6 @@ def test_memory_beyond_the_result_does_not_grow_with_the_model(tmp_path: Path, k
         file.unlink()  # pytest keeps its folders
     assert done.returncode == 0, done.stderr
     peak, result = json.loads(done.stdout)
-    # Blocks that are read ahead, float16 beside float32, temporaries of the kernels: 1.6 to 3.5 blocks were
-    # seen. A heap that keeps what is freed grows by all eight.
-    assert peak - result <= 4.5 * BLOCK
+    # The block that is quantised, and a piece of it: 1.0 to 1.5 blocks were seen. The temporaries of a whole
+    # weight would be two more, and a heap that keeps what is freed grows by all eight.
+    assert peak - result <= 2.5 * BLOCK

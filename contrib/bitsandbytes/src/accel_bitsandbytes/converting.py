@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, Final
 
 import bitsandbytes as bnb
 import torch
@@ -15,6 +15,9 @@ from accel_core import ConfigError
 
 __all__ = ["become", "cast", "exceeds_float16", "outline", "quantise", "require_range", "shell"]
 
+PIECE: Final = 2**18
+"""Elements that a CPU quantises together: whole blocks, which have a scale each."""
+
 
 def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> None:
     """Quantise the layer's weight on a device, and keep it there.
@@ -24,8 +27,8 @@ def quantise(name: str, layer: nn.Linear, config: Any, device: torch.device) -> 
     Raises:
         ConfigError: the weight has values that the quantised one cannot hold.
     """
-    weight = layer.weight.detach().to(device, config.torch_dtype)
-    made, scales = _in_8bit(weight) if config.load_in_8bit else _in_4bit(weight, config)
+    weight = layer.weight.detach().to(device)
+    made, scales = (_in_8bit if config.load_in_8bit else _in_4bit)(weight, config)
     if not bool(scales.float().isfinite().all()):
         raise ConfigError(
             f"{name}.weight has values that are not finite in"
@@ -156,20 +159,25 @@ def storage_of(config: Any) -> torch.dtype:
     return dtype
 
 
-def _in_8bit(weight: Tensor) -> tuple[nn.Parameter, Tensor]:
-    values, scales, _ = bnb.functional.int8_vectorwise_quant(weight.to(torch.float16))
+def _in_8bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
+    found = [
+        bnb.functional.int8_vectorwise_quant(rows.to(config.torch_dtype).to(torch.float16))
+        for rows in weight.split(_together(weight, weight.shape[1]))
+    ]
+    values, scales = (torch.cat([each[number] for each in found]) for number in (0, 1))
     made: nn.Parameter = bnb.nn.Int8Params(values, requires_grad=False, has_fp16_weights=False, SCB=scales)
     return made, scales
 
 
 def _in_4bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
     nested, storage = config.bnb_4bit_use_double_quant, storage_of(config)
-    values, state = bnb.functional.quantize_4bit(
-        weight.contiguous(),
-        compress_statistics=nested,
-        quant_type=config.bnb_4bit_quant_type,
-        quant_storage=storage,
-    )
+    values, state = _packed(weight.contiguous().view(-1), config)
+    state.shape = weight.shape
+    if nested:
+        state.offset, state.nested = state.absmax.mean(), True
+        state.absmax, state.state2 = bnb.functional.quantize_blockwise(
+            state.absmax - state.offset, blocksize=256
+        )
     made: nn.Parameter = bnb.nn.Params4bit(
         values,
         requires_grad=False,
@@ -179,4 +187,27 @@ def _in_4bit(weight: Tensor, config: Any) -> tuple[nn.Parameter, Tensor]:
         quant_storage=storage,
         bnb_quantized=True,
     )
-    return made, state.state2.absmax if state.nested else state.absmax
+    return made, state.state2.absmax if nested else state.absmax
+
+
+def _packed(weight: Tensor, config: Any) -> tuple[Tensor, Any]:
+    """Return a flat weight in 4 bits, and its state with scales that are not nested."""
+    found = [
+        bnb.functional.quantize_4bit(
+            piece.to(config.torch_dtype),
+            quant_type=config.bnb_4bit_quant_type,
+            quant_storage=storage_of(config),
+        )
+        for piece in weight.split(_together(weight, 1))
+    ]
+    state = found[0][1]
+    state.absmax = torch.cat([each.absmax for _, each in found])
+    return torch.cat([packed for packed, _ in found]), state
+
+
+def _together(weight: Tensor, size: int) -> int:
+    """Return how many parts of a size are quantised together.
+
+    On the CPU the temporaries are several times what is quantised.
+    """
+    return max(1, (PIECE if weight.device.type == "cpu" else weight.numel()) // max(1, size))

@@ -43,10 +43,11 @@ def load_and_quantize_model(
 ) -> nn.Module:
     """Load a model with its linear layers quantised, or quantise one that is loaded.
 
-    Blocks are read, quantised and placed one by one: the peak is the result and one block. Layers change in
-    place, so that ties, hooks, training mode and names stay. Quantised weights are frozen, other parameters
-    keep their `requires_grad`, and are in `torch_dtype`. `report(model)` says what was quantised. An error
-    leaves the model as it was; one without `weights_location` may have some layers quantised by then.
+    Blocks are read, quantised and placed one by one: the peak is the result, a block and a piece of it.
+    Layers change in place, so that ties, hooks, training mode and names stay. Quantised weights are frozen,
+    other parameters keep their `requires_grad`, and are in `torch_dtype`. `report(model)` says what was
+    quantised. An error leaves the model as it was; one without `weights_location` may have some layers
+    quantised by then.
 
     Args:
         model: on the meta device, as `accel_big_models.empty_weights` makes it, or with weights.
