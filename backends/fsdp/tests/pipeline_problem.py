@@ -9,6 +9,7 @@ from datetime import timedelta
 import torch
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
@@ -183,6 +184,19 @@ def resumed(options, folder, steps=3, tied=False):
     losses, _ = train(accelerator, model, optimizer, range(steps, 2 * steps))
     accelerator.end_training()
     return losses
+
+
+def staged(options, steps=2):
+    """Losses, how many modules are sharded, and what is said when the model is prepared again."""
+    accelerator = accelerator_of(**options)
+    model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    losses, norms = train(accelerator, model, optimizer, range(steps))
+    sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
+    accelerator.free_memory()
+    said = complaint(accelerator.prepare, model)
+    accelerator.end_training()
+    return losses, norms, sharded, said
 
 
 def complaint(function, *args, **options):

@@ -246,6 +246,28 @@ def test_version_1_has_no_stages():
         FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
 
 
+@pytest.mark.parametrize(
+    ("options", "whole"),
+    [
+        ({}, True),
+        ({"mixed_precision": "bf16"}, True),
+        ({"mixed_precision_policy": "bf16"}, False),
+        ({"cpu_offload": True}, False),
+    ],
+    ids=["alone", "bf16", "policy", "offloaded"],
+)
+def test_a_stage_that_no_rank_shares_stays_whole(options, whole):
+    precision = {"mixed_precision": "bf16"} if "bf16" in options.values() else {}
+    losses, norms, *_ = problem.staged(precision)
+    for found in run_processes(problem.staged, {"pp_size": 2, **options}, world=2, timeout=100):
+        near = 1e-5 if not precision else 1e-4 if whole else 1e-2
+        assert found[0] == pytest.approx(losses, rel=near)
+        assert found[1] == pytest.approx(norms, rel=100 * near)
+        assert (found[2] == 0) is whole
+        said = "cut into stages" if whole else "sharded"
+        assert f"Gpt was {said} by an earlier prepare" in found[3]
+
+
 # -- traffic ---------------------------------------------------------------------------------------
 
 

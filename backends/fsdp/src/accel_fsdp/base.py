@@ -21,6 +21,7 @@ from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
 from accel_fsdp.parameters import with_hooks
+from accel_fsdp.stages import is_cut
 from accel_fsdp.wrapping import checkpointed, ignored
 
 if TYPE_CHECKING:
@@ -166,13 +167,15 @@ def _trains_whole(model: nn.Module, whole: set[nn.Parameter]) -> str | None:
 
 
 def _sharded_before(model: nn.Module) -> str | None:
-    if not any(
+    sharded = any(
         isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
         for module in model.modules()
-    ):
+    )
+    if not (sharded or is_cut(model)):
         return None
+    done = "sharded" if sharded else "cut into stages"
     return (
-        f"this {type(model).__name__} was sharded by an earlier prepare, which cannot be undone\n"
+        f"this {type(model).__name__} was {done} by an earlier prepare, which cannot be undone\n"
         "build it anew; get_state_dict before, and load_state_dict after that keep its weights"
     )
 

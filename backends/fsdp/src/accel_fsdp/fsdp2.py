@@ -75,15 +75,17 @@ class Sharded(FullyShardedDataParallel):
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
-        found = groups(model, self.config)
-        self.tell_unused(model, len(found) - 1)
+        found, shards = groups(model, self.config), self.shards()
+        self.tell_unused(model, len(found) - 1 if shards else 0)
         for group in found:
             self.materialize(group)
             whole_ones = group.parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
             left |= {p for p in whole_ones if not p.numel()}  # whose gradients torch cannot reduce
-            mesh = self._mesh_of(unit, group)
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
+            if not shards:
+                continue
+            mesh = self._mesh_of(unit, group)
             called = {place: names.get(old, "") for place, old in _places(group.modules)}
             made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
             for place, new in _places(group.modules):
@@ -102,7 +104,8 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1:
             rehearses = partial(self.rehearses, unit)
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
-        reshard_after_evaluation(model, partial(_reshard, made))
+        if made:
+            reshard_after_evaluation(model, partial(_reshard, made))
         return model
 
     @implements(hooks.wrap_optimizer)
@@ -179,6 +182,10 @@ class Sharded(FullyShardedDataParallel):
     def rehearses(self, unit: Unit) -> bool:
         """Return True if the backward that runs was not called by the user."""
         return False
+
+    def shards(self) -> bool:
+        """Return True if `fully_shard` has something to do for the models."""
+        return True
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
         """Return the ranks that share the group; experts are split over `ep` first.

@@ -76,6 +76,13 @@ class Pipelined(Sharded):
         self._pipes[unit].ties.begin()
         return wrapped
 
+    def shards(self) -> bool:
+        # A stage that no other rank shares stays whole: a mesh of one rank would cost half a step more.
+        # Weights on the CPU, or gathered in other dtypes, need torch's hooks all the same. Layers that are
+        # split do too: torch steps no plain tensors beside DTensors.
+        only_stages = self.mesh.size() == 1 and not self._replica_groups
+        return not only_stages or self.config.cpu_offload or self.config.mixed_precision_policy is not None
+
     def rehearses(self, unit: Unit) -> bool:
         return self._pipes[unit].rehearses
 

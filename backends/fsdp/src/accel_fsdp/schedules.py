@@ -134,12 +134,13 @@ class Pipe:
     def _reduction(self, microbatches: int) -> Reduction | None:
         """Reduce gradients in this rank's last backward of the window only.
 
-        None: in each, as `sync_each_batch` asks for, or as there is one of each stage.
+        None: in each, as `sync_each_batch` asks for, or as there is one of each stage. Nor for whole ones.
         """
         unit = self.unit()
         if unit is None or microbatches == 1 or unit.run.config.accumulation.sync_each_batch:
             return None
-        return Reduction.of(unit.models, microbatches * len(self.mine))
+        reduction = Reduction.of(unit.models, microbatches * len(self.mine))
+        return reduction if reduction.modules else None
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
         found = [window.outputs[number] for number in range(len(window.batches))] if last else []

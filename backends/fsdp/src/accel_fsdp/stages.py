@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
 
-__all__ = ["Left", "Running", "absent", "cut", "points_of"]
+__all__ = ["Left", "Running", "absent", "cut", "is_cut", "points_of"]
 
 
 class Left(BaseException):
@@ -162,6 +162,11 @@ def cut(
             if not tensor.is_meta and tensor not in kept:
                 _empty(tensor)
     return running, pieces
+
+
+def is_cut(model: nn.Module) -> bool:
+    """Return True if an earlier prepare has cut the model, or what it is a part of."""
+    return any(isinstance(module, (_Piece, _Root)) for module in model.modules())
 
 
 def absent(model: nn.Module) -> list[nn.Module]:
