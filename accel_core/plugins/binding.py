@@ -11,14 +11,13 @@ import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
-from types import CodeType, ModuleType
+from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
-import pluggy
 from attrs import frozen
 
 from accel_core.contract import hooks as hookspecs
-from accel_core.contract.spec import Spec
+from accel_core.contract.spec import Spec, parameters_of
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation, wrap
@@ -69,15 +68,13 @@ class _Hook:
 @cache
 def _read_specs(module: ModuleType) -> Mapping[str, _Hook]:
     """Return the hooks of a contract, read once per process."""
-    manager = pluggy.PluginManager("accel_core")
-    manager.add_hookspecs(module)
     hooks = {}
     for name, function in vars(module).items():
         spec = getattr(function, "accel_spec", None)
         if spec is not None:
             # Annotations are text (PEP 563): "Mapping[str, str]" -> "Mapping".
             answer = str(function.__annotations__["return"]).partition("[")[0]
-            hooks[name] = _Hook(spec, tuple(getattr(manager.hook, name).spec.argnames), answer)
+            hooks[name] = _Hook(spec, parameters_of(function), answer)
     return hooks
 
 
@@ -140,7 +137,10 @@ class Binder:
             raise refusal(hook, f"an extension implements no owner hook; {remedy}")
 
     def _adapt(self, refusal: Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        wanted, parameters = self._hooks[hook].parameters, inspect.signature(method).parameters.values()
+        wanted = self._hooks[hook].parameters
+        if _plain_parameters(method) == wanted:  # the usual case; a signature costs 50 times as much
+            return method
+        parameters = inspect.signature(method).parameters.values()
         for parameter in parameters:
             is_plain = parameter.kind is parameter.POSITIONAL_OR_KEYWORD
             if not is_plain or parameter.default is not parameter.empty:
@@ -155,15 +155,27 @@ class Binder:
     def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refusal: Refusal) -> None:
         """Refuse a method that was meant to be a hook, and has no mark."""
         for name, method in inspect.getmembers(cls, inspect.isfunction):
+            if name in methods or name.startswith("_") or hasattr(method, "accel_core_impl"):
+                continue
             taken = {*inspect.signature(method).parameters} - {"self"}
             if name in self._hooks:
-                if name not in methods and taken <= {*self._hooks[name].parameters}:
+                if taken <= {*self._hooks[name].parameters}:
                     raise refusal(name, f"the method {name} is not marked; write @implements(hooks.{name})")
-            elif taken and not name.startswith("_") and not hasattr(method, "accel_core_impl"):
+            elif taken:
                 alike = [hook for hook, facts in self._hooks.items() if taken == {*facts.parameters}]
                 for hook in difflib.get_close_matches(name, alike, 1, 0.9):
                     remedy = f"write @implements(hooks.{hook}), or rename it"
                     raise refusal(hook, f"the method {name} is never called; {remedy}")
+
+
+def _plain_parameters(method: Any) -> tuple[str, ...] | None:
+    """Return the names of a method's parameters; None where only `inspect` can tell."""
+    function = getattr(method, "__func__", None)
+    if type(function) is not FunctionType or vars(function).keys() & {"__wrapped__", "__signature__"}:
+        return None
+    code, default = function.__code__, function.__defaults__
+    odd = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS) or code.co_posonlyargcount
+    return None if odd or code.co_kwonlyargcount or default else code.co_varnames[1 : code.co_argcount]
 
 
 def _refusal(plugin: str, slot: str, origin: str, hook: str, problem: str) -> PluginError:

@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Literal
@@ -24,7 +24,7 @@ from accel_core.contract.card import SLOTS, Card, incompatibility
 from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import PluginError
-from accel_core.plugins.timeout import CallTimeout, PluginTimeoutError, surviving
+from accel_core.plugins.timeout import CallTimeout, Outcome, PluginTimeoutError, surviving
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
@@ -155,14 +155,25 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     """
     environment = os.environ if environment is None else environment
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
-    timeout = CallTimeout()
-    records = [
-        evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
+    found = [
+        (evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}"), target)
         if record.name in blocked and not target.startswith(GROUP)
-        else _with_card(record, target, timeout)
+        else (record, target)
         for record, target in _entry_points()
     ]
+    cards = _import_cards([target for record, target in found if record.slot in SLOTS and not record.fault])
+    records = [record if record.fault else _with_card(record, target, cards) for record, target in found]
     return Discovery(tuple(_refuse_clashes(records)))
+
+
+def _import_cards(targets: Iterable[str]) -> Mapping[str, Outcome[Any]]:
+    """Import third-party cards that are not imported yet, in one thread.
+
+    To start a thread costs more than to import most of them.
+    """
+    third_party = [target for target in dict.fromkeys(targets) if not target.startswith(GROUP)]
+    wanted = [target for target in third_party if _imported(target) is None]
+    return dict(zip(wanted, CallTimeout().each([partial(_resolve, each) for each in wanted]), strict=True))
 
 
 def _entry_points() -> Iterator[tuple[Record, str]]:
@@ -209,16 +220,17 @@ def _read(distribution: metadata.Distribution, file: str) -> str:
         return ""
 
 
-def _with_card(record: Record, target: str, timeout: CallTimeout) -> Record:
+def _with_card(record: Record, target: str, cards: Mapping[str, Outcome[Any]]) -> Record:
     try:
         if record.slot not in SLOTS:
             about = f"unknown slot {record.slot!r}{did_you_mean(record.slot, SLOTS)}"
             raise PluginError(f"{about}\nname the group accel_core.SLOT", plugin=record.name)
-        if target.startswith(GROUP):
-            card = _resolve(target)
-        elif (card := _imported(target)) is None:
-            card = timeout(lambda: _resolve(target))
-        return _check_card(record, card)
+        if target not in cards:
+            return _check_card(record, _resolve(target) if target.startswith(GROUP) else _imported(target))
+        answers, error = cards[target]
+        if error is not None:
+            raise error
+        return _check_card(record, answers[0])
     except KeyboardInterrupt:
         raise
     except PluginTimeoutError as error:

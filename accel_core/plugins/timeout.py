@@ -7,16 +7,19 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final, NoReturn, TypeVar
+from queue import Empty, SimpleQueue
+from typing import Final, NoReturn, TypeAlias, TypeVar
 
-__all__ = ["CallTimeout", "PluginTimeoutError", "surviving"]
+__all__ = ["CallTimeout", "Outcome", "PluginTimeoutError", "surviving"]
 
 TIMEOUT_SECONDS: Final = 4.0
 """Time that importing a card, or calling its probe, may take."""
 
 T = TypeVar("T")
+Outcome: TypeAlias = tuple[list[T], BaseException | None]
+"""([the answer], None) or ([], what was raised)."""
 
 
 class PluginTimeoutError(Exception):
@@ -61,27 +64,56 @@ class CallTimeout:
 
     def __call__(self, call: Callable[[], T]) -> T:
         """Return the answer of `call`, or raise its exception or PluginTimeoutError."""
-        answers: list[T] = []
-        errors: list[BaseException] = []
+        ((answers, error),) = self.each([call])
+        if error is not None:
+            raise error
+        return answers[0]
+
+    def each(self, calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
+        """Return the outcomes of calls that one thread makes, one after the other.
+
+        Each has the time to itself. A call that hangs keeps its thread, and the calls after it are made in
+        another.
+        """
+        outcomes: list[Outcome[T]] = []
+        with surviving():
+            while len(outcomes) < len(calls):
+                outcomes += self._until_one_hangs(calls[len(outcomes) :])
+        return outcomes
+
+    def _until_one_hangs(self, calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
+        ended: SimpleQueue[Outcome[T]] = SimpleQueue()
+        waiting = threading.Event()
+        waiting.set()
 
         def work() -> None:
-            try:
-                answers.append(call())
-            except BaseException as error:  # raised again in the caller's thread
-                errors.append(error)
+            for call in calls:
+                if waiting.is_set():  # else this thread has hung, and another one makes the calls
+                    ended.put(_outcome(call))
 
         # A daemon thread: a call that hangs does not keep the process from ending.
         thread = threading.Thread(target=work, daemon=True)
-        with surviving():
+        outcomes: list[Outcome[T]] = []
+        try:
             thread.start()
+            while len(outcomes) < len(calls):
+                outcomes.append(ended.get(timeout=self.seconds))
             thread.join(self.seconds)
-        if errors and isinstance(errors[0], KeyboardInterrupt):  # a user's Ctrl-C arrives on the main thread
-            raise RuntimeError("raised KeyboardInterrupt by itself") from errors[0]
-        if errors:
-            raise errors[0]
-        if answers:
-            return answers[0]
-        where = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
-        error = PluginTimeoutError(self.seconds, where)
-        self.seconds /= 2
-        raise error
+        except Empty:
+            where = "".join(traceback.format_stack(sys._current_frames().get(thread.ident or 0)))
+            outcomes.append(([], PluginTimeoutError(self.seconds, where)))
+            self.seconds /= 2
+        finally:  # by Ctrl-C, too
+            waiting.clear()
+        return outcomes
+
+
+def _outcome(call: Callable[[], T]) -> Outcome[T]:
+    try:
+        return [call()], None
+    except KeyboardInterrupt as raised:  # a user's Ctrl-C arrives on the main thread
+        error = RuntimeError("raised KeyboardInterrupt by itself")
+        error.__cause__ = raised
+        return [], error
+    except BaseException as raised:  # raised again in the caller's thread
+        return [], raised

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -116,6 +117,73 @@ def test_the_traceback_of_a_hanging_import_shows_where(toy_plugin, monkeypatch):
     monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
 
     assert "time.sleep(3)" in toy_plugin("sloth", source="import time\ntime.sleep(3)\n").traceback
+
+
+NOTED = "import threading\nTHREAD = threading.current_thread()\n"
+
+
+def toys_of_one_distribution(toy_distribution: Callable[..., Path], **sources: str) -> None:
+    """Install plugins whose cards are imported in this order; `sources` come after the thread is noted."""
+    toy_distribution(
+        "accel-toys",
+        entry_points={"accel_core.device": {name: f"toy_{name}:CARD" for name in sources}},
+        modules={
+            f"toy_{name}": NOTED + source + card_source(name, "device") for name, source in sources.items()
+        },
+    )
+
+
+def test_one_thread_imports_all_cards_and_ends(toy_distribution):
+    toys_of_one_distribution(toy_distribution, ass="", quits="raise SystemExit('no licence')\n", zebra="")
+    records = discover({})
+
+    assert [records.get(name).status for name in ("ass", "quits", "zebra")] == [
+        "available",
+        "broken",
+        "available",
+    ]
+    assert records.get("quits").reason == "SystemExit: no licence"
+    thread = sys.modules["toy_ass"].THREAD
+    assert sys.modules["toy_zebra"].THREAD is thread is not threading.main_thread()
+    thread.join(10)
+    assert not thread.is_alive()
+
+
+def test_cards_after_one_that_hangs_are_found_in_another_thread(toy_distribution, monkeypatch):
+    monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 2.0)
+    hangs = "import sys\nsys.toy_released.wait(60)\n"
+    monkeypatch.setattr(sys, "toy_released", threading.Event(), raising=False)
+    toys_of_one_distribution(toy_distribution, ass="", mule=hangs, pony="", zebra="")
+    records = discover({})
+    hung = sys.modules["toy_mule"].THREAD
+
+    assert [records.get(name).status for name in ("ass", "mule", "pony", "zebra")] == [
+        "available",
+        "broken",
+        "available",
+        "available",
+    ]
+    assert records.get("mule").reason == "importing toy_mule:CARD took longer than 2 s"
+    assert sys.modules["toy_ass"].THREAD is hung
+    assert sys.modules["toy_pony"].THREAD is sys.modules["toy_zebra"].THREAD is not hung
+    sys.toy_released.set()
+    hung.join(10)
+    assert not hung.is_alive()
+
+
+def test_ctrl_c_leaves_the_cards_that_are_still_to_be_imported(toy_distribution, monkeypatch):
+    kick = "import os, signal, sys\nos.kill(os.getpid(), signal.SIGINT)\nsys.toy_released.wait(60)\n"
+    monkeypatch.setattr(sys, "toy_released", threading.Event(), raising=False)
+    toys_of_one_distribution(toy_distribution, ass="", lion=kick, zebra="")
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            discover({})
+    finally:
+        signal.signal(signal.SIGINT, before)
+    sys.toy_released.set()
+    sys.modules["toy_ass"].THREAD.join(10)
+    assert "toy_zebra" not in sys.modules
 
 
 @pytest.mark.parametrize(
