@@ -1,8 +1,9 @@
 """Measure how many small faults in the sources the tests notice.
 
 `python tools/mutation.py --sample 200` puts one fault at a time into a copy of a package, by cosmic-ray's
-operators. It runs the test files that execute the changed line, the quickest first. A first pass of coverage
-finds these files and is kept in `.mutation/`. The sample follows from the seed. Exits with 1 below the bar.
+operators. It runs the tests that execute the changed line, the quickest first. A first pass of coverage
+finds these tests and is kept in `.mutation/` until a source changes. The sample follows from the seed.
+`--source FILE --tests FILE` judges one module by some tests. Exits with 1 below the bar.
 """
 # ruff: noqa: INP001, T201, S603  # a script that runs tests
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import hashlib
 import json
 import os
 import random
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from difflib import unified_diff
 from functools import cache
@@ -26,12 +28,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from attrs import asdict, frozen
+from attrs import asdict, field, frozen
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 KEPT: Final = ROOT / ".mutation"
 BAR: Final = 0.85
-QUICK: Final = ("-m", "not slow and not together")
+PACKAGES: Final = {"accel_core": ROOT, "accel_compat": ROOT / "contrib/compat/src"}
 COMPAT: Final = "contrib/compat/src/accel_compat/**/"
 ROOMS: Final = {
     "training": (("accel_core/training/*.py",), ("tests/train",)),
@@ -39,18 +41,31 @@ ROOMS: Final = {
     "data": (("accel_core/data/*.py",), ("tests/data",)),
     "distributed": (("accel_core/distributed/*.py",), ("tests/ops", "tests/run", "tests/data")),
     "compat": (
-        (f"{COMPAT}*loader*.py", f"{COMPAT}*sampler*.py", f"{COMPAT}*step*.py"),
+        (f"{COMPAT}*loader*.py", f"{COMPAT}loaders/*.py", f"{COMPAT}*sampler*.py", f"{COMPAT}*step*.py"),
         ("contrib/compat/tests",),
     ),
 }
 """Room -> its sources, and the folders of its tests."""
+OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
 COVERAGE: Final = """[run]
 branch = false
 parallel = true
+core = ctrace
 concurrency = multiprocessing,thread
-patch = subprocess,fork,_exit
+patch = subprocess,_exit
+disable_warnings = no-data-collected,module-not-measured,module-not-imported
 data_file = {data}
 include = {include}
+"""
+ELSEWHERE: Final = 99
+PROGRAM: Final = f"""
+import sys
+from importlib.util import find_spec
+sys.path[0] or sys.path.pop(0)  # the checkout, which would stand in for the copy
+if not find_spec(sys.argv[2]).origin.startswith(sys.argv[1]):
+    sys.exit({ELSEWHERE})
+import pytest
+sys.exit(pytest.main(sys.argv[3:]))
 """
 
 
@@ -66,7 +81,7 @@ class Mutant:
 
 @frozen
 class Result:
-    """What became of a mutant: killed, survived, or unreached (no test executes the line)."""
+    """What became of a mutant: killed, survived, unreached by any test, or undecided for want of time."""
 
     room: str
     mutant: Mutant
@@ -76,6 +91,51 @@ class Result:
     diff: str
 
 
+@frozen
+class Reach:
+    """What the tests execute: seconds of each, and by module and line those that execute it."""
+
+    seconds: dict[str, float] = field(factory=dict)
+    lines: dict[str, dict[int, set[str]]] = field(factory=lambda: defaultdict(lambda: defaultdict(set)))
+
+    def of(self, module: str, line: int) -> list[str]:
+        """List the tests that execute a line, the quickest first.
+
+        A line that runs as its file is imported belongs to all tests of the file.
+        """
+        found = self.lines[module][line]
+        files = {name for name in found if "::" not in name}
+        of_files = (test for test in self.seconds if test.partition("::")[0] in files)
+        return sorted({*(found & self.seconds.keys()), *of_files}, key=lambda test: self.seconds[test])
+
+
+class ByTest:
+    """A plugin of pytest: tell coverage which test runs, and which files of worker processes are its own."""
+
+    def __init__(self, measuring: Any, folder: Path) -> None:
+        self.measuring, self.folder = measuring, folder
+        self.seconds: dict[str, float] = {}
+        self.failed: set[str] = set()
+        self.owners: dict[str, str] = {}
+
+    def pytest_runtest_protocol(self, item: Any) -> Iterator[None]:
+        """Run a test in a context of its own."""
+        started = time.monotonic()
+        self.measuring.switch_context(item.nodeid)
+        try:
+            return (yield)  # type: ignore[return-value]  # pluggy's form of a wrapper
+        finally:
+            self.measuring.switch_context("")
+            self.seconds[item.nodeid] = time.monotonic() - started
+            for part in self.folder.glob("data.*"):
+                self.owners.setdefault(part.name, item.nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        """Note a test that fails."""
+        if report.failed:
+            self.failed.add(report.nodeid)
+
+
 def test_files(room: str) -> list[str]:
     """List the test files of a room."""
     return sorted(
@@ -83,56 +143,98 @@ def test_files(room: str) -> list[str]:
     )
 
 
-def reach(files: Sequence[str], limit: float) -> dict[str, dict[str, object]]:
-    """Test file -> its seconds, and the lines that it executes by module. Measured once for each text."""
+def reach(files: Sequence[str], limit: float) -> Reach:
+    """Return what the tests of these files execute, measured once for each text of the sources."""
     KEPT.mkdir(exist_ok=True)
-    found = {}
+    found, text = Reach(), digest()
     for file in files:
-        name = KEPT / f"{file.replace('/', '-')}.json"
-        if not name.exists():
-            name.write_text(json.dumps(measured(file, limit)), encoding="utf-8")
-        found[file] = json.loads(name.read_text("utf-8"))
+        kept = KEPT / f"{file.replace('/', '-')}.json"
+        facts = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
+        if facts.get("digest") != text:
+            facts = {"digest": text, **measured(file, limit)}
+            kept.write_text(json.dumps(facts), encoding="utf-8")
+        found.seconds.update(facts["seconds"])
+        for module, lines in facts["lines"].items():
+            for line, numbers in lines.items():
+                found.lines[module][int(line)].update(facts["names"][number] for number in numbers)
     return found
 
 
-def measured(file: str, limit: float) -> dict[str, object]:
+@cache
+def digest() -> str:
+    """Return a digest of all sources and tests."""
+    made = hashlib.sha256()
+    for top in ("accel_core", "backends", "contrib", "tests"):
+        for path in sorted((ROOT / top).rglob("*.py")):
+            made.update(path.read_bytes())
+    return made.hexdigest()
+
+
+def measured(file: str, limit: float) -> dict[str, Any]:
     """Run a test file under coverage, its worker processes included."""
     from coverage import CoverageData
 
     with TemporaryDirectory() as folder:
-        settings, data = Path(folder, "coveragerc"), Path(folder, "data")
-        sources = ",".join(f"*/{name}" for name in ("accel_core/*", "accel_compat/*"))
-        settings.write_text(COVERAGE.format(data=data, include=sources), encoding="utf-8")
-        started = time.monotonic()
-        command = [sys.executable, "-m", "coverage", "run", f"--rcfile={settings}", "-m", "pytest"]
-        passed = run_pytest(command, [file], {}, limit) == "passed"
-        lines: dict[str, set[int]] = defaultdict(set)
+        settings, told = Path(folder, "coveragerc"), Path(folder, "tests.json")
+        include = ",".join(f"{top}/{package}/*" for package, top in PACKAGES.items())
+        settings.write_text(COVERAGE.format(data=Path(folder, "data"), include=include), encoding="utf-8")
+        output, _ = run([sys.executable, __file__, "--measure", folder, *OPTIONS, file], {}, limit)
+        if not told.exists():
+            print(f"not measured, so that it kills nothing: {file}\n{output[-2000:]}", flush=True)
+            return {"seconds": {}, "names": [], "lines": {}}
+        facts = json.loads(told.read_text("utf-8"))
+        names = {name: number for number, name in enumerate([file, *facts["seconds"]])}
+        lines: dict[str, dict[int, set[int]]] = defaultdict(lambda: defaultdict(set))
         for part in Path(folder).glob("data.*"):
             held = CoverageData(str(part))
             held.read()
+            owner = facts["owners"].get(part.name, file)
             for path in held.measured_files():
-                module = path[max(path.rfind("accel_core/"), path.rfind("accel_compat/")) :]
-                lines[module].update(held.lines(path) or ())
-        seconds = time.monotonic() - started
-    return {"passed": passed, "seconds": seconds, "lines": {name: sorted(at) for name, at in lines.items()}}
+                for line, contexts in held.contexts_by_lineno(path).items():
+                    numbers = {names[each or owner] for each in contexts}
+                    lines[str(Path(path).relative_to(ROOT))][line] |= numbers
+    for test in facts["failed"]:
+        print(f"fails without a fault, so that it kills nothing: {test}", flush=True)
+        del facts["seconds"][test]
+    as_lists = {module: {line: sorted(at[line]) for line in at} for module, at in lines.items()}
+    return {"seconds": facts["seconds"], "names": [*names], "lines": as_lists}
 
 
-def run_pytest(command: Sequence[str], files: Sequence[str], variables: dict[str, str], limit: float) -> str:
-    """Give passed, failed, or timeout."""
-    options = ("-x", "-q", "-p", "no:cacheprovider", *QUICK)
-    with subprocess.Popen(
-        [*command, *options, *files],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-    ) as process:
-        try:
-            return "passed" if process.wait(limit) in (0, 5) else "failed"  # 5: all tests are deselected
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, 9)
-            return "timeout"
+def measure(folder: str, *arguments: str) -> int:
+    """Run pytest under coverage; the process that `measured` starts."""
+    sys.path.pop(0)  # of this tool
+    import coverage
+    import pytest
+
+    measuring = coverage.Coverage(config_file=str(Path(folder, "coveragerc")))
+    measuring.start()
+    plugin = ByTest(measuring, Path(folder))
+    pytest.hookimpl(wrapper=True)(ByTest.pytest_runtest_protocol)
+    code = pytest.main([*arguments], plugins=[plugin])
+    measuring.stop()
+    measuring.save()
+    facts = {"seconds": plugin.seconds, "failed": sorted(plugin.failed), "owners": plugin.owners}
+    Path(folder, "tests.json").write_text(json.dumps(facts), encoding="utf-8")
+    return int(code)
+
+
+def run(command: Sequence[str], variables: dict[str, str], limit: float) -> tuple[str, int | None]:
+    """Return a program's output and its exit code; None if it ran out of time."""
+    with TemporaryDirectory() as folder, Path(folder, "output").open("w+", encoding="utf-8") as output:
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process:
+            code = None
+            with suppress(subprocess.TimeoutExpired):
+                code = process.wait(limit)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+        return Path(output.name).read_text("utf-8", "replace"), code
 
 
 @cache
@@ -184,10 +286,10 @@ def bare(source: str) -> str:
     return ast.dump(tree)
 
 
-def sample(room: str, size: int, seed: int) -> list[Mutant]:
+def sample(room: str, patterns: Sequence[str], size: int, seed: int) -> list[Mutant]:
     """Choose lines at random, and at each of them one of its faults."""
     draw = random.Random(f"{seed} {room}")  # noqa: S311  # nothing secret
-    paths = sorted({path for pattern in ROOMS[room][0] for path in ROOT.glob(pattern)})
+    paths = sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
     sizes = [path.stat().st_size for path in paths]
     chosen: list[Mutant] = []
     for path in draw.choices(paths, sizes, k=20 * size):
@@ -197,8 +299,8 @@ def sample(room: str, size: int, seed: int) -> list[Mutant]:
     return chosen
 
 
-def judged(room: str, mutant: Mutant, tests: dict[str, dict[str, object]], budget: float) -> Result:
-    """Run what executes the line until a test fails."""
+def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
+    """Run the tests that execute the line until one fails."""
     source, text = (ROOT / mutant.module).read_text("utf-8"), mutated(mutant)
     assert text is not None
     diff = "\n".join(
@@ -206,23 +308,26 @@ def judged(room: str, mutant: Mutant, tests: dict[str, dict[str, object]], budge
         for line in unified_diff(source.splitlines(), text.splitlines(), n=0)
         if line[:2] not in ("--", "++", "@@")
     )
-    inside = mutant.module[max(mutant.module.rfind("accel_core/"), mutant.module.rfind("accel_compat/")) :]
-    reaching = [file for file, facts in tests.items() if mutant.line in facts["lines"].get(inside, ())]
-    started = time.monotonic()
-    with TemporaryDirectory() as folder:
-        package = inside.partition("/")[0]
-        origin = ROOT / mutant.module.removesuffix(inside) / package
-        shutil.copytree(origin, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__"))
-        Path(folder, inside).write_text(text, encoding="utf-8")
-        path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-        for file in sorted(reaching, key=lambda file: tests[file]["seconds"]):
-            left = budget - (time.monotonic() - started)
-            limit = min(left, 60 + 5 * tests[file]["seconds"])
-            if left <= 0:
-                break
-            if run_pytest([sys.executable, "-m", "pytest"], [file], {"PYTHONPATH": path}, limit) != "passed":
-                return Result(room, mutant, "killed", file, time.monotonic() - started, diff)
-    return Result(room, mutant, "survived" if reaching else "unreached", "", time.monotonic() - started, diff)
+    tests, started = found.of(mutant.module, mutant.line), time.monotonic()
+    outcome, by = "unreached", ""
+    if tests:
+        package, top = next(
+            each for each in PACKAGES.items() if (ROOT / mutant.module).is_relative_to(each[1] / each[0])
+        )
+        with TemporaryDirectory() as folder:
+            shutil.copytree(
+                top / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__")
+            )
+            Path(folder, (ROOT / mutant.module).relative_to(top)).write_text(text, encoding="utf-8")
+            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+            command = [sys.executable, "-c", PROGRAM, folder, package, "-x", *OPTIONS, *tests]
+            output, code = run(command, {"PYTHONPATH": path}, budget)
+        if code == ELSEWHERE:
+            raise SystemExit(f"{package} comes from elsewhere than its copy, so that no mutant can be judged")
+        outcome = {None: "undecided", 0: "survived"}.get(code, "killed")
+        failed = (line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+        by = next(failed, "") if outcome == "killed" else f"{len(tests)} tests"
+    return Result(room, mutant, outcome, by, time.monotonic() - started, diff)
 
 
 def main() -> int:
@@ -231,31 +336,36 @@ def main() -> int:
     parser.add_argument("--sample", type=int, default=200, help="mutants of all rooms together")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rooms", default=",".join(ROOMS), help="joined by commas")
-    parser.add_argument("--seconds", type=float, default=600, help="for a mutant, at most")
+    parser.add_argument("--source", help="a module, in place of rooms")
+    parser.add_argument("--tests", nargs="+", help="files that judge the source")
+    parser.add_argument(
+        "--seconds", type=float, default=600, help="for a mutant, or a file's coverage, at most"
+    )
     given = parser.parse_args()
-    rooms = given.rooms.split(",")
+    if (given.source is None) != (given.tests is None):
+        parser.error("--source and --tests go together")
+    rooms = {room: (ROOMS[room][0], test_files(room)) for room in given.rooms.split(",")}
+    if given.source is not None:
+        rooms = {given.source: ((given.source,), given.tests)}
     results: list[Result] = []
-    for room in rooms:
-        tests = {
-            name: facts for name, facts in reach(test_files(room), given.seconds).items() if facts["passed"]
-        }
-        for mutant in sample(room, given.sample // len(rooms), given.seed):
-            result = judged(room, mutant, tests, given.seconds)
+    for room, (patterns, files) in rooms.items():
+        found = reach(files, given.seconds)
+        for mutant in sample(room, patterns, given.sample // len(rooms), given.seed):
+            result = judged(room, mutant, found, given.seconds)
             results.append(result)
-            print(
-                f"{result.outcome}: {mutant.module}:{mutant.line} {result.by} {result.seconds:.0f} s",
-                flush=True,
-            )
+            where = f"{mutant.module}:{mutant.line}"
+            print(f"{result.outcome}: {where} {result.by} {result.seconds:.0f} s", flush=True)
             if result.outcome != "killed":
                 print(result.diff, flush=True)
     (KEPT / "results.json").write_text(json.dumps([asdict(result) for result in results], indent=1))
     for room in rooms:
         counts = Counter(result.outcome for result in results if result.room == room)
-        print(f"{room}: {counts['killed']} of {counts.total()} killed, {counts['unreached']} not reached")
-    killed = sum(result.outcome == "killed" for result in results) / max(1, len(results))
-    print(f"{killed:.0%} of {len(results)} mutants are killed; the bar is {BAR:.0%}")
+        print(room, ", ".join(f"{outcome} {count}" for outcome, count in counts.items()), sep=": ")
+    decided = [result for result in results if result.outcome != "undecided"]
+    killed = sum(result.outcome == "killed" for result in decided) / max(1, len(decided))
+    print(f"{killed:.0%} of {len(decided)} mutants are killed; the bar is {BAR:.0%}")
     return 0 if killed >= BAR else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(measure(*sys.argv[2:]) if sys.argv[1:2] == ["--measure"] else main())

@@ -1,0 +1,51 @@
+"""The tool that measures the tests judges a copy of the sources, and not the checkout."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def mutation():
+    spec = spec_from_file_location("mutation", ROOT / "tools/mutation.py")
+    module = module_from_spec(spec)
+    sys.modules["mutation"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["mutation"]
+
+
+def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutation, tmp_path):
+    shutil.copytree(ROOT / "accel_core", tmp_path / "accel_core")
+    trial = tmp_path / "test_trial.py"
+    trial.write_text("from accel_core import AccelError\n\ndef test_it():\n    assert AccelError()\n")
+    command = [sys.executable, "-c", mutation.PROGRAM, str(tmp_path), "accel_core", "-q", str(trial)]
+    variables = {"PYTHONPATH": str(tmp_path)}
+
+    assert mutation.run(command, variables, 250)[1] == 0
+    (tmp_path / "accel_core/errors.py").write_text("AccelError = dict\n")
+    output, code = mutation.run(command, variables, 250)
+    assert code == 1
+    assert "FAILED" in output
+    assert mutation.run(command, {"PYTHONPATH": ""}, 250)[1] == mutation.ELSEWHERE
+
+
+def test_a_program_that_runs_out_of_time_is_neither_passed_nor_failed(mutation):
+    assert mutation.run([sys.executable, "-c", "import time; time.sleep(600)"], {}, 1)[1] is None
+
+
+def test_a_line_has_its_tests_the_quickest_first_and_those_of_a_file_that_imports_it(mutation):
+    found = mutation.Reach({"a::slow": 2.0, "a::quick": 1.0, "b::other": 0.5})
+    found.lines["module"][1] = {"a::slow", "b::other", "b::fails"}
+    found.lines["module"][2] = {"a"}
+
+    assert found.of("module", 1) == ["b::other", "a::slow"]
+    assert found.of("module", 2) == ["a::quick", "a::slow"]
+    assert found.of("module", 3) == []
