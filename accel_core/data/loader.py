@@ -265,7 +265,7 @@ class PreparedLoader(DataLoader[Any]):
                     active.append(self)
                 if cursor.progress is not progress:
                     cursor.hold(progress)
-                if progress.is_unshared:
+                if progress.padded and progress.is_unshared:
                     with checking_forwards(self._run):
                         yield batch
                 else:

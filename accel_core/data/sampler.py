@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
@@ -47,7 +47,8 @@ class ShardedSampler:
 
     def _batches(self, progress: Progress, sharding: Sharding) -> Iterator[Any]:
         head, batches = self._opened(progress, sharding)
-        number, held = 0, list[Any]()
+        number = 0
+        held: Sequence[Any] = ()
         indices = (self.batch_size or 0) * sharding.batches
         for shares, real_samples in sharding.shares(batches, head, everyone=self.everyone):
             number += 1

@@ -8,7 +8,7 @@ the order never depends on how many readers there are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, cycle, islice
+from itertools import chain, cycle, islice, repeat
 from typing import Final, TypeVar
 
 from attrs import frozen
@@ -67,16 +67,20 @@ class Sharding:
 
     def shares(
         self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool = False
-    ) -> Iterator[tuple[list[Sequence[T]], int]]:
-        """Yield ([this reader's batch], real samples in its round) of each its rounds.
+    ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
+        """Return ([this reader's batch], real samples in its round), round by round.
 
         everyone: the batches of all readers that take part, instead.
         head: the first `wanted` samples of the order (without a batch size: batches).
         The second is NO_PADDING, PARTIAL_ROUND or LAST_ROUND, unless the round is padded.
         """
-        if self.readers == 1:
-            yield from (([batch], NO_PADDING) for batch in batches)
-            return
+        if self.readers == 1:  # the way of each batch: no frame of ours is on it
+            return zip(zip(batches, strict=True), repeat(NO_PADDING), strict=False)
+        return self._shares(batches, head, everyone=everyone)
+
+    def _shares(
+        self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool
+    ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
         own = slice(None) if everyone else slice(self.reader, self.reader + 1)
         for group, last in with_last(batched(batches, self.batches)):
             self._check(group)

@@ -104,7 +104,7 @@ def _state(thing: Any) -> Any:
     return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
 
 
-Shares: TypeAlias = tuple[list[Any], int]
+Shares: TypeAlias = tuple[Sequence[Any], int]
 """(batches of one round, number of its real samples); see `Sharding.shares`."""
 
 

@@ -101,19 +101,21 @@ class Accumulation:
 
     def _surround(self) -> None:
         self._end_contexts()  # Ctrl-C may have left some
-        self._contexts = contexts = ExitStack()
-        contexts.callback(self._end_no_sync)
         self.follow_windows()
-        for unit in self._surrounded if self.batch is not None else ():
-            contexts.enter_context(unit.steps.step_context(unit, self.batch))
+        if self._surrounded and self.batch is not None:
+            self._contexts = contexts = ExitStack()
+            for unit in self._surrounded:
+                contexts.enter_context(unit.steps.step_context(unit, self.batch))
 
     def follow_windows(self) -> None:
         """Have each unit reduce gradients only if this micro-batch is its window's last."""
         self._end_no_sync()
-        self._no_sync = contexts = ExitStack()
         for unit, models in self._reducing:
             if not unit.window.boundary:
-                contexts.enter_context(unit.steps.no_sync(unit, models))
+                self._no_sync = self._no_sync or ExitStack()
+                self._no_sync.enter_context(unit.steps.no_sync(unit, models))
+
+    # What is entered is forgotten once it has ended: Ctrl-C may come in between.
 
     def _end_no_sync(self) -> None:
         if self._no_sync is not None:
@@ -121,9 +123,12 @@ class Accumulation:
             self._no_sync = None
 
     def _end_contexts(self, *error: Any) -> None:
-        if self._contexts is not None:
-            self._contexts.__exit__(*error or (None, None, None))
-            self._contexts = None
+        try:
+            if self._contexts is not None:
+                self._contexts.__exit__(*error or (None, None, None))
+                self._contexts = None
+        finally:
+            self._end_no_sync()
 
     def drop(self) -> None:
         """End as if nothing had happened inside: windows and contexts are told no error."""
@@ -140,7 +145,7 @@ class Accumulation:
             for window in self.windows:
                 window.note_backward()
         finally:
-            if self._contexts is not None:
+            if self._contexts is not None or self._no_sync is not None:
                 self._end_contexts(kind, error, trace)
         if isinstance(error, RuntimeError):  # of a forward, whose collectives are the strategy's
             tell_lost(self.run, "accumulate", error)

@@ -227,7 +227,8 @@ def clip_norm(
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_norm_", error)
         raise
-    unit.step_state.note_edited()
+    if unit.step_state.reduced:
+        unit.step_state.note_edited()
     return norm
 
 
