@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.utils import TorchDynamoPlugin
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -36,3 +37,22 @@ def test_models_to_accumulate_may_be_a_list():
 def test_a_deepspeed_plugin_of_another_kind_is_refused():
     with pytest.raises(TypeError, match="`deepspeed_plugin` must be a DeepSpeedPlugin"):
         Accelerator(cpu=True, deepspeed_plugin=3)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("dataloader_config", "DataLoaderConfiguration"),
+        ("project_config", "ProjectConfiguration"),
+        ("gradient_accumulation_plugin", "GradientAccumulationPlugin"),
+        ("dynamo_plugin", "TorchDynamoPlugin"),
+    ],
+)
+def test_a_mapping_is_no_config_object(name, kind):
+    with pytest.raises(ValueError, match=rf"{name} is a dict, not a {kind}\nmake it {name}={kind}\("):
+        Accelerator(**{name: {"backend": "eager"}})
+
+
+def test_torch_compile_is_asked_for_once():
+    with pytest.raises(ValueError, match="both `dynamo_plugin` and `dynamo_backend`"):
+        Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="eager"))

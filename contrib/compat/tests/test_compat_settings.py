@@ -90,6 +90,42 @@ def test_a_flag_wins_over_the_file(tmp_path):
     assert environment(asked.settings)["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
+@pytest.mark.parametrize("flag", ["use_deepspeed", "multi_gpu"])
+def test_a_flag_replaces_the_strategy_of_the_file(tmp_path, flag):
+    asked = parse(["--config_file", written(tmp_path, FSDP), f"--{flag}", "train.py"], None)
+    told = environment(asked.settings)
+
+    assert "ACCELERATE_USE_FSDP" not in told
+    assert ("ACCELERATE_USE_DEEPSPEED" in told) == (flag == "use_deepspeed")
+    assert convert(asked.settings).config.get("strategy") == (
+        "deepspeed" if flag == "use_deepspeed" else None
+    )
+
+
+@pytest.mark.parametrize("file", ["", FSDP])
+def test_two_strategies_at_once_are_refused(tmp_path, file):
+    words = ["--use_fsdp", "--use_deepspeed", "train.py"]
+    with pytest.raises(ConfigError, match="--use_fsdp and --use_deepspeed: models are trained by one"):
+        parse(["--config_file", written(tmp_path, file or OLD), *words], None)
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "said"),
+    [
+        ("--dynamo_backend", "eagr", "invalid choice: 'eagr'"),
+        ("--dynamo_mode", "fast", "invalid choice: 'fast'"),
+        ("--num_processes", "two", "invalid int value: 'two'"),
+    ],
+)
+def test_a_flags_wrong_value_is_refused_without_another_flags_name(capsys, flag, value, said):
+    with pytest.raises(SystemExit):
+        parse([flag, value, "train.py"], None)
+    told = capsys.readouterr().err
+    assert said in told
+    assert "did you mean" not in told
+    assert parse(["--dynamo_backend", "INDUCTOR", "train.py"], None).settings["dynamo_backend"] == "inductor"
+
+
 def test_the_default_file_is_read_where_there_is_one(tmp_path):
     from pathlib import Path
 
@@ -125,16 +161,17 @@ def test_what_has_no_meaning_here_is_named_with_the_reason():
     assert asked.settings == {}
 
 
-def test_keys_that_no_version_had_are_refused(tmp_path):
+def test_unknown_keys_are_refused(tmp_path):
     with pytest.raises(ConfigError) as refused:
-        read_file(written(tmp_path, OLD + "num_proceses: 1\nanother_key: 2\n"))
+        read_file(written(tmp_path, OLD + "num_proceses: 1\nanother_key: 2\nfsdp_confg: {}\n"))
     assert [line.partition("default_config.yaml:")[2] for line in str(refused.value).splitlines()[:-1]] == [
-        "12: no version of Accelerate has num_proceses; did you mean num_processes?",
-        "13: no version of Accelerate has another_key",
+        "12: Accelerate 1.15 has no key num_proceses; did you mean num_processes?",
+        "13: Accelerate 1.15 has no key another_key",
+        "14: Accelerate 1.15 has no key fsdp_confg; did you mean fsdp_config?",
     ]
 
 
-def test_keys_of_a_section_that_no_version_had_are_refused_with_line_and_nearest_name(tmp_path):
+def test_unknown_keys_of_a_section_are_refused_with_line_and_nearest_name(tmp_path):
     text = FSDP.replace("fsdp_offload_params", "fsdp_offload_parms")
     with pytest.raises(
         ConfigError, match=r":5: .*fsdp_config\.fsdp_offload_parms; did you mean fsdp_offload_params"
@@ -149,6 +186,10 @@ def test_keys_of_a_section_that_no_version_had_are_refused_with_line_and_nearest
         "use_cpu: maybe": "use_cpu is 'maybe', not true or false",
         "mixed_precision: bf61": "mixed_precision is 'bf61', not one of no, fp16, bf16, fp8",
         "main_process_port: http": "main_process_port is 'http', not a number",
+        "mpirun_config: 3": "mpirun_config is 3, not a section of keys and values",
+        "fsdp_config: [1]": "fsdp_config is [1], not a section of keys and values",
+        "dynamo_backend: INDUCTR": "dynamo_backend is 'INDUCTR', not one of no, eager,",
+        "dynamo_config: {dynamo_mode: fast}": "dynamo_config.dynamo_mode is 'fast', not one of default,",
         "debug: [": "no YAML: expected the node content",
         "debug: true\ndebug: false": "debug stands in line 2 already",
     }.items(),

@@ -17,11 +17,25 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.configs.enums import DynamoBackend
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 
 MEGATRON: Final = "megatron_lm_"
 STRATEGIES: Final = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
 """Switch -> the strategy that it chooses, whose section has the same name."""
+SECTIONS: Final[Mapping[str, str]] = {
+    **dict.fromkeys(("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config"), ""),
+    "mpirun_config": "",
+    "parallelism_config": "parallelism_config_",
+    "fp8_config": "fp8_",
+}
+"""Section of a file -> the start that its keys get as settings."""
+WORDS: Final[Mapping[str, tuple[str, ...]]] = {
+    "mixed_precision": ("no", "fp16", "bf16", "fp8"),
+    "dynamo_backend": tuple(backend.value.lower() for backend in DynamoBackend),
+    "dynamo_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+}
+"""Setting -> the words that it takes."""
 
 
 @frozen

@@ -9,7 +9,13 @@ from typing import Any, Final
 from attrs import define
 
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
-from accel_compat.configs.handlers import GradientAccumulationPlugin, KwargsHandler, TorchDynamoPlugin
+from accel_compat.configs.handlers import (
+    DataLoaderConfiguration,
+    GradientAccumulationPlugin,
+    KwargsHandler,
+    ProjectConfiguration,
+    TorchDynamoPlugin,
+)
 from accel_compat.configs.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
@@ -43,8 +49,13 @@ MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 NO_RECORD: Final = {"project.record_every": (0, "accel-compat: Accelerate's project folders have no records")}
 PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
-
-
+CONFIGS: Final[Mapping[str, type]] = {
+    "dataloader_config": DataLoaderConfiguration,
+    "project_config": ProjectConfiguration,
+    "gradient_accumulation_plugin": GradientAccumulationPlugin,
+    "dynamo_plugin": TorchDynamoPlugin,
+}
+"""Argument -> the class of its objects."""
 UNSAID: Final = {
     "device_placement": True,
     "step_scheduler_with_optimizer": True,
@@ -81,6 +92,7 @@ def read(given: dict[str, Any]) -> Asked:
         ValueError: they contradict each other, as there.
         NotServedError: what is not served was asked for; the message has the reason.
     """
+    _refuse_mistaken(given)
     kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
     accumulation = _accumulation(given)
     dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
@@ -116,6 +128,20 @@ def read(given: dict[str, Any]) -> Asked:
     }
     core["presets"] = {**NO_RECORD, **core.get("presets", {}), **_variables(None if compiled else dynamo)}
     return Asked(core, kept, accumulation, chosen.deepspeed, _precision_of_recipe(core, given))
+
+
+def _refuse_mistaken(given: Mapping[str, Any]) -> None:
+    """Raise ValueError for what is no config object, and two words on torch.compile."""
+    if given["dynamo_plugin"] is not None and given["dynamo_backend"] is not None:
+        raise ValueError(
+            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one."
+        )
+    for name, kind in CONFIGS.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise ValueError(
+                f"{name} is a {type(given[name]).__name__}, not a {kind.__name__}\n"
+                f"make it {name}={kind.__name__}(...)"
+            )
 
 
 def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:

@@ -146,8 +146,14 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: Any
 
     def __post_init__(self) -> None:
+        by = "backend" if self.backend else "the variable ACCELERATE_DYNAMO_BACKEND"
         asked = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-        self.backend = DynamoBackend(str(getattr(asked, "value", asked)).upper())
+        word = str(getattr(asked, "value", asked)).upper()
+        if word not in (known := [backend.value for backend in DynamoBackend]):
+            raise ValueError(
+                f"{by} is {asked!r}, no backend of torch.compile\nchoose one of {', '.join(known)}"
+            )
+        self.backend = DynamoBackend(word)
         fill_from_variables(self, "compile", "mode", "fullgraph", "dynamic", "use_regional_compilation")
 
     def to_dict(self) -> dict[str, Any]:

@@ -9,10 +9,10 @@ from typing import Any, Final
 import click
 
 from accel_compat.launch import config_file
-from accel_compat.launch.file_mistakes import PRECISIONS, unmet
+from accel_compat.launch.file_mistakes import unmet
 from accel_compat.launch.request import DISTRIBUTED_TYPES, NO_STRATEGY
 from accel_compat.launch.subcommands import subcommand_parser
-from accel_compat.settings import STRATEGIES, Setting, settings
+from accel_compat.settings import STRATEGIES, WORDS, Setting, settings
 
 _SECTIONS: Final = {"fsdp": "fsdp_config", "deepspeed": "deepspeed_config", "megatron": "megatron_lm_config"}
 """Strategy -> the section of the file that has its settings."""
@@ -30,7 +30,7 @@ def get_user_input() -> config_file.ClusterConfig:
     cpu = kind == "MULTI_CPU" or (kind == "NO" and click.confirm(settings()["cpu"].help, default=False))
     found |= {"num_machines": machines, "use_cpu": cpu}
     found["num_processes"] = 1 if kind == "NO" else _ask(settings()["num_processes"], 2)
-    precision = click.Choice(PRECISIONS)
+    precision = click.Choice(WORDS["mixed_precision"])
     found["mixed_precision"] = click.prompt("Compute in", type=precision, default="no", show_choices=True)
     if click.confirm("Compile models by torch.compile?", default=False):
         found["dynamo_config"] = {"dynamo_backend": _ask(settings()["dynamo_backend"], "inductor")}

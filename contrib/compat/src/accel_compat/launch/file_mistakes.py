@@ -9,10 +9,9 @@ from typing import Any, Final
 import yaml
 
 from accel_compat.environment.variables import str_to_bool
-from accel_compat.settings import Setting, settings
+from accel_compat.settings import SECTIONS, WORDS, Setting, settings
 from accel_core import ConfigError
 
-PRECISIONS: Final = ("no", "fp16", "bf16", "fp8")
 _OF_JSON: Final = (
     "gradient_accumulation_steps",
     "gradient_clipping",
@@ -67,12 +66,14 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
     wrong = []
     for path, (name, value) in found.items():
         where = f"{file}:{lines[path]}" if path in lines else file
-        if name not in known or name == "module":
+        if path in SECTIONS:
+            wrong.append(f"{where}: {path} is {value!r}, not a section of keys and values")
+        elif name not in known or name == "module":
             section = path.rpartition(".")[0]
             names = [each for each in known if not section or each.startswith(name.partition("_")[0])]
-            near = difflib.get_close_matches(name, names or known, 1)
+            near = difflib.get_close_matches(name, [*(names or known), *(() if section else SECTIONS)], 1)
             hint = f"; did you mean {near[0]}?" if near else ""
-            wrong.append(f"{where}: no version of Accelerate has {path}{hint}")
+            wrong.append(f"{where}: Accelerate 1.15 has no key {path}{hint}")
         elif name != "distributed_type" and (wanted := unmet(known[name], value)):
             wrong.append(f"{where}: {path} is {value!r}, not {wanted}")
         elif name in _OF_JSON and "deepspeed_config.deepspeed_config_file" in found:
@@ -83,19 +84,19 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
 
 def unmet(setting: Setting, value: Any) -> str:
     """Return what the value should have been, or nothing."""
-    if setting.name == "mixed_precision":
-        return "" if value is False or str(value).lower() in PRECISIONS else f"one of {', '.join(PRECISIONS)}"
+    if words := WORDS.get(setting.name):
+        return "" if value is False or str(value).lower() in words else f"one of {', '.join(words)}"
     whole: Callable[[str], Any] | None = {"int": int, "float": float}.get(setting.kind)
     if setting.name in ("num_processes", "num_machines"):
         whole = _positive
-    words = "a number of 1 or more" if whole is _positive else f"a number ({setting.kind})"
+    wanted = "a number of 1 or more" if whole is _positive else f"a number ({setting.kind})"
     if whole is None and (setting.kind == "switch" or setting.default in ("true", "false")):
-        whole, words = str_to_bool, "true or false"
+        whole, wanted = str_to_bool, "true or false"
     try:
         if whole is not None:
             whole(str(value))
     except ValueError:
-        return words
+        return wanted
     return ""
 
 

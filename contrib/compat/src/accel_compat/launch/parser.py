@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from copy import copy
 from typing import Any, Final, NoReturn
 
-from accel_compat.settings import Setting, settings
+from accel_compat.settings import WORDS, Setting, settings
 
 _KINDS: Final = {"int": int, "float": float}
 _SPELLINGS: Final = {"module": ("-m", "--module"), "quiet": ("--quiet", "-q")}
@@ -42,7 +42,8 @@ class _Parser(argparse.ArgumentParser):
     """Names the flag that was meant instead of listing all flags."""
 
     def error(self, message: str) -> NoReturn:
-        unknown = [word for word in message.split() if word.startswith("--")]
+        words = message.split() if message.startswith("unrecognized") else []
+        unknown = [word for word in words if word.startswith("--")]
         flags = [flag for action in self._actions for flag in action.option_strings]
         near = difflib.get_close_matches(unknown[0].partition("=")[0], flags, 1) if unknown else []
         hint = f"; did you mean {near[0]}?" if near and near[0] not in unknown else ""
@@ -74,8 +75,8 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     options: dict[str, Any] = {"metavar": "VALUE", "type": _KINDS.get(setting.kind, str)}
     if setting.kind == "switch":
         options = {"nargs": 0, "const": True}
-    elif setting.name == "mixed_precision":
-        options["choices"] = ("no", "fp16", "bf16", "fp8")
+    elif setting.name in WORDS:
+        options |= {"type": str.lower, "choices": WORDS[setting.name]}
     parser.add_argument(
         *spellings,
         dest=setting.name,

@@ -12,16 +12,9 @@ from attrs import frozen
 from accel_compat.launch.cloud import is_cloud, kind_of
 from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes
 from accel_compat.launch.parser import given_flags, launch_parser
-from accel_compat.settings import ignored_settings
+from accel_compat.settings import SECTIONS, STRATEGIES, find_setting, ignored_settings
 from accel_core import ConfigError
 
-SECTIONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config"), ""),
-    "mpirun_config": "",
-    "parallelism_config": "parallelism_config_",
-    "fp8_config": "fp8_",
-}
-"""Section of a file -> the start that its keys get as settings."""
 DISTRIBUTED_TYPES: Final[Mapping[str, str]] = {
     "FSDP": "use_fsdp",
     "DEEPSPEED": "use_deepspeed",
@@ -65,18 +58,34 @@ def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> 
     module = bool(flags.pop("module", False))
     if file is None and default_file is not None and default_file.is_file():
         file = str(default_file)
-    settings = {**(read_file(file) if file else {}), **flags}
+    settings = _merged(read_file(file) if file else {}, flags)
     ignored = ignored_settings()
     dropped = {name: ignored[name] for name in settings if name in ignored}
     kept = {name: value for name, value in settings.items() if name not in ignored}
     return Request(kept, target, module, file, dropped)
 
 
+def _merged(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Return flags over a file's settings.
+
+    A flag that chooses how to train replaces the file's strategy.
+
+    Raises:
+        ConfigError: several strategies are chosen.
+    """
+    replaced = STRATEGIES if any(flags.get(name) for name in (*STRATEGIES, "multi_gpu", "tpu")) else ()
+    merged = {name: value for name, value in settings.items() if name not in replaced} | dict(flags)
+    chosen = [f"--{name}" for name in STRATEGIES if merged.get(name)]
+    if len(chosen) > 1:
+        raise ConfigError(f"{' and '.join(chosen)}: models are trained by one of them\nchoose one of these")
+    return merged
+
+
 def read_file(file: str) -> dict[str, Any]:
     """Read the settings of a YAML or JSON file by any version of `accelerate config`.
 
     Raises:
-        ConfigError: the file is missing, is not a mapping, or has keys that no version had or wrong values.
+        ConfigError: the file is missing, is not a mapping, or has unknown keys or wrong values.
     """
     path = Path(file).expanduser()
     if not path.is_file():
@@ -101,7 +110,7 @@ def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             for name, inner in value.items():
                 if inner is not None:
                     yield f"{key}.{name}", (name if name.startswith(prefix) else f"{prefix}{name}"), inner
-        elif key != "mpirun_config" and value not in ({}, []):
+        elif value not in ({}, []) or (find_setting(key) is None and key not in SECTIONS):
             yield key, key, value
 
 
