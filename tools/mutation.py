@@ -47,6 +47,7 @@ ROOMS: Final = {
 }
 """Room -> its sources, and the folders of its tests."""
 OPTIONS: Final = ("-q", "-p", "no:cacheprovider", "-m", "not slow")
+SETTINGS: Final = ("--rootdir", str(ROOT), "-c", str(ROOT / "pyproject.toml"))
 COVERAGE: Final = """[run]
 branch = false
 parallel = true
@@ -61,7 +62,6 @@ ELSEWHERE: Final = 99
 PROGRAM: Final = f"""
 import sys
 from importlib.util import find_spec
-sys.path[0] or sys.path.pop(0)  # the checkout, which would stand in for the copy
 if not find_spec(sys.argv[2]).origin.startswith(sys.argv[1]):
     sys.exit({ELSEWHERE})
 import pytest
@@ -218,12 +218,14 @@ def measure(folder: str, *arguments: str) -> int:
     return int(code)
 
 
-def run(command: Sequence[str], variables: dict[str, str], limit: float) -> tuple[str, int | None]:
+def run(
+    command: Sequence[str], variables: dict[str, str], limit: float, place: Path = ROOT
+) -> tuple[str, int | None]:
     """Return a program's output and its exit code; None if it ran out of time."""
     with TemporaryDirectory() as folder, Path(folder, "output").open("w+", encoding="utf-8") as output:
         with subprocess.Popen(
             command,
-            cwd=ROOT,
+            cwd=place,
             env={**os.environ, "PYTHONDONTWRITEBYTECODE": "1", **variables},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -320,8 +322,10 @@ def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
             )
             Path(folder, (ROOT / mutant.module).relative_to(top)).write_text(text, encoding="utf-8")
             path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
-            command = [sys.executable, "-c", PROGRAM, folder, package, "-x", *OPTIONS, *tests]
-            output, code = run(command, {"PYTHONPATH": path}, budget)
+            command = [sys.executable, "-c", PROGRAM, folder, package, "-x", *OPTIONS, *SETTINGS]
+            # In the copy: Python's own `-c` and `-m` look into the current folder first, in workers too.
+            command += [str(ROOT / test) for test in tests]
+            output, code = run(command, {"PYTHONPATH": path}, budget, Path(folder))
         if code == ELSEWHERE:
             raise SystemExit(f"{package} comes from elsewhere than its copy, so that no mutant can be judged")
         outcome = {None: "undecided", 0: "survived"}.get(code, "killed")

@@ -10,6 +10,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
+TRIAL = """
+import subprocess, sys
+
+def test_it():
+    code = "from accel_core import AccelError; assert AccelError()"  # as workers are started
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -25,16 +32,17 @@ def mutation():
 def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutation, tmp_path):
     shutil.copytree(ROOT / "accel_core", tmp_path / "accel_core")
     trial = tmp_path / "test_trial.py"
-    trial.write_text("from accel_core import AccelError\n\ndef test_it():\n    assert AccelError()\n")
+    trial.write_text(TRIAL)
     command = [sys.executable, "-c", mutation.PROGRAM, str(tmp_path), "accel_core", "-q", str(trial)]
     variables = {"PYTHONPATH": str(tmp_path)}
 
-    assert mutation.run(command, variables, 250)[1] == 0
+    assert mutation.run(command, variables, 250, tmp_path)[1] == 0
     (tmp_path / "accel_core/errors.py").write_text("AccelError = dict\n")
-    output, code = mutation.run(command, variables, 250)
+    output, code = mutation.run(command, variables, 250, tmp_path)
     assert code == 1
     assert "FAILED" in output
-    assert mutation.run(command, {"PYTHONPATH": ""}, 250)[1] == mutation.ELSEWHERE
+    (tmp_path / "empty").mkdir()
+    assert mutation.run(command, {"PYTHONPATH": ""}, 250, tmp_path / "empty")[1] == mutation.ELSEWHERE
 
 
 def test_a_program_that_runs_out_of_time_is_neither_passed_nor_failed(mutation):
