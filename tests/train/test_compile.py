@@ -143,6 +143,13 @@ def test_repeated_blocks_are_compiled_once(accelerator_of, graphs, precision):
     assert [block._compiled_call_impl is not None for block in model.blocks] == [True] * 12
 
 
+@pytest.mark.parametrize(("depth", "whole"), [(1, True), (2, False)])
+def test_two_blocks_are_repeated_and_one_is_not(accelerator_of, graphs, depth, whole):
+    model = compiled(accelerator_of, use_regional_compilation=True).prepare(Stack(depth))
+    assert (model._compiled_call_impl is not None) == whole
+    assert [block._compiled_call_impl is None for block in model.blocks] == [whole] * depth
+
+
 def test_a_model_without_repeated_blocks_is_compiled_whole_and_said_to_be(accelerator_of, graphs, caplog):
     model = compiled(accelerator_of, use_regional_compilation=True).prepare(net())
     model(X)

@@ -9,7 +9,13 @@ import pytest
 import token_losses
 import torch
 
-from accel_core import Accelerator, GradientAccumulationPlugin, GradScalerKwargs, InitProcessGroupKwargs
+from accel_core import (
+    Accelerator,
+    AccelError,
+    GradientAccumulationPlugin,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+)
 from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
@@ -102,3 +108,22 @@ def test_micro_batches_inside_a_window_communicate_nothing(count_items):
 def test_each_micro_batch_communicates_if_asked_to():
     for counts in run_processes(traffic, 2, True, False):
         assert counts == [1] * 4
+
+
+def a_parameter_that_comes_late():
+    made = accelerator()
+    model = torch.nn.Linear(1, 1)
+    _, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    try:
+        optimizer.add_param_group({"params": [model.scale]})
+    except AccelError as error:
+        return str(error), len(optimizer.param_groups)
+    finally:
+        made.end_training()
+
+
+def test_a_parameter_whose_gradient_would_not_be_reduced_is_refused():
+    for told, groups in run_processes(a_parameter_that_comes_late):
+        assert "its gradient would not be reduced" in told
+        assert groups == 1

@@ -392,6 +392,20 @@ def test_gradients_of_a_window_that_was_not_applied_are_cleared_by_the_next(acce
     assert seen == [0.0, 0.0, 0.0, -550.0]
 
 
+def test_gradients_that_are_there_before_the_first_window_belong_to_it(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    model(ONE).sum().backward()
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(ONE).sum())
+            optimizer.step()
+        seen.append(model.weight.item())
+    assert seen == [0.0, -2.0, -2.0, -3.0]
+
+
 @BACKWARDS
 def test_zero_grad_after_accumulate_drops_a_window(accelerator_of, backward):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
@@ -489,6 +503,18 @@ def test_refused_items_do_not_count_their_micro_batch(accelerator_of):
         accelerator.backward(3 * model(ONE).sum())
         optimizer.step()
     assert model.weight.item() == -2.0
+
+
+@pytest.mark.parametrize("refusing", [0, 1])
+def test_a_refused_micro_batch_of_several_models_counts_for_none(accelerator_of, refusing):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    models = [one_weight(accelerator)[0] for _ in range(2)]
+    with accelerator.accumulate(models[refusing], items=1):
+        accelerator.backward(models[refusing](ONE).sum())
+    before = [unit.window.snapshot() for unit in accelerator.run.units]
+    with pytest.raises(AccelError, match="items of some micro-batches"), accelerator.accumulate(*models):
+        pass
+    assert [unit.window.snapshot() for unit in accelerator.run.units] == before
 
 
 @pytest.mark.parametrize("both", [True, False])
