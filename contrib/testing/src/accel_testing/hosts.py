@@ -46,7 +46,7 @@ class Host:
         return ["ip", "netns", "exec", self.namespace, *named, *words]
 
     def processes(self, text: str = "") -> dict[int, str]:
-        """Return the processes on this host whose command lines have a text: number to command line."""
+        """Return the processes on this host whose command lines have a text, by number."""
         found = {}
         for number in map(int, _ip("netns", "pids", self.namespace).split()):
             with suppress(OSError):  # it has ended meanwhile
@@ -71,8 +71,9 @@ class Host:
 
 @contextmanager
 def make_hosts(addresses: Mapping[str, str]) -> Iterator[dict[str, Host]]:
-    """Make hosts that reach each other, from names and IPv4 addresses of one /24 network.
+    """Make hosts that reach each other.
 
+    addresses: name -> IPv4 address, all of one /24 network.
     What still runs on them in the end is killed. Needs what `missing` names.
 
     Raises:
