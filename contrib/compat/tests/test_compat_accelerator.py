@@ -8,6 +8,7 @@ import subprocess
 import sys
 import weakref
 
+import copied_states_job
 import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -27,6 +28,7 @@ from accelerate.utils import (
 
 from accel_compat.unsupported import NotServedError
 from accel_core import Mesh, MeshDim, arrange
+from accel_testing import run_processes
 
 
 def trained(accelerator: Accelerator, steps: int = 3) -> torch.Tensor:
@@ -253,6 +255,54 @@ def test_hooks_of_states_take_no_url():
     accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with pytest.raises(NotServedError, match="memory://compat/hooked is a URL\nsave to a local folder"):
         accelerator.save_state("memory://compat/hooked")
+
+
+def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path):
+    variables = {"COPIED_STATES": str(tmp_path / "store"), "ACCEL__PROJECT__STORE": "memory://bucket/run"}
+    first = str(tmp_path / "first")
+    drawn = run_processes(copied_states_job.saved, first, world=2, environment=variables)
+    assert drawn[0] != drawn[1]
+    fresh = str(tmp_path / "fresh")
+    for there, (found, number) in zip(
+        drawn, run_processes(copied_states_job.resumed, fresh, world=2, environment=variables), strict=True
+    ):
+        assert found == there, "it goes on as if nothing had happened"
+        assert number == 2, "beyond the store's"
+
+
+def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/kept")
+    monkeypatch.setenv("ACCEL__PROJECT__STORE_EVERY", "3")
+    monkeypatch.setenv("ACCEL__PROJECT__RECORD_EVERY", "7")
+    accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.project_configuration = ProjectConfiguration(
+        str(tmp_path), automatic_checkpoint_naming=True, total_limit=3
+    )
+    for act in (accelerator.save_state, accelerator.load_state):
+        act()
+        project = accelerator.run.config.project
+        assert (project.store, project.store_every) == ("memory://compat/kept", 3)
+        assert (project.record_every, project.total_limit) == (7, 3)
+    accelerator.end_training()
+
+
+def test_hooks_of_states_are_refused_where_states_are_copied(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/hooks")
+    accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    saving = accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
+    with pytest.raises(
+        NotServedError, match="copies checkpoints without these\nremove the hooks, or project"
+    ):
+        accelerator.save_state()
+    saving.remove()
+    accelerator.save_state()
+    accelerator.register_load_state_pre_hook(lambda models, folder: None)
+    with pytest.raises(NotServedError, match="copies checkpoints without these"):
+        accelerator.load_state()
+    accelerator.load_state(tmp_path / "checkpoints/checkpoint_0")
+    accelerator.end_training()
 
 
 def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):

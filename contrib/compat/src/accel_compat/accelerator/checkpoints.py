@@ -12,12 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
+from attrs import evolve
 from torch.utils.hooks import RemovableHandle
 
 from accel_compat.accelerator import rank_files as _rank_states
 from accel_compat.accelerator.ranks import Ranks
 from accel_compat.configs.enums import DistributedType
 from accel_compat.configs.handlers import ProjectConfiguration
+from accel_compat.configs.translation import field_names
 from accel_compat.notices import warn_once
 from accel_compat.state.output import get_logger
 from accel_compat.unsupported import NotServedError
@@ -139,11 +141,12 @@ class States(Ranks):
     def _saves_alone(self, where: Path | str) -> bool:
         """Return whether the main process can write alone, as each rank has all state.
 
-        Not to a URL: beside it no rank can leave a file.
+        Not to a URL: beside it no rank can leave a file. Nor where checkpoints are copied to one.
         """
         config = self.run.config
         return (
             isinstance(where, Path)
+            and not self._is_copied
             and self.run.world.size > 1
             and self.distributed_type not in self._divided
             and self.run.mesh is None
@@ -151,6 +154,12 @@ class States(Ranks):
             and not config.project.save_on_each_node
             and not config.data.use_stateful_dataloader
         )
+
+    @property
+    def _is_copied(self) -> bool:
+        """True if checkpoints are copied to `project.store`."""
+        project = self.run.config.project
+        return bool(project.store) and project.automatic_checkpoint_naming
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path | str:
         project = self.project_configuration
@@ -166,7 +175,9 @@ class States(Ranks):
     def _tell_the_run(self) -> None:
         """Give the run the program's `project_configuration`, assigned or edited."""
         project, run = self.project_configuration, self.run
-        run.reconfigure(project=project.to_ours())
+        ours = project.to_ours()  # which lacks what no program of Accelerate's can name
+        changes = {name: getattr(ours, name) for name in field_names(ProjectConfiguration)}
+        run.reconfigure(project=evolve(run.config.project, **changes))
         run.checkpoints.series.number_from(project.iteration)
 
     # -- hooks -------------------------------------------------------------------------------------
@@ -180,6 +191,7 @@ class States(Ranks):
         if not self._save_model_state_pre_hook:
             yield None
             return
+        self._refuse_hooks_with_copies()
         target = _folder_for_hooks(target)
         models = [] if self.distributed_type in self._divided else list(self._models)
         weights = [model.state_dict() for model in models]
@@ -201,6 +213,13 @@ class States(Ranks):
                 yield made
             finally:
                 self.run.keep_apart(self._apart)
+
+    def _refuse_hooks_with_copies(self) -> None:
+        if self._is_copied:
+            raise NotServedError(
+                "hooks of saved states write and read local files, and project.store copies checkpoints"
+                " without these\nremove the hooks, or project.store"
+            )
 
     def _deliver(self, made: Path, target: Path) -> None:
         """Move what hooks wrote on this rank into the checkpoint, once it has its name."""
@@ -239,6 +258,7 @@ class States(Ranks):
         self.wait_for_everyone()  # the main process may still be writing it
         place = _place(f"{project.project_dir or '.'}/checkpoints" if input_dir is None else input_dir)
         if input_dir is None and self._load_model_state_pre_hook:
+            self._refuse_hooks_with_copies()
             input_dir = _newest(_folder_for_hooks(place))
             place = _place(input_dir or place)
         _logger.info("Loading states from %s", input_dir)
@@ -252,7 +272,7 @@ class States(Ranks):
             with _rank_states.told_here(self._saves_alone(place)):
                 loaded = _place(str(super().load_state(input_dir, **options)))
         except CheckpointError as error:
-            if isinstance(place, str):
+            if isinstance(place, str) or (input_dir is None and self._is_copied):
                 raise
             if input_dir is not None and place.is_dir():
                 if not (place / "manifest.json").exists() and any(place.glob("random_states_*.pkl")):
