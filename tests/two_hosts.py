@@ -27,7 +27,7 @@ class Host:
 
     def __init__(self, host: made.Host, node: int, folder: Path) -> None:
         self._host, self.node = host, node
-        self.name, self.dies, self.cable = host.name, host.dies, host.cable
+        self.name, self.cable = host.name, host.cable
         self._folder = folder
         self._file = folder / f"{self.name}.txt"
         self._launcher: subprocess.Popen[bytes] | None = None
@@ -59,12 +59,22 @@ class Host:
         wait_for(lambda: not left(), lambda: f"{self.name} has orphans: {left()}")
         return code
 
+    def dies(self) -> None:
+        self._host.dies()
+        if self._launcher is not None:
+            self._launcher.wait(SECONDS)
+
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Sequence[Host]]:
     """Give two hosts; what is left on them is killed."""
-    with made.make_hosts(ADDRESSES) as hosts:
-        yield [Host(host, node, folder) for node, host in enumerate(hosts.values())]
+    with made.make_hosts(ADDRESSES) as namespaces:
+        hosts = [Host(host, node, folder) for node, host in enumerate(namespaces.values())]
+        try:
+            yield hosts
+        finally:
+            for host in hosts:
+                host.dies()
 
 
 def wait_for(is_there: Callable[[], object], about: Callable[[], str]) -> None:

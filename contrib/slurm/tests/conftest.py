@@ -16,5 +16,5 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """The variables with which commands find a Slurm of two nodes, n1 and n2."""
     if reason := missing():
         pytest.skip(reason)
-    with two_nodes(tmp_path_factory.mktemp("slurm")) as environment:
-        yield environment
+    with two_nodes(tmp_path_factory.mktemp("slurm")) as cluster:
+        yield cluster.environment

@@ -26,7 +26,7 @@ def missing() -> str:
         return "network namespaces are Linux's"
     if os.geteuid() != 0:
         return "making network namespaces needs root"
-    absent = [name for name in ("ip", "unshare") if shutil.which(name) is None]
+    absent = [name for name in ("ip", "nsenter", "unshare") if shutil.which(name) is None]
     if absent:
         return f"the command {absent[0]} is missing (Debian: iproute2, util-linux)"
     return _run("unshare", "--net", "--uts", "true").stderr.strip()
@@ -43,7 +43,7 @@ class Host:
     def command(self, *words: str) -> list[str]:
         """Return the words that run a command on this host."""
         named = ("unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', self.name)
-        return ["ip", "netns", "exec", self.namespace, *named, *words]
+        return ["nsenter", f"--net=/run/netns/{self.namespace}", *named, *words]
 
     def processes(self, text: str = "") -> dict[int, str]:
         """Return the processes on this host whose command lines have a text, by number."""
