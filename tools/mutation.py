@@ -329,8 +329,10 @@ def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
         if code == ELSEWHERE:
             raise SystemExit(f"{package} comes from elsewhere than its copy, so that no mutant can be judged")
         outcome = {None: "undecided", 0: "survived"}.get(code, "killed")
-        failed = (line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
-        by = next(failed, "") if outcome == "killed" else f"{len(tests)} tests"
+        by = f"{len(tests)} tests"
+        if outcome == "killed":
+            told = (line.split()[1] for line in output.splitlines() if line.startswith(("FAILED ", "ERROR ")))
+            by = next(told, "").rpartition("/")[2]
     return Result(room, mutant, outcome, by, time.monotonic() - started, diff)
 
 

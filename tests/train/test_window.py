@@ -629,10 +629,12 @@ def test_a_window_has_a_whole_number_of_micro_batches(accelerator, steps):
 
 
 def test_an_optimizer_takes_what_was_added_to_its_model_and_nothing_else(accelerator):
-    model, optimizer = one_weight(accelerator)
+    model = nn.Linear(1, 1)
+    groups = [{"params": [parameter]} for parameter in model.parameters()]
+    model, optimizer = accelerator.prepare(model, SGD(groups, lr=1.0))
     with pytest.raises(AccelError, match="was not in its models when they were prepared"):
         optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
-    assert len(optimizer.param_groups) == 1
+    assert list(map(id, optimizer.param_groups)) == list(map(id, groups))
     model.scale = nn.Parameter(torch.ones(1))
     optimizer.add_param_group({"params": [model.scale]})
     accelerator.backward((model(ONE) + model.scale).sum())
