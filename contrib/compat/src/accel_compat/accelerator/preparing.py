@@ -237,7 +237,7 @@ class Preparing(accel_core.Accelerator):
         if known:
             return super().prepare_scheduler(scheduler)
         followed = getattr(scheduler, "optimizer", None)
-        optimizers = [*(proxy for _, proxy in self.run.optimizers), *self._loose]
+        optimizers: list[Any] = [*(proxy for _, proxy in self.run.optimizers), *self._loose]
         own = [proxy for proxy in optimizers if followed in (proxy, proxy.optimizer)]
         return self._scheduled_by_itself(scheduler, own or optimizers)
 
