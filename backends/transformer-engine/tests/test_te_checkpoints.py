@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 from te_problem import TIMEOUT, accelerator, batches, model, steps_of, weights
+from transformer_engine.common.recipe import DelayedScaling
 
 from accel_core import Accelerator, CheckpointError
 from accel_testing import run_processes
+from accel_transformer_engine.scaling import begin_anew, collect, restore
 
 
 def prepared(strategy: str | None = None, **options: Any) -> tuple[Accelerator, Any, Any]:
@@ -95,6 +97,24 @@ def test_a_checkpoint_without_scales_has_a_run_begin_anew_with_them(tmp_path: Pa
     run.load_state(tmp_path)
     assert steps_of(run, net, optimizer, batches(3)) == losses
     assert_equal(weights(run, net), expected)
+    run.end_training()
+
+
+def test_scales_of_another_strategys_layers_begin_anew_with_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    run, net, optimizer = prepared()
+    steps_of(run, net, optimizer, batches(1))
+    (unit,), recipe = run.run.units, DelayedScaling(amax_history_len=4)
+    theirs = {f"decoder.{name}": entry for name, entry in collect(unit).items()}
+    begin_anew(unit)
+    fresh = collect(unit)
+    restore(unit, theirs, recipe)
+    assert all(torch.equal(entry.value, fresh[name].value) for name, entry in collect(unit).items())
+    assert "the checkpoint has scales of other layers (decoder." in caplog.text
+    some = {name.removeprefix("decoder."): entry for name, entry in theirs.items()}
+    with pytest.raises(CheckpointError, match="which is not converted here"):
+        restore(unit, {**some, **theirs}, recipe)
     run.end_training()
 
 

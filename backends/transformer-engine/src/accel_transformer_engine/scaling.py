@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
 
-from accel_core import CheckpointError, Entry
+from accel_core import CheckpointError, Entry, get_logger
 
 if TYPE_CHECKING:
     from torch import nn
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["begin_anew", "collect", "drop_buffers", "forget_weights", "restore"]
 
+logger = get_logger(__name__)
 DIRECTIONS: Final = ("scaling_fwd", "scaling_bwd")
 MAXIMA: Final = 5
 """Of one product: input, weight and output, and gradients of output and input."""
@@ -44,25 +45,32 @@ def collect(unit: Unit) -> dict[str, Entry]:
 def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
     """Take back what `collect` gave, also into layers that have not computed yet.
 
-    Recipes without histories need none of it, and a pipeline stage needs that of its own layers.
+    Recipes without histories need none of it, and a pipeline stage needs that of its own layers. Where no
+    layer has a name of the checkpoint's, scales begin anew.
 
     Raises:
-        CheckpointError: the layers are others, or the history has another length.
+        CheckpointError: some layers are others, or the history has another length.
     """
     if not recipe.delayed():
         return
     layers = dict(_layers(unit))
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
+    if values and layers.keys().isdisjoint(values):
+        logger.warning(
+            "fp8-te: the checkpoint has scales of other layers (%s, ...), as another strategy names them:"
+            " here scales begin anew",
+            next(iter(values)),
+        )
+        return
     # Stages of a strategy's own layers do not have each other's.
-    may_lack = _has_own_layers(unit) and not layers.keys().isdisjoint(values)
+    is_part = any(isinstance(wrapped, HasOwnLayers) for wrapped in unit.wrapped)
     for name, value in values.items():
         if name not in layers:
-            if may_lack:
+            if is_part:
                 continue
             raise CheckpointError(
                 f"fp8-te: the checkpoint has scales of {name}, which is not converted here\n"
-                "convert the same layers (section fp8_te) under the same kind of strategy as the run that"
-                " saved it, or load it with fp8_te.recipe: current, which needs none"
+                "convert the same layers (section fp8_te) as the run that saved it"
             )
         length = len(value) - 1
         if length != recipe.amax_history_len:
@@ -140,10 +148,6 @@ def _layers(unit: Unit) -> Iterator[tuple[str, Any]]:
     for wrapped in unit.wrapped:
         if isinstance(wrapped, HasOwnLayers):
             yield from _computing(wrapped.own_layers())
-
-
-def _has_own_layers(unit: Unit) -> bool:
-    return any(isinstance(wrapped, HasOwnLayers) for wrapped in unit.wrapped)
 
 
 def _computing(named: Iterable[tuple[str, nn.Module]]) -> Iterator[tuple[str, Any]]:
