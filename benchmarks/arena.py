@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 HERE = Path(__file__).parent
 MARK = "> "
 Clock = Callable[[], float]
+T = TypeVar("T")
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 """Of every contender: modules stay compiled from one start to the next, as they do for people."""
 
@@ -168,3 +169,30 @@ def _cell(value: float | None, unit: str) -> str:
     if value is None:
         return ""
     return f"{value:.{2 if abs(value) < 1 else 1}f} {unit}"
+
+
+def between(page: str, name: str, written: str) -> str:
+    """The page with what is written between the marks of this name.
+
+    Raises:
+        ValueError: the page does not have the two marks, once each and in their order.
+    """
+    begin, end = f"<!-- {name}: benchmarks/run.py --write -->\n", f"<!-- /{name} -->\n"
+    (before, opened, rest), parts = page.partition(begin), page.count(begin) + page.count(end)
+    _, closed, after = rest.partition(end)
+    if not (opened and closed and parts == 2):
+        raise ValueError(f"README.md lacks the marks {begin.strip()} and {end.strip()}\nput them in again")
+    return f"{before}{begin}\n{written.strip()}\n\n{end}{after}"
+
+
+def within(
+    seconds: float, benchmarks: Mapping[str, Callable[[], T]], clock: Clock = time.monotonic
+) -> tuple[dict[str, T], list[str]]:
+    """What benchmarks give, one after the other; names of those that the time did not suffice to begin."""
+    ends, found, left_out = clock() + seconds, {}, []
+    for name, measure in benchmarks.items():
+        if clock() < ends:
+            found[name] = measure()
+        else:
+            left_out.append(name)
+    return found, left_out
