@@ -69,6 +69,8 @@ class Finder:
             )
         return importlib.util.spec_from_file_location(name, place.with_suffix(".py"))
 
+import accelerate  # which puts its own finder first
+
 sys.meta_path.insert(0, Finder())
 """
 
