@@ -28,6 +28,7 @@ NOT_RUN = (
     ("xla*", ("processes",), "XLA's CPU device serves one process"),
     ("*size *", LEVELS[:3], "needs more than one process"),
     ("*, *", LEVELS[:2], "same as without options"),
+    ("megatron + fp8-te, *", ("training",), "no loop by hand has megatron-core's float8 layers"),
     ("*_degree *", ("training",), "its ranks hold different parts of a model"),
     ("*_degree *", LEVELS[3:], "tested with both degrees"),
     ("* + *", ("packaging", "device", "checkpoints"), "its parts are tested alone"),
