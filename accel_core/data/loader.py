@@ -177,7 +177,7 @@ class PreparedLoader(DataLoader[Any]):
             cursor.following = position.following
             if midway and position.left:
                 self._tell(position)
-        self._source.restart(seeded=cursor.progress.epoch > 0)  # workers that persist stand elsewhere
+        self._source.restart(seeded=cursor.progress.epoch > 0 or cursor.progress.resumed)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
         """Return the position that was saved. Nothing is changed.

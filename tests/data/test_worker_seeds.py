@@ -105,6 +105,26 @@ def test_workers_that_persist_draw_a_seed_once_for_all_lives_of_a_run(data, stop
     assert found == expected
 
 
+def test_an_epoch_begun_instead_of_the_rest_finds_the_seed_of_workers_that_persist_drawn():
+    def make():
+        user = DataLoader(
+            Numbers(8), 2, shuffle=True, num_workers=1, collate_fn=plain, persistent_workers=True
+        )
+        return prepared(lambda _: user)[0]
+
+    torch.manual_seed(3)
+    loader = make()
+    next(iter(loader))  # the loop is left
+    state, random = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+    expected = list(loader), torch.get_rng_state().tolist()
+
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(random)
+    again.set_epoch(1)
+    assert (list(again), torch.get_rng_state().tolist()) == expected
+
+
 def test_who_follows_a_reader_whose_workers_persist_draws_what_it_draws():
     def make(_):
         return DataLoader(
