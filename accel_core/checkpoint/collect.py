@@ -96,8 +96,10 @@ class Collected:
         ]
 
 
-def collect(run: Run) -> Collected:
+def collect(run: Run, *, alone: bool = False) -> Collected:
     """Collect the state of the run that this rank has.
+
+    alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this rank is.
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
@@ -105,13 +107,13 @@ def collect(run: Run) -> Collected:
     state, path = Collected(), f"rank[{run.world.rank}]"
     for unit in run.units:
         unit.drop_cut_ties()
-    plugins = {unit.name: _plugins(state, unit) for unit in run.units}
+    plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.loaders]
     state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
     state.shared["prepared"] = _prepared(run)
     state.shared["registered"] = state.encode_objects(run.registered, "registered")
     state.shared["run"] = _run_state(run)
-    state.own["reader"] = run.topology.reader
+    state.own["reader"] = 0 if alone else run.topology.reader
     state.own["random"] = state.encode(
         {**run.hooks.rng_state(), **states(run)}, f"{path}.random", replicated=False
     )
@@ -168,9 +170,13 @@ def class_of(value: object) -> str:
     return type(value).__qualname__
 
 
-def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry) -> str:
-    """Return the key of a plugin's entry, with the rank or reader it belongs to."""
-    owner = {"per_reader": f"@reader{run.topology.reader}", "per_rank": f"@rank{run.world.rank}"}
+def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry, *, alone: bool = False) -> str:
+    """Return the key of a plugin's entry, with the rank or reader it belongs to.
+
+    alone: as in `collect`.
+    """
+    reader, rank = (0, 0) if alone else (run.topology.reader, run.world.rank)
+    owner = {"per_reader": f"@reader{reader}", "per_rank": f"@rank{rank}"}
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
 
@@ -281,13 +287,13 @@ def _optimizer(collected: Collected, unit: Unit, optimizer: Optimizer, path: str
     }
 
 
-def _plugins(collected: Collected, unit: Unit) -> dict[str, dict[str, dict[str, Any]]]:
+def _plugins(collected: Collected, unit: Unit, *, alone: bool) -> dict[str, dict[str, dict[str, Any]]]:
     """Scope -> plugin -> the plugin's plain entries; tensor entries become leaves."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
     for saving in unit.hooks.implementations("save_state"):
         entries = saving.call(unit) or {}
         for name, entry in entries.items():
-            key = "plugins/" + entry_key(unit.run, saving.plugin, name, entry)
+            key = "plugins/" + entry_key(unit.run, saving.plugin, name, entry, alone=alone)
             if isinstance(entry.value, Leaf):
                 collected.add((unit.name, key), entry.value)
             else:

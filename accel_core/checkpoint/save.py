@@ -155,7 +155,7 @@ class Saver:
                     f"save_state(wait=False): the state of unit {unit.name!r} cannot be copied while strategy"
                     f" {unit.strategy!r} holds it\nsave with wait=True"
                 )
-        return collect(self.run)
+        return collect(self.run, alone=self.alone)
 
     def _layout_of(self, state: Collected, disks: Disks) -> Layout:
         """Return the layout of the save before, while no leaf changes on any rank.

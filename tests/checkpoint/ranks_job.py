@@ -168,6 +168,26 @@ def plugin_entries(folder: str, resume: bool) -> dict:
     return taken
 
 
+def saved_by_rank_1_alone(folder: str) -> list[list[float]]:
+    job = Job()
+    job.plugin({})
+    job.train(2)
+    if job.run.world.rank == 1:
+        job.accelerator.save_state(f"{folder}/here", alone=True)
+    state = job.state()
+    job.accelerator.end_training()
+    return state
+
+
+def loaded_with_plugin(folder: str) -> tuple[list[list[float]], dict]:
+    job, taken = Job(seed=1), {}
+    job.plugin(taken)
+    job.accelerator.load_state(f"{folder}/here")
+    state = job.state()
+    job.accelerator.end_training()
+    return state, taken
+
+
 def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
     """What a save says after this trouble on rank 1, and what is on the disk then."""
     job, here = Job(), Path(folder)

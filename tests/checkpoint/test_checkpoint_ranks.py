@@ -166,6 +166,20 @@ def test_a_rank_that_holds_everything_saves_alone(tmp_path):
     assert json.loads((tmp_path / "here" / "manifest.json").read_text())["world"]["size"] == 1
 
 
+def test_what_any_rank_has_saved_alone_goes_on_in_one_process(tmp_path):
+    _, saved = run(ranks_job.saved_by_rank_1_alone, tmp_path)
+    ((found, taken),) = run(ranks_job.loaded_with_plugin, tmp_path, world=1)
+
+    assert found == saved
+    assert taken == {
+        "all": {"scale": 2.0},
+        "stage 1": 1,
+        "reader": ("reader", 1),
+        "rank": ("rank", 1),
+        "tensor": [1.0] * 3,
+    }
+
+
 def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path):
     (_, said), _ = run(ranks_job.save_alone, tmp_path, "rows")
 
