@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from attrs import field, frozen
@@ -42,6 +44,8 @@ __all__ = [
 ]
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
@@ -125,14 +129,31 @@ def collect(run: Run, *, alone: bool = False) -> Collected:
 def split_rank_state(control: Collectives, state: Collected) -> None:
     """Move state that differs from rank 0's (pipeline stages) into this rank's file.
 
-    Collective.
+    Collective. Of registered objects rank 0's values are saved; where others differ it says so, once.
     """
-    units = state.shared["units"]
-    digests = gather_from_all_ranks(
-        control, "save_state: compare units", lambda: xxh3_64_hexdigest(as_json(units))
-    )
-    if digests[control.rank] != digests[0]:
+    units, registered = state.shared["units"], state.shared["registered"]
+
+    def digest() -> list[str]:
+        return [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
+
+    digests = gather_from_all_ranks(control, "save_state: compare what ranks share", digest)
+    if digests[control.rank][0] != digests[0][0]:
         state.own["units"] = units
+    for number, thing in enumerate(registered, 1) if control.rank == 0 else ():
+        others = tuple(
+            rank for rank, told in enumerate(digests) if told[number:][:1] != digests[0][number:][:1]
+        )
+        if others:
+            _tell_of_others(number - 1, thing["class"], others)
+
+
+@cache
+def _tell_of_others(number: int, kind: str, ranks: tuple[int, ...]) -> None:
+    logger.warning(
+        "registered object %d (%s) has other values on ranks %s than on rank 0, whose values are saved;"
+        " make them alike before save_state, by reduce for example",
+        *(number, kind, ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")),
+    )
 
 
 def check_names(run: Run, state: Collected) -> None:

@@ -267,3 +267,30 @@ def save_alone(folder: str, ways: str = "whole") -> tuple[list[list[float]], str
     job.accelerator.load_state(f"{folder}/here")
     assert job.state() == saved
     return job.state(), said
+
+
+class Sum:
+    """A registered object with a value per rank."""
+
+    def __init__(self, value: float) -> None:
+        self.value = torch.tensor(value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.value = state["value"]
+
+
+def save_sums(folder: str) -> list[str]:
+    """Register a sum that is alike and one that is not; save twice, and return what was logged."""
+    job, said = Job(), list[str]()
+    rank = job.run.world.rank
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accel_core").addHandler(handler)
+    job.accelerator.register_for_checkpointing(Sum(1.0), Sum(float(rank)))
+    for _ in range(2):
+        job.accelerator.save_state(f"{folder}/here")
+    job.accelerator.end_training()
+    return said

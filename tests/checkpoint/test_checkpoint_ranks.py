@@ -47,6 +47,13 @@ def test_buffers_are_those_of_the_first_rank(tmp_path):
     assert found == other == first
 
 
+def test_a_registered_object_that_differs_by_rank_is_named_once(tmp_path):
+    said = run(ranks_job.save_sums, tmp_path, world=3)
+    told = "registered object 1 (Sum) has other values on ranks 1, 2 than on rank 0, whose values are saved"
+    assert [len([line for line in lines if told in line]) for lines in said] == [1, 0, 0]
+    assert not any("registered object 0" in line for lines in said for line in lines)
+
+
 WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3)]
 
 
