@@ -188,7 +188,7 @@ def test_what_is_not_declared_is_left_out_and_said(
     assert found.names("failed") == set()
     left_out = {"test_float64_keeps_its_precision", "test_float8_matrices_are_multiplied"}
     assert found.names("skipped") == left_out
-    assert "not declared by the stack: float64 (holds and computes float64 tensors)" in found.text
+    assert "not declared by the stack: float64 (holds and computes float64 tensors; " in found.text
     assert "observed but not declared: float64" in found.text
     assert found.facts["observed_but_not_declared"] == ["float64", "fp8"]
 
