@@ -192,6 +192,41 @@ def scales(run: Accelerator) -> Scales:
     return {name: torch.as_tensor(entry.value) for name, entry in collect(run.run.units[0]).items()}
 
 
+def after_an_evaluation(folder: str) -> tuple[Scales, Scales, Scales]:
+    """Scales and histories as saved after an evaluation, two steps later, and two steps after a resumption.
+
+    Ranks have other data.
+    """
+    found = []
+    for resumes in (False, True):
+        run = accelerator(options=DELAYED)
+        net, optimizer = prepared(run)
+        data = list(torch.randint(64, (5, 4, 8), generator=torch.Generator().manual_seed(run.process_index)))
+        if resumes:
+            run.load_state(folder)
+        else:
+            steps(run, net, optimizer, data[:2])
+            net.eval()
+            with torch.no_grad():
+                net(input_ids=data[4], labels=data[4])
+            net.train()
+            run.save_state(folder)
+            found.append(raw_scales(run))
+        steps(run, net, optimizer, data[2:4])
+        found.append(raw_scales(run))
+        run.end_training()
+    saved, expected, resumed = found
+    return saved, expected, resumed
+
+
+def raw_scales(run: Accelerator) -> Scales:
+    """As they are on this rank."""
+    from accel_transformer_engine.scaling import collect
+
+    entries = collect(run.run.units[0], is_reduced=False)
+    return {name: torch.as_tensor(entry.value) for name, entry in entries.items()}
+
+
 def left_behind() -> tuple[list[str], int, int, str]:
     """Buffers that a run leaves, layers that compute in it, those with its recipe, what it explains."""
     from transformer_engine.pytorch.quantization import FP8GlobalStateManager as Manager

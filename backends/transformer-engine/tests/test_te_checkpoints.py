@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from te_problem import TIMEOUT, accelerator, batches, model, steps_of, weights
+from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
 from accel_core import Accelerator, CheckpointError
@@ -87,6 +88,60 @@ def test_one_process_two_and_one_again(tmp_path: Path, strategy: str) -> None:
         assert_equal(loaded, saved)
     again, _, _ = goes_on(None, tmp_path / "b", tmp_path / "c")
     assert_equal(again, parts[0][2])
+
+
+def after_an_evaluation(strategy: str, folder: Path, evaluates: list[int], options: dict[str, Any]) -> Any:
+    """What two steps after an evaluation give, and two steps of a run that resumes there.
+
+    Ranks have other data, and rank 1 evaluates on the largest numbers.
+    """
+    found = []
+    for resumes in (False, True):
+        run = accelerator(strategy, recipe="delayed", in_evaluation=True, **options)
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 16))
+        net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        rank = run.process_index
+        data = torch.randn(4, 16, 32, generator=torch.Generator().manual_seed(rank))
+        for number, x in enumerate(data):
+            if number == 2 and resumes:
+                run.load_state(folder)
+            elif number == 2:
+                with torch.no_grad():
+                    if rank in evaluates:
+                        net.eval()(data[0] * (2 + 9 * rank))
+                net.train()
+                run.save_state(folder)
+            if number >= 2 or not resumes:
+                run.backward(net(x).float().square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        state = {name: each.value for name, each in collect(run.run.units[0], is_reduced=False).items()}
+        found.append((state, weights(run, net)))
+        run.end_training()
+    return found
+
+
+CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
+    "ddp": ("ddp", [0, 1], {"amax_history_len": 4}),
+    "one rank alone, and long histories": ("ddp", [1], {"amax_history_len": 4096}),
+    "fsdp": ("fsdp", [0, 1], {"amax_history_len": 4}),
+    "not reduced": ("ddp", [0, 1], {"amax_history_len": 4, "reduce_amax": False}),
+}
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("case", CASES)
+def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: Path, case: str) -> None:
+    strategy, evaluates, options = CASES[case]
+    args = (strategy, tmp_path / "state", evaluates, options)
+    of_ranks = run_processes(after_an_evaluation, *args, world=2, timeout=200)
+    for (expected, expected_weights), (state, trained) in of_ranks:
+        assert_equal(state, expected)
+        assert_equal(trained, expected_weights)
+    largest = [expected["0"][1:, 0].max() for (expected, _), _ in of_ranks]
+    assert largest[1] > 30  # of rank 1's evaluation
+    assert (largest[0] == largest[1]) == options.get("reduce_amax", True)
 
 
 def test_a_checkpoint_without_scales_has_a_run_begin_anew_with_them(tmp_path: Path) -> None:

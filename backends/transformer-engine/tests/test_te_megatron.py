@@ -10,7 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from te_megatron_jobs import delayed, forward, left_behind, refusals, resumed, trained, unbroken
+from te_megatron_jobs import (
+    after_an_evaluation,
+    delayed,
+    forward,
+    left_behind,
+    refusals,
+    resumed,
+    trained,
+    unbroken,
+)
 
 from accel_testing import run_processes
 
@@ -88,6 +97,17 @@ def test_delayed_scaling_resumes_where_ranks_share_the_model(
 
     ((_, _, back, _),) = run_processes(delayed, str(tmp_path / "two"), None, 4, 5, ONE, world=1, timeout=200)
     assert all(torch.equal(back[name], ended[name]) for name in ended)
+
+
+@pytest.mark.slow
+def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: Path) -> None:
+    first, second = run_processes(after_an_evaluation, str(tmp_path / "state"), world=2, timeout=200)
+    for _, expected, found in (first, second):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+    # The second row of a tensor of `collect` is what is not reduced yet.
+    larger = {name: (second[0][name][1] > first[0][name][1]).any() for name in first[0]}
+    assert any(larger.values())
 
 
 def test_a_run_with_delayed_scaling_leaves_no_buffers_to_reduce() -> None:

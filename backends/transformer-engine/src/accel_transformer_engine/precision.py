@@ -118,7 +118,9 @@ class TransformerEngine:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        return collect(unit)
+        recipe = self._checked_recipe()
+        has_own = recipe.delayed() and not recipe.reduce_amax and self._group(unit) is not None
+        return collect(unit, is_reduced=not has_own)
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:

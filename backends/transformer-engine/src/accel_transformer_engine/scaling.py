@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol, runtime_checkable
 
 import torch
@@ -20,6 +20,8 @@ logger = get_logger(__name__)
 DIRECTIONS: Final = ("scaling_fwd", "scaling_bwd")
 MAXIMA: Final = 5
 """Of one product: input, weight and output, and gradients of output and input."""
+UNREDUCED: Final = "maxima of rank "
+"""Start of the names of entries with maxima that are not reduced yet."""
 
 
 @runtime_checkable
@@ -30,23 +32,39 @@ class HasOwnLayers(Protocol):
         """(name in the whole model, module) of this rank's."""
 
 
-def collect(unit: Unit) -> dict[str, Entry]:
+def collect(unit: Unit, *, is_reduced: bool = True) -> dict[str, Entry]:
     """Return scales and histories, by layer that has computed here.
 
     Each is a tensor of (1 + length of the history, maxima), whose first row has the scales.
+
+    A forward without gradients leaves its maxima in the history's first row, and the next one with gradients
+    reduces them. Until then each rank has others, and returns them in an entry of its own. No collective is
+    called: one rank may save alone.
+
+    is_reduced: whether ranks reduce maxima at all; else each has scales of its own.
     """
-    return {
-        name: Entry(value=torch.cat([_joined(layer, "scale")[None], _joined(layer, "amax_history")]))
-        for name, layer in _layers(unit)
-        if _is_delayed(layer.fp8_meta)
-    }
+    entries: dict[str, Entry] = {}
+    unreduced: dict[str, torch.Tensor] = {}
+    for name, layer in _layers(unit):
+        if not _is_delayed(layer.fp8_meta):
+            continue
+        history = _joined(layer, "amax_history")
+        if is_reduced and history[0].any():
+            unreduced[name] = history[0].clone()
+            history[0] = 0
+        value = torch.cat([_joined(layer, "scale")[None], history])
+        entries[name] = Entry(value=value, scope="replicated" if is_reduced else "per_rank")
+    if unreduced:
+        entries[f"{UNREDUCED}{unit.run.world.rank}"] = Entry(value=unreduced)
+    return entries
 
 
 def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
-    """Take back what `collect` gave, also into layers that have not computed yet.
+    """Take back what `collect` gave on all ranks.
 
-    Recipes without histories need none of it, and a pipeline stage needs that of its own layers. Where no
-    layer has a name of the checkpoint's, scales begin anew.
+    Layers that have not computed yet get theirs too. Of maxima that were not reduced, each rank takes the
+    largest, as the next forward would have done. Recipes without histories need none of it, and a pipeline
+    stage needs that of its own layers. Where no layer has a name of the checkpoint's, scales begin anew.
 
     Raises:
         CheckpointError: some layers are others, or the history has another length.
@@ -55,6 +73,7 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
         return
     layers = dict(_layers(unit))
     values: dict[str, Any] = {name: entry.value for name, entry in entries.items()}
+    unreduced = [values.pop(name) for name in entries if name.startswith(UNREDUCED)]
     if values and layers.keys().isdisjoint(values):
         logger.warning(
             "fp8-te: the checkpoint has scales of other layers (%s, ...), as another strategy names them:"
@@ -80,7 +99,13 @@ def restore(unit: Unit, entries: Mapping[str, Entry], recipe: Any) -> None:
             )
         is_elsewhere = any(weight.is_meta for weight in layers[name].parameters(recurse=False))
         if not is_elsewhere:  # in another stage
-            _fill(layers[name], value, recipe)
+            rows = [maxima[name] for maxima in unreduced if name in maxima]
+            _fill(layers[name], _reduced(value, rows), recipe)
+
+
+def _reduced(value: torch.Tensor, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+    largest = torch.stack([value[1], *rows]).amax(0)
+    return torch.cat([value[:1], largest[None], value[2:]])
 
 
 def _joined(layer: Any, part: str) -> torch.Tensor:

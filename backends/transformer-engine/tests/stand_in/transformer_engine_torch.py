@@ -104,7 +104,8 @@ def quantize(tensor: Tensor, quantizer: Any, output: Any = None, noop: Tensor | 
         if quantizer.force_pow_2_scales:
             scale = torch.exp2(scale.log2().floor())
     elif isinstance(quantizer, Float8Quantizer):
-        quantizer.amax.copy_(amax.reshape(quantizer.amax.shape))
+        # Kernels keep the larger one (atomicMaxFloat), until an update sets it to zero.
+        quantizer.amax.copy_(torch.maximum(quantizer.amax, amax.reshape(quantizer.amax.shape)))
         scale = quantizer.scale.clone().reshape(1)
     else:
         raise NotImplementedError(f"the stand-in has no {type(quantizer).__name__}")
