@@ -154,6 +154,7 @@ def _scale(fp16: dict[str, Any], scaler: GradScalerKwargs) -> list[str]:
     if power.is_integer():
         fp16.setdefault("initial_scale_power", int(power))
         fp16.setdefault("loss_scale_window", given.pop("growth_interval", 2000))
+        fp16.setdefault("hysteresis", 1)  # torch's lowers the scale at the first overflow, too
         left = sorted(given)
     else:
         left = ["init_scale (no power of 2)", *given]
