@@ -142,8 +142,9 @@ def lacking(sources: dict[str, str], record: dict[str, Any]) -> Iterator[tuple[s
     every = [use for file, source in sources.items() for use in uses(source, file)]
     ours = [use for use in every if not use.name.startswith(VENDORS)]
     read = members(sources)
-    for release, newer in record["newer"].items():
-        known = {name: each[release] for name, each in record["names"].items() if release in each}
+    known: dict[str, Signatures] = {}
+    for release, newer in record["newer"].items():  # what is recorded for an older one alone counts here too
+        known |= {name: each[release] for name, each in record["names"].items() if release in each}
         for use in ours:
             if said := misuse(use, known):
                 yield use.name, f"{use.place}: {use.name} {said} in torch {release}"
@@ -333,6 +334,8 @@ def main(arguments: list[str] | None = None) -> int:
     record["names"] = {name: {**record["names"].get(name, {}), release: here[name]} for name in names}
     if given.newest:
         record["newer"][release] = newer(given.newest, _folder())
+        in_order = sorted(record["newer"], key=lambda each: [int(part) for part in each.split(".")])
+        record["newer"] = {each: record["newer"][each] for each in in_order}
     write(record)
     return 0
 

@@ -76,6 +76,18 @@ def test_what_an_older_release_lacks_is_found(source: str, said: str) -> None:
     assert any(text.startswith(said) for text in found(source)), found(source)
 
 
+def test_a_name_on_record_for_an_older_release_alone_counts_for_the_next_one() -> None:
+    assert found("import torch\ntorch.add(1, 2, dim=0)", newer={OLD: "", "1.1": ""}) == [
+        f"a.py:2: torch.add (got an unexpected keyword argument 'dim') is called otherwise in torch {release}"
+        for release in (OLD, "1.1")
+    ]
+
+
+def test_every_release_from_the_oldest_to_the_newest_is_on_record() -> None:
+    minors = [int(release.removeprefix("2.")) for release in tool.read_record()["newer"]]
+    assert minors == list(range(8, 13))
+
+
 def test_what_the_sources_do_without_is_declared() -> None:
     source = "import torch\nif hasattr(torch, 'gone'):\n    torch.gone.brand_new()"
     names = {**record()["names"], "torch.gone.brand_new": {OLD: None}}
