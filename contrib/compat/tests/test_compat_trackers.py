@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator, tracking
 from accelerate.utils import LoggerType
+from peers import needs_accelerate, said
 
 from accel_compat.environment import libraries as imports
 from accel_core import AccelError
@@ -245,3 +246,33 @@ def test_a_program_that_is_alone_saves_after_its_trackers_were_finished(library,
     assert (tmp_path / "model" / "model.safetensors").exists()
     with pytest.raises(AccelError, match="after they were finished"):
         accelerator.log({"loss": 1.0})
+
+
+SAVING_AT_THE_END = """
+import json, os, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.end_training()
+accelerator.save_model(model, "model")
+weights = accelerator.get_state_dict(model)
+if accelerator.is_main_process:
+    accelerator.save(accelerator.unwrap_model(model).state_dict(), "weights.bin")
+    accelerator.save_state("state")
+    written = [os.path.isfile("model/model.safetensors"), os.path.isfile("weights.bin"), os.path.isdir("state")]
+    print(json.dumps([*sorted(weights), list(model(torch.ones(1, 2)).shape), *written]))
+"""
+
+
+@needs_accelerate
+def test_several_processes_save_after_their_trackers_were_finished(tmp_path, monkeypatch):
+    seen = []
+    for ours in (True, False):
+        folder = tmp_path / str(ours)
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        seen.append(said(SAVING_AT_THE_END, ours=ours, processes=2))
+
+    assert seen[0] == seen[1]

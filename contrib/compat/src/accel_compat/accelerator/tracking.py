@@ -147,14 +147,11 @@ class Tracking(Preparing):
         self._assigned_trackers = list(trackers)
 
     def end_training(self) -> None:
-        """Finish the trackers, and release what the run holds."""
+        """Finish the trackers. Programs save after it, so the run ends with the process."""
         known = [each.tracker if isinstance(each, Registered) else each for each in super().trackers]
         for tracker in self._assigned_trackers or ():
             if not any(tracker is each for each in known):
                 tracker.finish()
         self._assigned_trackers = None
-        if self.run.world.size > 1:
-            super().end_training()
-        else:  # programs that are alone save after it
-            self.run.checkpoints.wait(None)
-            self.run.trackers.finish()
+        self.run.checkpoints.wait(None)
+        self.run.trackers.finish()
