@@ -308,3 +308,42 @@ def test_objects_that_cannot_be_saved_are_named_by_their_place():
     with pytest.raises(ValueError, match="Item at index 0") as caught:
         accelerator.register_for_checkpointing(torch.ones(1), torch.nn.Linear(1, 1))
     assert "Item at index 1" not in str(caught.value)
+
+
+def test_a_schedule_may_come_before_its_optimizer(tmp_path):
+    accelerator = Accelerator(gradient_accumulation_steps=2)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = accelerator.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    accelerator.save_state(tmp_path / "state")
+    schedule.scheduler.last_epoch = 0
+    accelerator.load_state(tmp_path / "state")
+    assert schedule.scheduler.last_epoch == 2
+
+
+def test_a_schedule_before_an_optimizer_without_model_in_one_call_follows_the_optimizer():
+    accelerator = Accelerator()
+    plain = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule, optimizer = accelerator.prepare(torch.optim.lr_scheduler.StepLR(plain, 1), plain)
+
+    assert schedule.optimizers == [optimizer]
+
+
+def test_what_prepare_notes_about_an_object_is_not_in_the_objects_state():
+    accelerator = Accelerator()
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    known = {*schedule.state_dict()}
+    prepared = accelerator.prepare(model, optimizer, schedule)
+
+    assert all(each._is_accelerate_prepared for each in prepared)
+    assert {*prepared[2].state_dict()} == known

@@ -181,9 +181,6 @@ class Assignable(States):
         known = [each for each in self.run.registered if _among(each, [*self._loose, *self._stepping])]
         self.run.registered[:] = [*known, *objects]
 
-    def _all_optimizers(self) -> list[Any]:
-        return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
-
     def _set_optimizers(self, optimizers: Iterable[Any]) -> None:
         _refuse_other("_optimizers", list(optimizers), self._all_optimizers())
 
@@ -195,7 +192,7 @@ class Assignable(States):
     _custom_objects: Any = _listed(
         lambda self: _without(self.run.registered, [*self._loose, *self._stepping]), _set_custom_objects
     )
-    _optimizers: Any = _listed(_all_optimizers, _set_optimizers)
+    _optimizers: Any = _listed(States._all_optimizers, _set_optimizers)
     _schedulers: Any = _listed(lambda self: self._stepping, _set_schedulers)
 
     def free_memory(self, *objects: Any) -> list[None]:

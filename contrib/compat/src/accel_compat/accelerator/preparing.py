@@ -52,7 +52,10 @@ class Preparing(accel_core.Accelerator):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects"
                 " passed)."
             )
-        results: list[Any] = [self._aside(thing, args) for thing in args]
+        kinds = [None if thing is None else self.run.hooks.kind_of(thing) for thing in args]
+        results: list[Any] = [None] * len(args)
+        for number in sorted(range(len(args)), key=lambda number: kinds[number] == "scheduler"):
+            results[number] = self._aside(args[number], kinds[number], args)
         ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
         adopted = self._adopted([args[number] for number in ours])
         if ours:
@@ -99,21 +102,24 @@ class Preparing(accel_core.Accelerator):
     def _apply_settings(self) -> None:
         """Hand on the settings that were changed."""
 
-    def _aside(self, thing: Any, args: Sequence[Any]) -> Any:
+    def _aside(self, thing: Any, kind: str | None, args: Sequence[Any]) -> Any:
         """Give the result for an object that core does not prepare, else None."""
         if thing is None:
             return None
         if isinstance(thing, (AcceleratedOptimizer, AcceleratedScheduler)):
             return thing
-        if self.run.hooks.kind_of(thing) is None:
+        if kind is None:
             warn_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
             return thing
         if isinstance(thing, torch.optim.Optimizer) and self._is_loose(thing, args):
             return self._handed_out(thing)
-        optimizer = getattr(thing, "optimizer", None)
-        loose = next((each for each in self._loose if each.optimizer is optimizer), None)
-        if loose is not None and not isinstance(thing, torch.nn.Module):
-            return self._scheduled_by_itself(thing, [loose])
+        if kind == "scheduler":
+            followed = getattr(thing, "optimizer", None)
+            is_there = any(followed is each for each in args) and all(
+                followed is not each.optimizer for each in self._loose
+            )
+            if not is_there and self.run.proxy_of(followed) is None:
+                return self._scheduled_by_itself(thing)
         return None
 
     def _is_loose(self, optimizer: Any, args: Iterable[Any]) -> bool:
@@ -174,13 +180,17 @@ class Preparing(accel_core.Accelerator):
         self._stepping.append(made)
         return made
 
-    def _scheduled_by_itself(
-        self, scheduler: Any, optimizers: Sequence[AcceleratedOptimizer]
-    ) -> AcceleratedScheduler:
-        """Wrap a scheduler that no unit saves."""
-        made = self._scheduled(scheduler, optimizers, self.run.config.step_scheduler_with_optimizer)
+    def _scheduled_by_itself(self, scheduler: Any) -> AcceleratedScheduler:
+        """Wrap a scheduler that no unit saves; without an optimizer it follows all."""
+        followed = getattr(scheduler, "optimizer", None)
+        own = [proxy for proxy in self._all_optimizers() if followed in (proxy, proxy.optimizer)]
+        follows = self.run.config.step_scheduler_with_optimizer
+        made = self._scheduled(scheduler, own or self._all_optimizers(), follows)
         self.run.registered.append(made)
         return made
+
+    def _all_optimizers(self) -> list[Any]:
+        return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
 
     def _selected(self) -> str | None:
         """Return the name of the selected DeepSpeedPlugin, where there are several."""
@@ -236,10 +246,7 @@ class Preparing(accel_core.Accelerator):
         known = isinstance(scheduler, AcceleratedScheduler) or self.run.hooks.kind_of(scheduler) is not None
         if known:
             return super().prepare_scheduler(scheduler)
-        followed = getattr(scheduler, "optimizer", None)
-        optimizers: list[Any] = [*(proxy for _, proxy in self.run.optimizers), *self._loose]
-        own = [proxy for proxy in optimizers if followed in (proxy, proxy.optimizer)]
-        return self._scheduled_by_itself(scheduler, own or optimizers)
+        return self._scheduled_by_itself(scheduler)
 
     def unwrap_model(
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
@@ -280,5 +287,5 @@ class Preparing(accel_core.Accelerator):
 
 
 def _marked(thing: Any) -> Any:
-    thing._is_accelerate_prepared = True
+    vars(thing)["_is_accelerate_prepared"] = True  # of the proxy, not of what it hands attributes to
     return thing
