@@ -347,3 +347,34 @@ def test_what_prepare_notes_about_an_object_is_not_in_the_objects_state():
 
     assert all(each._is_accelerate_prepared for each in prepared)
     assert {*prepared[2].state_dict()} == known
+
+
+LOCAL_STEPS = """
+import json, torch
+from accelerate import Accelerator
+from accelerate.local_sgd import LocalSGD
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+seen = []
+with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=3) as local:
+    for number in range(8):
+        with accelerator.accumulate(model):
+            inputs = torch.full((1, 2), number / 8 + accelerator.process_index)
+            accelerator.backward((model(inputs) - 1).pow(2).mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+        seen.append(accelerator.unwrap_model(model).weight.flatten().tolist())
+if accelerator.is_main_process:
+    print(json.dumps(seen))
+"""
+
+
+@needs_accelerate
+def test_local_sgd_averages_as_often_as_in_accelerate():
+    theirs, ours = (said(LOCAL_STEPS, ours=each, processes=2) for each in (False, True))
+
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))

@@ -261,7 +261,8 @@ weights = accelerator.get_state_dict(model)
 if accelerator.is_main_process:
     accelerator.save(accelerator.unwrap_model(model).state_dict(), "weights.bin")
     accelerator.save_state("state")
-    written = [os.path.isfile("model/model.safetensors"), os.path.isfile("weights.bin"), os.path.isdir("state")]
+    files = os.path.isfile("model/model.safetensors"), os.path.isfile("weights.bin")
+    written = [*files, os.path.isdir("state")]
     print(json.dumps([*sorted(weights), list(model(torch.ones(1, 2)).shape), *written]))
 """
 

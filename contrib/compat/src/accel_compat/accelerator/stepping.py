@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+import accel_core
 from accel_compat.accelerator.assigned import Assignable
 from accel_compat.notices import warn_once
 from accel_compat.state.operations import all_tensors, recursively_apply
@@ -157,6 +158,21 @@ class Stepping(Assignable):
         state = self.gradient_state
         ended = state.end_of_dataloader and state.remainder > 0
         return known if known >= 0 else state.remainder if ended else -1
+
+
+class LocalSGD(accel_core.LocalSGD):
+    """A context in which ranks step alone, and average weights now and then."""
+
+    def step(self) -> None:
+        """Count a call, micro-batches too; average after each `local_sgd_steps` of them.
+
+        Collective when it averages.
+        """
+        if self.enabled and not self.unit.window.boundary:
+            self._steps += 1
+            if self._steps == self.every:
+                self._average()
+        super().step()
 
 
 def _listed(parameters: Any) -> list[Any]:

@@ -1,3 +1,3 @@
 """Local SGD."""
 
-from accel_core import LocalSGD
+from accel_compat.accelerator.stepping import LocalSGD
