@@ -9,17 +9,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
-from accel_core.accelerator.profiler import profiling
 from accel_core.accelerator.training import Training
 from accel_core.contract.options import remember_given
-from accel_core.data.loader import PreparedLoader
-from accel_core.data.skipping import skip_first_batches
 from accel_core.errors import ConfigError
-from accel_core.runtime.explain import explain
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
 from accel_core.training.accumulation import Accumulation
-from accel_core.training.prepare import prepare
 
 if TYPE_CHECKING:
     from torch import nn
@@ -33,6 +28,7 @@ if TYPE_CHECKING:
         ProjectConfiguration,
         TorchDynamoPlugin,
     )
+    from accel_core.data.loader import PreparedLoader
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
@@ -182,6 +178,8 @@ class Accelerator(Ranks, Training, States):
 
     def explain(self) -> str:
         """Explain in words this stack and its settings, a step, and an epoch."""
+        from accel_core.runtime.explain import explain  # late: start-up need not wait for it
+
         return explain(self.run)
 
     # -- prepare ---------------------------------------------------------------------------------
@@ -213,6 +211,8 @@ class Accelerator(Ranks, Training, States):
                 not prepared, or the run has ended.
             ConfigError: the strategy, a plugin or the `data` settings do not go with what was given.
         """
+        from accel_core.training.prepare import prepare  # late: start-up need not wait for it
+
         prepared = prepare(self.run, objects, strategy=strategy, name=name, placement=device_placement)
         self._accumulations.clear()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
@@ -280,6 +280,8 @@ class Accelerator(Ranks, Training, States):
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the dataloader without its first batches, in its next epoch only."""
+        from accel_core.data.skipping import skip_first_batches  # late: start-up need not wait for it
+
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
@@ -400,6 +402,8 @@ class Accelerator(Ranks, Training, States):
         """
         if profile_handler is None:
             self.run.note_profile()
+        from accel_core.accelerator.profiler import profiling  # late: start-up need not wait for it
+
         return profiling(self.run, profile_handler or self.run.config.profile)
 
     # -- the end ---------------------------------------------------------------------------------

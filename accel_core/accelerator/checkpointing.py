@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.checkpoint.file import save as write_object
-from accel_core.checkpoint.stored import Place, place, told
 from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
 
@@ -19,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from accel_core.checkpoint.stored import Place
     from accel_core.runtime.run import Run
 
 __all__ = ["States"]
@@ -83,6 +83,8 @@ class States:
                 something else, a rank could not write, or `alone` a rank holds only a part of something.
                 On all ranks; what was there is unchanged.
         """
+        from accel_core.checkpoint.stored import told  # late: start-up need not wait for it
+
         directory = self._checkpoint_directory(output_dir, "save_state")
         best = self.run.config.project.keep_best if directory is None else None
         needed = metric_and_mode(best)[0] if best else None
@@ -151,6 +153,8 @@ class States:
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
+        from accel_core.checkpoint.stored import told  # late: start-up need not wait for it
+
         directory = self._checkpoint_directory(input_dir, "load_state")
         if best and (directory is not None or self.run.config.project.keep_best is None):
             raise CheckpointError(
@@ -161,6 +165,8 @@ class States:
         return None if loaded is None else told(loaded)
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Place | None:
+        from accel_core.checkpoint.stored import place  # late: start-up need not wait for it
+
         self.run.require_alive()
         if given is not None:
             return place(given)

@@ -14,12 +14,9 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core.checkpoint.codec import decode, encode, key_of, key_text, require_plain
 from accel_core.checkpoint.own_state import own_state
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
-from accel_core.contract.state import Kind, Leaf, OptimizerState, leaf_of
-from accel_core.distributed.tensor_bytes import DTYPES
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
 
@@ -28,7 +25,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.state import Json, TensorTemplate
+    from accel_core.contract.state import Json, Kind, Leaf, OptimizerState, TensorTemplate
     from accel_core.contract.unit import Unit
 
 __all__ = ["BaseState", "model_state"]
@@ -49,6 +46,10 @@ class BaseState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
+        # late: start-up need not wait for them
+        from accel_core.checkpoint.codec import key_text
+        from accel_core.contract.state import OptimizerState, leaf_of
+
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         leaves: dict[str, Leaf] = {}
         plain: dict[str, dict[str, Any]] = {}
@@ -96,6 +97,10 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
+        # late: start-up need not wait for them
+        from accel_core.checkpoint.codec import key_of
+        from accel_core.distributed.tensor_bytes import DTYPES
+
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -170,6 +175,8 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
     Tied weights stand there once. A tensor that wraps others, such as a quantised weight, is stored as those:
     `NAME#PART`, of a layout that names its class.
     """
+    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
+
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
         leaves.update(_parts(name, tensor) if _wraps(tensor) else {name: leaf_of(tensor)})
@@ -200,6 +207,8 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
     for name, tensor in found.items():
         if tensor.is_nested or is_lazy(tensor):  # without a shape to store
+            from accel_core.checkpoint.codec import require_plain  # late: start-up need not wait for it
+
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
     return found
 
@@ -210,6 +219,8 @@ def _wraps(tensor: Tensor) -> bool:
 
 
 def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
+    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
+
     keys, context = tensor.__tensor_flatten__()
     layout = f"{type(tensor).__qualname__} {list(tensor.shape)} {context!r}"
     for key in keys:
@@ -232,6 +243,8 @@ def _kind(value: Tensor, shape: torch.Size, *, packed: bool) -> Kind:
 def _allocate(
     parameter: nn.Parameter, group: Mapping[str, Any], key: str, template: TensorTemplate
 ) -> Tensor:
+    from accel_core.distributed.tensor_bytes import DTYPES  # late: start-up need not wait for it
+
     dtype = DTYPES[template.dtype]
     if template.kind == "like_param":
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
@@ -243,10 +256,14 @@ def _allocate(
 
 
 def _pack(state: Any) -> Tensor:
+    from accel_core.checkpoint.codec import encode  # late: start-up need not wait for it
+
     return torch.frombuffer(bytearray(json.dumps(encode(state, "random")).encode()), dtype=torch.uint8)
 
 
 def _unpack(stream: Tensor, name: str) -> Any:
+    from accel_core.checkpoint.codec import decode  # late: start-up need not wait for it
+
     return decode(json.loads(bytes(stream.tolist())), name)
 
 

@@ -7,14 +7,16 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from accel_core.checkpoint.paths import local_path
-from accel_core.checkpoint.stored import Place
 from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.checkpoint.stored import Place
 
 __all__ = ["load", "not_written", "save", "write_whole"]
 

@@ -3,12 +3,25 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+from typing import Final
 
-from accel_core.checkpoint.stored import scheme_of
 from accel_core.errors import CheckpointError
 
-__all__ = ["local_path"]
+__all__ = ["local_path", "scheme_of"]
+
+_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
+"""Start of a URL, with one slash, since `Path` makes one of two.
+
+It has two letters or more, since a drive of Windows has one.
+"""
+
+
+def scheme_of(text: str) -> str | None:
+    """Return the scheme of a URL, None of a path."""
+    found = _URL.match(text)
+    return found[1].lower() if found else None
 
 
 def local_path(given: str | os.PathLike[str]) -> Path:

@@ -15,20 +15,16 @@ from typing import TYPE_CHECKING, Final, TypeAlias
 
 from attrs import evolve, field, frozen
 
+from accel_core.checkpoint.paths import scheme_of
 from accel_core.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
     from accel_core.plugins.binding import Hooks
 
-__all__ = ["Place", "StoredPath", "UnreadableError", "place", "scheme_of", "store_for", "told"]
+__all__ = ["Place", "StoredPath", "UnreadableError", "place", "store_for", "told"]
 
 logger = logging.getLogger(__name__)
 
-_URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""Start of a URL, with one slash, since `Path` makes one of two.
-
-It has two letters or more, since a drive of Windows has one.
-"""
 _SECRET: Final = re.compile(r"[^/]*:[^/]*@")
 """User and password, before the first slash."""
 
@@ -171,7 +167,7 @@ def place(given: str | os.PathLike[str] | StoredPath) -> Place:
     text = os.fspath(given)
     if (scheme := scheme_of(text)) is None:
         return Path(text).expanduser()
-    rest = _URL.sub("", text, count=1)
+    rest = text.partition(":")[2].lstrip("/")
     if _SECRET.match(rest):
         raise CheckpointError(
             f"a URL of {scheme}: with a password in it would stand in each checkpoint\n"
@@ -179,12 +175,6 @@ def place(given: str | os.PathLike[str] | StoredPath) -> Place:
             path=f"{scheme}://",
         )
     return StoredPath(f"{scheme}://{rest.rstrip('/')}", store_for(scheme))
-
-
-def scheme_of(text: str) -> str | None:
-    """Return the scheme of a URL, None of a path."""
-    found = _URL.match(text)
-    return found[1].lower() if found else None
 
 
 def told(where: Place) -> Path | str:

@@ -91,13 +91,14 @@ class Sections:
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
     """Report each variable with one underscore, such as ACCEL_MIXED_PRECISION."""
+    ours = sorted(name for name in environment if name.upper().startswith("ACCEL_"))
     options: dict[str, str] = {}
-    for name, kind in CORE.items():
+    for name, kind in CORE.items() if ours else ():
         inner = section_class(kind)
         options |= {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
-    for name in sorted(environment):
-        head, _, rest = name.upper().partition("_")
-        if head == "ACCEL" and rest.lower() in options:
+    for name in ours:
+        rest = name.upper().removeprefix("ACCEL_")
+        if rest.lower() in options:
             meant = f"ACCEL__{options[rest.lower()].upper()}"
             yield ConfigProblem(f"variable {name}", (), f"is never read; did you mean {meant}?")
 

@@ -10,6 +10,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
+from itertools import islice
 from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 import attrs
@@ -126,8 +127,10 @@ def option(
         refused=refused,
     )
     given = {"factory": factory} if factory is not None else {"default": default}
+    # attrs compiles a line for each validator, so options that take any value have none.
+    validator = _validate if about.choices or minimum is not None or refused else None
     return attrs.field(
-        **given, metadata={_KEY: about}, validator=_validate, converter=converter, repr=not secret
+        **given, metadata={_KEY: about}, validator=validator, converter=converter, repr=not secret
     )
 
 
@@ -186,11 +189,11 @@ def changed(instance: Any) -> dict[str, Any]:
 
 def remember_given(init: F) -> F:
     """Wrap an `__init__` so that `self._given` holds the names of its arguments."""
-    names = list(inspect.signature(init).parameters)[1:]
 
     @functools.wraps(init)
     def remembering(self: object, *args: Any, **kwargs: Any) -> None:
-        object.__setattr__(self, "_given", frozenset((*names[: len(args)], *kwargs)))
+        names = islice(inspect.signature(init).parameters, 1, len(args) + 1) if args else ()
+        object.__setattr__(self, "_given", frozenset((*names, *kwargs)))
         init(self, *args, **kwargs)
 
     return cast("F", remembering)

@@ -14,7 +14,6 @@ from torch.amp import GradScaler
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.run import current
-from accel_core.contract.state import Entry
 from accel_core.errors import AccelError, ConfigError
 
 if TYPE_CHECKING:
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.config import AutocastKwargs
     from accel_core.contract.run import Run
+    from accel_core.contract.state import Entry
     from accel_core.contract.unit import Unit
     from accel_core.plugins.binding import Hooks
 
@@ -166,6 +166,8 @@ class Float16(_Autocast):
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
         if unit.scaler is None:
             return {}
+        from accel_core.contract.state import Entry  # late: start-up need not wait for it
+
         self._settle(unit.scaler)
         return {"scaler": Entry(value=unit.scaler.state_dict())}
 

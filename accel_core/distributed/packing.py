@@ -9,10 +9,9 @@ import hashlib
 import marshal
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
-from attrs import frozen
 from torch import Tensor
 
 __all__ = ["ALIGNMENT", "Plan", "digest", "make_plan"]
@@ -55,8 +54,7 @@ def make_plan(
     return Plan(digest(*agreed), start, shapes, rows, groups)
 
 
-@frozen
-class _Group:
+class _Group(NamedTuple):
     """Tensors of one dtype: their numbers, sizes, and bytes."""
 
     dtype: torch.dtype
@@ -66,8 +64,7 @@ class _Group:
     stop: int
 
 
-@frozen
-class Plan:
+class Plan(NamedTuple):
     """Place of each tensor in the bytes, in an order that all ranks share."""
 
     digest: int

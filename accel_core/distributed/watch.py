@@ -33,10 +33,8 @@ from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import WeakMethod
-
-from attrs import frozen
 
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.distributed.stacks import remove_stacks, write_stacks
@@ -405,8 +403,7 @@ def _listed(answers: Mapping[int, Mapping[str, Any]]) -> str:
     return ", ".join(shown[:8]) + (f" and {len(shown) - 8} more" if len(shown) > 8 else "")
 
 
-@frozen
-class _Seen:
+class _Seen(NamedTuple):
     """Place of a thread, without its frames.
 
     A frame would keep a function's locals alive, such as a model.

@@ -12,9 +12,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from types import CodeType, FunctionType, ModuleType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-from attrs import frozen
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_core.contract import hooks as hookspecs
 from accel_core.contract.spec import Spec, parameters_of
@@ -46,8 +44,7 @@ def no_op(method: F) -> F:
     return method
 
 
-@frozen
-class PluginHooks:
+class PluginHooks(NamedTuple):
     """The methods of a plugin instance, by hook name."""
 
     name: str
@@ -55,8 +52,7 @@ class PluginHooks:
     methods: Mapping[str, Callable[..., Any]]
 
 
-@frozen
-class _Hook:
+class _Hook(NamedTuple):
     """The facts of a spec that binding needs."""
 
     spec: Spec

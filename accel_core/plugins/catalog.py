@@ -6,12 +6,9 @@ only, never the text that a user typed.
 
 from __future__ import annotations
 
-import shlex
 from functools import cache
 from importlib.resources import files
-from typing import Any
-
-from attrs import frozen
+from typing import Any, NamedTuple
 
 from accel_core.contract.card import Slot
 from accel_core.contract.suggest import did_you_mean
@@ -29,8 +26,7 @@ __all__ = [
 ]
 
 
-@frozen(kw_only=True)
-class CatalogEntry:
+class CatalogEntry(NamedTuple):
     """A plugin of this repository: name, slot, option names and distribution."""
 
     name: str
@@ -78,6 +74,8 @@ def install_hint(path: str) -> str:
 
     path: folder of the package, with extras: `backends/acme[runtime]`.
     """
+    import shlex  # late: start-up need not wait for it
+
     return f"in a clone of accel-core: pip install {shlex.quote(f'./{path}')}"
 
 

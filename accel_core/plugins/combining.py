@@ -5,17 +5,14 @@ from __future__ import annotations
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Final
-
-from attrs import frozen
+from typing import Any, Final, NamedTuple
 
 from accel_core.errors import PluginError
 
 __all__ = ["ANSWERS", "Implementation", "wrap"]
 
 
-@frozen
-class Implementation:
+class Implementation(NamedTuple):
     """One plugin's method for one hook, with the spec's parameters."""
 
     plugin: str

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from itertools import count
-from statistics import median, median_low
 from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.distributed import watch
@@ -93,6 +92,8 @@ class Pace:
 
     def _summary(self) -> dict[str, Any]:
         """Return the samples since the last publication as one."""
+        from statistics import median  # late: start-up need not wait for it
+
         samples = [self._samples.popleft() for _ in range(len(self._samples))]
         seconds = [sample["seconds"] for sample in samples if sample["seconds"]]
         self._memory = next((each["memory"] for each in samples[::-1] if "memory" in each), self._memory)
@@ -109,6 +110,8 @@ class Pace:
 
     def _compare(self, store: Store) -> None:
         """Find out which ranks are slow, and say so where that has changed."""
+        from statistics import median_low  # late: start-up need not wait for it
+
         paces = {pace["rank"]: pace for pace in self._published(store)}
         usual = {part: median_low(pace[part] for pace in paces.values()) for part in PARTS}
         for rank, pace in paces.items():

@@ -41,7 +41,6 @@ from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
 from accel_core.training.step import step as apply_step
-from accel_core.training.step_state import StepState
 
 if TYPE_CHECKING:
     import torch
@@ -233,6 +232,8 @@ class Run:
 
         made: other units that the run does not have yet.
         """
+        from accel_core.training.step_state import StepState  # late: start-up need not wait for it
+
         alias = strategy or self.stack.default
         taken = {unit.name for unit in (*self.units, *made)}
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 
 import attrs
@@ -51,3 +52,21 @@ def test_a_generated_backends_config_is_a_real_one(tmp_path, monkeypatch):
 
     assert len(attrs.fields(load(record, record.card.config))) == 7
     assert load(record, record.card.config)().option_0 == "none"
+
+
+STARTED = """
+import subprocess
+import sys
+from accel_core import Accelerator
+Accelerator(cpu=True)
+print(*(name for name in sys.modules if name.startswith("accel_core.")), "decimal" in sys.modules)
+"""
+
+
+def test_a_start_imports_no_more_than_it_needs():
+    child = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True)
+    *started, has_decimal = child.stdout.split()
+    later = ("accel_core.data.", "accel_core.checkpoint.codec", "accel_core.training.prepare")
+
+    assert [name for name in started if name.startswith(later)] == ["accel_core.data.uneven"]
+    assert (has_decimal, len(started) <= 82) == ("False", True), started
