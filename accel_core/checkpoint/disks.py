@@ -92,7 +92,7 @@ def ask_other_disks(votes: Votes, others: Collection[int], phase: str, text: str
         return []
     votes.publish(phase, {"text": text})
     deadline = time.monotonic() + votes.timeout
-    answers = {rank: votes.poll(f"{phase}-{rank}", deadline) for rank in others}
+    answers = {rank: votes.poll(f"{phase}-{rank}", deadline, rank=rank) for rank in others}
     votes.delete(phase, *(f"{phase}-{rank}" for rank in others))
     return votes.failures(answers.items())
 
@@ -102,7 +102,7 @@ def answer(votes: Votes, rank: int, phase: str, deadline: float, action: Callabl
 
     Nothing is done if rank 0 gives up.
     """
-    asked = votes.poll(phase, deadline, unless="verdict")
+    asked = votes.poll(phase, deadline, unless="verdict", rank=0)
     if asked is not None:
         votes.publish(f"{phase}-{rank}", action(asked["text"]))
 

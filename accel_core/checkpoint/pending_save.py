@@ -12,7 +12,8 @@
     polls heard-1 ... heard-N                 <-    publishes heard-R
     deletes all of these messages
 
-No collective: a dead rank costs a timeout and is named. A rank that gets no verdict has failed.
+No collective: a dead rank costs a timeout and is named. One that writes for longer says so (`alive-R`).
+A rank that gets no verdict has failed.
 """
 
 from __future__ import annotations
@@ -123,11 +124,13 @@ class PendingSave:
 
     def run(self) -> None:
         """Write, vote, and hear the verdict. A failure is kept for `wait`."""
+        rank = self.share.rank
         try:
-            self.votes.publish(f"vote-{self.share.rank}", self.attempt(self._write))
-            self._failure = _lead(self) if self.share.rank == 0 else _follow(self)
+            with self.votes.alive(rank) if self.ranks > 1 else nullcontext():
+                self.votes.publish(f"vote-{rank}", self.attempt(self._write))
+                self._failure = _lead(self) if rank == 0 else _follow(self)
         except Exception as error:  # the store's: the process that serves it is gone
-            self._failure = f"rank {self.share.rank}: {type(error).__name__}: {error}"
+            self._failure = f"rank {rank}: {type(error).__name__}: {error}"
             self.cause = self.cause or error
         finally:
             self.target.end_writing()
@@ -206,7 +209,7 @@ def _lead(save: PendingSave) -> str | None:
     Returns why it failed, if it did.
     """
     votes, deadline = save.votes, time.monotonic() + save.votes.timeout
-    heard = [votes.poll(f"vote-{rank}", deadline) for rank in range(save.ranks)]
+    heard = [votes.poll(f"vote-{rank}", deadline, rank=rank) for rank in range(save.ranks)]
     failures = votes.failures(enumerate(heard)) or _commit(save, heard)
     # A rename that an error or Ctrl-C met may be done or not, on this disk or another: both folders stay.
     unsure = isinstance(save.cause, OSError) or not isinstance(save.cause, Exception | None)
@@ -219,7 +222,7 @@ def _lead(save: PendingSave) -> str | None:
     deadline = time.monotonic() + HEARD_SECONDS
     for rank, vote in enumerate(heard):
         if vote is not None and (rank == 0 or votes.poll(f"heard-{rank}", deadline) is not None):
-            votes.delete(f"vote-{rank}", f"heard-{rank}")
+            votes.delete(f"vote-{rank}", f"heard-{rank}", f"alive-{rank}")
     if None not in heard:
         votes.delete("verdict")
     return failure
@@ -270,7 +273,7 @@ def _follow(save: PendingSave) -> str | None:
     if target.disks.is_first:  # of a disk that rank 0 does not see
         answer(votes, rank, "manifest", deadline, partial(save.attempt, write))
         answer(votes, rank, "publish", deadline, partial(save.attempt, publish))
-    verdict = votes.poll("verdict", deadline)
+    verdict = votes.poll("verdict", deadline, rank=0)
     if verdict is None:
         return f"rank 0: no verdict within {2 * votes.timeout:g} s; it died or hangs"
     failure: str | None = verdict["failure"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
@@ -16,10 +19,32 @@ from accel_core.checkpoint.files import as_json
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Message", "Votes"]
+__all__ = ["Message", "Votes", "work_together"]
 
 POLL_SECONDS: Final = 0.05
+BEATS: Final = 4
+"""Times per timeout that a rank at work says so."""
 Message = Mapping[str, Any]
+_works: Final = count()
+"""Ranks work in one order, and each work has keys of its own."""
+
+
+@contextmanager
+def work_together(run: Run, what: str) -> Iterator[None]:
+    """Leave each rank's part of a long work once all have done theirs.
+
+    Collective. Ranks that are gone are not waited for. Those that are done wait outside
+    of a collective, which its timeout would end.
+    """
+    rank, ranks = run.world.rank, run.world.size
+    votes = Votes.of(run).under(f"{what}/{next(_works)}")
+    try:
+        with votes.alive(rank):
+            yield
+    finally:
+        votes.publish(f"done-{rank}", {})
+    for other in range(ranks):
+        votes.poll(f"done-{other}", time.monotonic() + votes.timeout / 2, rank=other)
 
 
 @frozen
@@ -27,7 +52,7 @@ class Votes:
     """Messages of this rank's process to the others, and theirs, by key.
 
     store: a client of its own, since one that waits blocks all that share it.
-    timeout: seconds to wait for another rank.
+    timeout: seconds to wait for another rank that does not say that it is at work.
     """
 
     store: Store
@@ -57,16 +82,45 @@ class Votes:
         """Return the message, which is there."""
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
-    def poll(self, key: str, deadline: float, *, unless: str | None = None) -> Message | None:
+    @contextmanager
+    def alive(self, rank: int) -> Iterator[None]:
+        """Say again and again that this rank is at work, so that others go on waiting.
+
+        For ten times the timeout at most: a disk that hangs cannot be told from one that is slow.
+        """
+        ended = threading.Event()
+
+        def say() -> None:
+            with suppress(RuntimeError):  # the process that serves the store is gone: nobody asks
+                for beat in range(10 * BEATS):
+                    self.publish(f"alive-{rank}", {"beat": beat})
+                    if ended.wait(self.timeout / BEATS):
+                        return
+
+        threading.Thread(target=say, name="alive", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+
+    def poll(
+        self, key: str, deadline: float, *, unless: str | None = None, rank: int | None = None
+    ) -> Message | None:
         """Return the message, once it is there; else None.
 
-        Returns after the deadline, or once there is a message under `unless`.
+        Returns after the deadline, or once there is a message under `unless`. rank: the sender, which is
+        waited for while it is `alive`.
         """
-        pause = 0.0005
+        pause, alive, beat = 0.0005, f"alive-{rank}", None
         # Asked again and again: a thread that waits inside the store cannot be ended with the process.
         while not self.has(key):
-            if time.monotonic() > deadline or (unless and self.has(unless)):
+            if unless and self.has(unless):
                 return None
+            if time.monotonic() > deadline:
+                before, beat = beat, self.read(alive) if self.has(alive) else None
+                if beat == before:
+                    return None
+                deadline = time.monotonic() + 2 * self.timeout / BEATS
             time.sleep(pause)
             pause = min(2 * pause, POLL_SECONDS)
         message: Message = self.read(key)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.module_state import module_state, state_dict_outline
 from accel_core.checkpoint.stored import place
+from accel_core.checkpoint.votes import work_together
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
 from accel_core.contract.suggest import did_you_mean
 from accel_core.distributed.watch import assemble
@@ -102,6 +103,7 @@ def save_model(
     """
     folder, size, weights = place(directory), bytes_in(limit), weights_of(run, model)
 
+    @work_together(run, "save_model")
     def write() -> None:
         try:
             if here:
