@@ -116,7 +116,7 @@ def collect(run: Run, *, alone: bool = False) -> Collected:
     state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
     state.shared["prepared"] = _prepared(run)
     state.shared["registered"] = state.encode_objects(run.registered, "registered")
-    state.shared["run"] = _run_state(run)
+    state.shared["run"] = _run_state(run, alone=alone)
     state.own["reader"] = 0 if alone else run.topology.reader
     state.own["random"] = state.encode(
         {**run.hooks.rng_state(), **states(run)}, f"{path}.random", replicated=False
@@ -221,9 +221,17 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}
 
 
-def _run_state(run: Run) -> dict[str, Any]:
+def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
     """Plugin -> its state of the whole run; of the main process, whose file has it."""
-    saving = run.hooks.implementations("save_run_state") if run.world.rank == 0 else []
+    saving = run.hooks.implementations("save_run_state")
+    if run.world.rank != 0:  # of a save alone
+        names = ", ".join(one.plugin for one in saving if one.plugin in run.trackers.names)
+        if names and alone:
+            logger.warning(
+                "save_state(alone=True): rank 0 has the runs of %s; one that loads this begins new ones",
+                names,
+            )
+        return {}
     states = {one.plugin: dict(one.call()) for one in saving}
     return {plugin: encode(state, f"run.{plugin}") for plugin, state in states.items() if state}
 

@@ -7,7 +7,8 @@
         rank 0 commits, and removes what is over `total_limit` there
 
 One copy is made at a time. The local checkpoint is held until its copy is committed. A copy that fails is
-made again by each next save, until it is there or a newer one is due.
+made again by each next save, until it is there or a newer one is due. What a kill has cut is made up when
+the newest checkpoint is loaded.
 """
 
 from __future__ import annotations
@@ -19,28 +20,33 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from attrs import define, frozen
 
 from accel_core.checkpoint import stored_commit, unreported
+from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.manifest import commits_in, read_manifest
 from accel_core.checkpoint.pending_save import LOOK_SECONDS, PendingSave, Share
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.stored_target import StoredTarget
 from accel_core.checkpoint.target import SaveTarget
+from accel_core.checkpoint.votes import Votes
 from accel_core.checkpoint.writer import begin_writing, is_over
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.files import FileRecord
+    from accel_core.checkpoint.manifest import Manifest
     from accel_core.checkpoint.retention import CheckpointSeries
-    from accel_core.checkpoint.votes import Votes
 
 __all__ = ["Copies", "Plan"]
 
 logger = logging.getLogger(__name__)
+
+_OF_THE_FILE: Final = ("format", "version", "files", "checksum")
+"""Members of a manifest that are written anew."""
 
 
 @frozen
@@ -68,6 +74,10 @@ class _Source:
     manifest: Mapping[str, Any]
 
 
+_State: TypeAlias = tuple[_Source | None, int | None]
+"""The copy that is owed, and the number of the last that was due."""
+
+
 @define(eq=False)
 class CopyTarget(StoredTarget):
     """The place of a copy. local: the checkpoint that is copied."""
@@ -86,7 +96,7 @@ class CopyTarget(StoredTarget):
             finally:  # the others wait for it
                 self.votes.publish("begin", {"is_new": is_new})
         else:
-            begun = self.votes.poll("begin", time.monotonic() + self.votes.timeout, unless="verdict")
+            begun = self.votes.poll("begin", time.monotonic() + self.votes.timeout, unless="verdict", rank=0)
             is_new = begun is not None and begun["is_new"]
         records = {
             name: record
@@ -140,10 +150,10 @@ class Copies:
         self._done = threading.Event()
         self._done.set()
 
-    def plan(self) -> Plan:
+    def plan(self, *, at_once: bool = False) -> Plan:
         """Return the copies that this rank knows of.
 
-        Each save begins with it, on all ranks.
+        Each save begins with it, on all ranks. at_once: the checkpoint is copied, whatever its number.
 
         Raises:
             UnreadableError: it is the first, and the store does not answer.
@@ -151,9 +161,9 @@ class Copies:
         project, store = self._series.run.config.project, self._series.copies
         if store is None:
             return Plan()
-        last = store.newest if self._last is None else self._last
+        last = store.newest_whole if self._last is None else self._last
         owed = None if self._owed is None else self._owed.number
-        return Plan(owed, self._done.is_set(), 0 if last < 0 else last + project.store_every)
+        return Plan(owed, self._done.is_set(), 0 if at_once or last < 0 else last + project.store_every)
 
     def follow(self, save: PendingSave, plans: Sequence[Plan], votes: Votes) -> None:
         """Copy the checkpoint of this save, if it is due, or an earlier one again.
@@ -174,23 +184,49 @@ class Copies:
             self._last = target.number
         if source is None:
             return
+        self._start(source, before, save, _all_together(save.share.rank, save.ranks), votes)
+
+    def make_up(self, loaded: Manifest) -> None:
+        """Copy the newest local checkpoint, which was loaded, if it was due.
+
+        A kill came before its end. Collective. It begins to; `wait` waits for it.
+        """
+        run, number, plan = self._series.run, loaded.iteration, self.plan()
+        disks = _all_together(run.world.rank, run.world.size)
+        here = Path(str(self._series.folder)) / f"checkpoint_{number}"
+
+        def is_due() -> bool:  # and its files can be seen where they are to be sent from
+            mine = [name for name in loaded.files if _sender(name, run.world.size) == disks.rank]
+            return plan.is_idle and number >= plan.due and all((here / name).exists() for name in mine)
+
+        control = run.collectives("control")
+        if self._series.copies and all(gather_from_all_ranks(control, "load_state: copy", is_due)):
+            members = {key: value for key, value in loaded.members.items() if key not in _OF_THE_FILE}
+            before, self._last = (self._owed, self._last), number
+            self._start(_Source(number, loaded.save_id, members), before, None, disks, Votes.of(run))
+
+    def _start(
+        self, source: _Source, before: _State, save: PendingSave | None, disks: Disks, votes: Votes
+    ) -> None:
+        """Let a thread make a copy, once its save is committed."""
         self._forget_error()
         self._series.hold({each.number for each in (self._owed, source) if each is not None})
         self._done = threading.Event()
-        arguments = save, source, before, votes.under(f"copy/{target.save_id}")
+        arguments = source, before, save, disks, votes.under(f"copy/{source.save_id}")
         # Daemon thread: the run's atexit handler waits for it.
         threading.Thread(target=self._run, args=arguments, name="copy", daemon=True).start()
 
     def _run(
-        self, save: PendingSave, source: _Source, before: tuple[_Source | None, int | None], votes: Votes
+        self, source: _Source, before: _State, save: PendingSave | None, disks: Disks, votes: Votes
     ) -> None:
         try:
-            save.join()
-            if save.has_failed:
-                self._owed, self._last = before
-                return
+            if save is not None:
+                save.join()
+                if save.has_failed:
+                    self._owed, self._last = before
+                    return
             self._owed = source
-            self._copy(source, save.share.rank, save.ranks, votes)
+            self._copy(source, disks, votes)
             self._owed = None
         except Exception as error:  # whatever it is, `wait` raises it
             self._error = error
@@ -200,13 +236,13 @@ class Copies:
             self._series.hold(set() if self._owed is None else {self._owed.number})
             self._done.set()
 
-    def _copy(self, source: _Source, rank: int, ranks: int, votes: Votes) -> None:
+    def _copy(self, source: _Source, disks: Disks, votes: Votes) -> None:
         """Make a copy. Raises CheckpointError."""
         store, name = self._series.copies, f"checkpoint_{source.number}"
         assert store is not None
         path, local = store.folder / name, Path(str(self._series.folder)) / name
         assert isinstance(path, StoredPath)
-        disks = Disks(rank, [0] * ranks)
+        rank, ranks = disks.rank, len(disks.of_rank)
         target = CopyTarget(store, path, source.save_id, source.number, True, disks, 0, local, votes)
         nothing = Share(rank, b"", (), 0, b"", b"", None)
         copy = PendingSave(target, None, nothing, ranks, source.manifest, votes, "copy")
@@ -243,6 +279,11 @@ class Copies:
         if error is not None and self._owed is not None:
             unreported.pop(f"copy of {self._owed.save_id}", None)
         return error
+
+
+def _all_together(rank: int, ranks: int) -> Disks:
+    """Return a rank's part of a copy: the store is one disk for all."""
+    return Disks(rank, [0] * ranks)
 
 
 def _sender(name: str, ranks: int) -> int:

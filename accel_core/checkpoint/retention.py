@@ -86,6 +86,11 @@ class CheckpointSeries:
         """The highest number in the folder when it was first looked at, or -1."""
         return max((number for number, _ in _numbered(self.folder, _NAME)), default=-1)
 
+    @cached_property
+    def newest_whole(self) -> int:
+        """The highest number of a complete checkpoint then, or -1."""
+        return next((number for number, path in _numbered(self.folder, _NAME) if is_there(path)), -1)
+
     @property
     def lineage(self) -> list[str]:
         """Ids of the ancestors and of the run itself."""

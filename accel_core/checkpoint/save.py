@@ -65,12 +65,13 @@ class Saver:
         wait: bool,
         metrics: Mapping[str, Any] | None,
         needed: str | None,
+        at_once: bool = False,
     ) -> Place:
         """See `CheckpointSession.save`."""
 
         def ready() -> Plan:
             self.wait()
-            return self._copies.plan()
+            return self._copies.plan(at_once=at_once)
 
         plans = gather_from_all_ranks(self.control, "save_state: wait for the save before", ready)
         noted = {"step": step, "metrics": agreed_metrics(self.control, metrics, needed)}

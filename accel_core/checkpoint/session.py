@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core.distributed.watch import assemble
@@ -32,6 +33,7 @@ class CheckpointSession:
         self._saver: Saver | None = None
         self._copies: Copies | None = None
         self._preemption: Preemption | None = None
+        self._is_preempted = False
 
     @cached_property
     def series(self) -> CheckpointSeries:
@@ -83,7 +85,8 @@ class CheckpointSession:
         called `needed` must be, are recorded. Without a directory it is the next of the
         numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a
         copy of the state is taken now, and a thread writes it while training goes on; the next save waits
-        for that, and raises what went wrong, as do `wait` and the end of the run.
+        for that, and raises what went wrong, as do `wait` and the end of the run. Once
+        the job was told to stop, a numbered one is copied to `project.store` though that is not due.
 
         Raises:
             CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
@@ -101,7 +104,9 @@ class CheckpointSession:
         if self._saver is None or self._saver.alone is not alone:
             self._wait_for_save()
             self._saver = Saver(run, self.series, self._prepare_copies(), alone=alone)
-        return self._saver.save(directory, step=step, wait=wait, metrics=metrics, needed=needed)
+        return self._saver.save(
+            directory, step=step, wait=wait, metrics=metrics, needed=needed, at_once=self._is_preempted
+        )
 
     def load(
         self,
@@ -149,6 +154,8 @@ class CheckpointSession:
         folder, manifest = loaded
         run.resume(manifest.run_id)
         self.series.resume(manifest)
+        if self._copies is not None and directory is None and not best and isinstance(folder, Path):
+            self._copies.make_up(manifest)
         return folder
 
     def wait(self, patience: float | None = None) -> None:
@@ -188,7 +195,8 @@ class CheckpointSession:
             self.run.require_alive()
             self._preemption = Preemption(self.run, signals)
         # A checkpoint holds no gradients: within a window there is nothing to ask yet.
-        return all(unit.window.boundary for unit in self.run.units) and self._preemption.due()
+        self._is_preempted = all(unit.window.boundary for unit in self.run.units) and self._preemption.due()
+        return self._is_preempted
 
     def end_watch(self) -> None:
         """Watch for signals no more."""

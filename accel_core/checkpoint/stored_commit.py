@@ -22,7 +22,7 @@ from typing import Final
 
 from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.manifest import MANIFEST, commits_in, read_manifest
-from accel_core.checkpoint.stored import StoredPath
+from accel_core.checkpoint.stored import StoredPath, UnreadableError
 from accel_core.checkpoint.writer import SAVE_ID
 from accel_core.errors import CheckpointError
 
@@ -34,6 +34,7 @@ __all__ = [
     "remove_older",
     "remove_stored",
     "remove_unfinished",
+    "require_room",
     "send",
     "spool",
     "unfinished",
@@ -41,6 +42,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_SPOOL: Final = "for files on their way to and from a store"
 CLAIM: Final = "claim"
 """Name of the file that a save creates first; the second try must fail."""
 
@@ -83,10 +85,19 @@ def begin(path: StoredPath, save_id: str) -> int:
 
 
 def unfinished(path: StoredPath) -> set[str]:
-    """Return the ids of saves that lie there, and that no manifest names."""
+    """Return the ids of saves that lie there, and that no manifest names.
+
+    None where the manifest is damaged, which is logged.
+    """
     here = path.listed()
     left = {name for name in here.entries if _is_save(name)}
-    return left - {read_manifest(path).save_id} if left and commits_in(here) else left
+    try:
+        return left - {read_manifest(path).save_id} if left and commits_in(here) else left
+    except UnreadableError:
+        raise
+    except CheckpointError as error:
+        logger.warning("nothing is removed of it: %s", error)
+        return set()
 
 
 def remove_unfinished(path: StoredPath, over: Collection[str]) -> None:
@@ -102,23 +113,28 @@ def remove_unfinished(path: StoredPath, over: Collection[str]) -> None:
             )
 
 
+def require_room(folder: Path, size: int) -> None:
+    """Raise UnreadableError if the disk of the folder cannot take `size` bytes."""
+    if (free := shutil.disk_usage(folder).free) < size:
+        raise UnreadableError(
+            f"{folder}, {_SPOOL}, has room for {free} bytes, and {size} are needed\n"
+            "set TMPDIR to a folder with room"
+        )
+
+
 @contextmanager
 def spool(size: int) -> Iterator[Path]:
     """Give a folder of this machine for files on their way; it is this user's alone.
 
     Raises:
-        CheckpointError: there is no room for `size` bytes.
+        UnreadableError: there is no room for `size` bytes, or another user has made it.
     """
     user = os.getuid() if hasattr(os, "getuid") else "user"
     root = Path(tempfile.gettempdir(), f"accel-{user}")
     root.mkdir(mode=0o700, exist_ok=True)
-    free = shutil.disk_usage(root).free
-    if free < size or (os.name != "nt" and (root.is_symlink() or root.stat().st_uid != user)):
-        raise CheckpointError(
-            f"{root}, from where files are sent to a store, "
-            + (f"has room for {free} bytes, and {size} are needed" if free < size else "is not this user's")
-            + "\nset TMPDIR to a folder with room"
-        )
+    if os.name != "nt" and (root.is_symlink() or root.stat().st_uid != user):
+        raise UnreadableError(f"{root}, {_SPOOL}, is not this user's\nset TMPDIR to a folder of your own")
+    require_room(root, size)
     with workshop(root) as beside:
         yield beside
 
