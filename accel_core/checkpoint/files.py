@@ -15,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from stat import S_ISREG
 from typing import TYPE_CHECKING, Any, ClassVar, Final
@@ -28,6 +29,8 @@ from accel_core.errors import CheckpointError, module_that_raised
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from accel_core.checkpoint.node_copy import NodeCopy
 
 __all__ = [
     "DataFile",
@@ -45,8 +48,8 @@ __all__ = [
 ]
 
 BLOCK_BYTES: Final = 4 << 20
-FETCHED_BLOCKS: Final = 16
-"""Largest number of blocks that are asked of a store at once."""
+FETCHED_BLOCKS: Final = 4
+"""Largest number of blocks that are asked of a store by one request."""
 OPEN_FILES: Final = 64
 """Largest number of data files that are open at once.
 
@@ -130,7 +133,8 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
 class DataFile:
     """A file of a checkpoint that is being read.
 
-    It is copied from, never mapped: a disk error in a mapped file ends the process.
+    It is copied from, never mapped: a disk error in a mapped file ends the process. What a store has of it
+    is read from `node_copy`: each block comes once, and is compared with its digest.
 
     Raises:
         CheckpointError: it is not a file of the recorded size, or cannot be read.
@@ -141,8 +145,10 @@ class DataFile:
     _open: ClassVar[deque[ref[DataFile]]] = deque()
     """The data files that are open, the oldest first."""
 
-    def __init__(self, path: Place, record: FileRecord) -> None:
-        self.path, self.record = path, record
+    def __init__(self, path: Place, record: FileRecord, node_copy: NodeCopy | None = None) -> None:
+        self.path, self.record, self.node_copy = path, record, node_copy
+        self.fetched: set[int] = set()
+        """Numbers of the blocks that are in the copy."""
         self._handle: int | None = None
         self._identity: tuple[int, ...] | None = None
         self._digests: Sequence[str] = ()
@@ -164,43 +170,54 @@ class DataFile:
             CheckpointError: they are not there, or cannot be read.
         """
         path = self.path
+        if isinstance(path, StoredPath):
+            if self.node_copy is None or not self._digests:  # of a small file
+                into[:] = self._asked(path, start, len(into))
+                DataFile.bytes_read += len(into)
+                return
+            self.fetch(range(start // BLOCK_BYTES, -(-(start + len(into)) // BLOCK_BYTES)))
+            path = self.node_copy.folder / path.name
         while into:
-            if isinstance(path, StoredPath):
-                count = self._copy_blocks(path, start, into)
-            else:
-                try:
-                    count = _read_at(self._opened(path), into, start)
-                except OSError as error:
-                    raise cannot_be_read(path, error) from error
+            try:
+                count = _read_at(self._opened(path), into, start)
+            except OSError as error:
+                raise cannot_be_read(path, error) from error
             if not count:
                 raise damaged(path, f"it ends after {start} bytes")
             start, into = start + count, into[count:]
             DataFile.bytes_read += count
 
-    def _copy_blocks(self, path: StoredPath, start: int, into: memoryview) -> int:
-        """Copy from whole blocks of a store; return how many bytes.
+    def fetch(self, blocks: Iterable[int]) -> None:
+        """Bring blocks from a store into the copy, those that are not there.
 
-        Each block is compared with its digest.
-        Nothing keeps a file in a store from being replaced after it was verified.
+        From any thread.
+
+        Raises:
+            CheckpointError: a block is not what was written, or cannot be had or kept.
         """
-        first = start // BLOCK_BYTES
-        kept, content = getattr(_memory, "last", ((), b""))
-        if kept != (path, first):
-            last = min(first + FETCHED_BLOCKS, -(-(start + len(into)) // BLOCK_BYTES))
-            size = min(last * BLOCK_BYTES, self.record.size) - first * BLOCK_BYTES
-            try:
-                content = path.read(first * BLOCK_BYTES, size)
-            except FileNotFoundError as error:
-                raise not_found(path, error) from error
-            for number in range(first, last) if self._digests else ():
-                block = memoryview(content)[(number - first) * BLOCK_BYTES :][:BLOCK_BYTES]
-                if xxh3_64_hexdigest(block) != self._digests[number]:
+        path, copy = self.path, self.node_copy
+        assert isinstance(path, StoredPath)
+        assert copy is not None
+        missing = enumerate(number for number in blocks if number not in self.fetched)
+        for _, group in groupby(missing, lambda each: (each[1] // FETCHED_BLOCKS, each[1] - each[0])):
+            numbers = [number for _, number in group]
+            start = numbers[0] * BLOCK_BYTES
+            content = memoryview(self._asked(path, start, sum(map(self.size_of, numbers))))
+            for number in numbers:
+                if (
+                    xxh3_64_hexdigest(content[number * BLOCK_BYTES - start :][:BLOCK_BYTES])
+                    != self._digests[number]
+                ):
                     raise damaged(path, f"block {number} is not what was written")
-            if self._digests:  # parts of the next tensor may lie in the last one
-                _memory.last = (path, last - 1), content[(last - 1 - first) * BLOCK_BYTES :]
-        part = memoryview(content)[start - first * BLOCK_BYTES :][: len(into)]
-        into[: len(part)] = part
-        return len(part)
+            copy.keep(path.name, self.record.size, start, content)
+            self.fetched.update(numbers)
+            DataFile.bytes_read += len(content)
+
+    def _asked(self, path: StoredPath, start: int, size: int) -> bytes:
+        try:
+            return path.read(start, size)
+        except FileNotFoundError as error:
+            raise not_found(path, error) from error
 
     @classmethod
     def measured(cls, total: int) -> Callable[[], tuple[int, int]]:
@@ -246,7 +263,7 @@ class DataFile:
         if self._handle is None:
             self._handle = open_file(path)
             found = os.fstat(self._handle)
-            identity = found.st_dev, found.st_ino, found.st_mtime_ns
+            identity = found.st_dev, found.st_ino, 0 if self.node_copy else found.st_mtime_ns
             if not S_ISREG(found.st_mode) or found.st_size != self.record.size:
                 raise damaged(path, f"it is not a file of {self.record.size} bytes")
             if identity != (self._identity or identity):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import platform
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +15,11 @@ from accel_core.checkpoint.disks import locate_on_all_disks
 from accel_core.checkpoint.manifest import is_there
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.stored import Place, UnreadableError, place
+from accel_core.checkpoint.votes import work_together
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.reader import Block
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
 
@@ -28,6 +32,7 @@ def find(
     run: Run,
     series: CheckpointSeries,
     directory: str | os.PathLike[str] | Place | None,
+    needed: Callable[[Checkpoint], set[Block]],
     *,
     missing_ok: bool,
     best: bool = False,
@@ -36,6 +41,7 @@ def find(
 
     Collective.
 
+    needed: returns the blocks that this rank reads; of a store, no others are.
     None, with `missing_ok`, where there is none. What is damaged among the numbered is logged.
 
     Raises:
@@ -55,7 +61,7 @@ def find(
         there = [True]
         if missing_ok:
             there = gather_from_all_ranks(control, "load_state: look", lambda: is_there(folder))
-        return _verified(run, folder) if any(there) else None
+        return _verified(run, folder, needed) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
     here = control.rank == 0  # one rank asks the store, so that all take the same
     listed = gather_from_all_ranks(
@@ -66,7 +72,7 @@ def find(
         found.sort(key=lambda each: (-each[0], each[1]))
     for each in found:
         try:
-            return _verified(run, series.path_of(each))
+            return _verified(run, series.path_of(each), needed)
         except UnreadableError:
             raise
         except CheckpointError as error:
@@ -99,8 +105,8 @@ def _real(where: Place) -> Place:
     return Path(os.path.realpath(where)) if isinstance(where, Path) else where
 
 
-def _verified(run: Run, folder: Place) -> Checkpoint:
-    """Open the checkpoint in `folder`, the same on all ranks, every block verified."""
+def _verified(run: Run, folder: Place, needed: Callable[[Checkpoint], set[Block]]) -> Checkpoint:
+    """Open the checkpoint in `folder`, the same on all ranks, verified."""
     control, world = run.collectives("control"), run.world
     checkpoint = run_on_all_ranks(control, "load_state: open", lambda: Checkpoint.open(folder))
     save_id = checkpoint.manifest.save_id
@@ -111,7 +117,36 @@ def _verified(run: Run, folder: Place) -> Checkpoint:
             "give all ranks the same directory, on a disk that all nodes share",
             path=str(folder),
         )
-    each_node = run.config.project.save_on_each_node and isinstance(folder, Path)
+    if not isinstance(folder, Path):
+        _fetch(run, checkpoint, needed)
+        return checkpoint
+    each_node = run.config.project.save_on_each_node
     share, shares = (world.local_rank, world.local_size) if each_node else (world.rank, world.size)
     run_on_all_ranks(control, "load_state: verify", lambda: checkpoint.verify(share, shares))
     return checkpoint
+
+
+def _fetch(run: Run, checkpoint: Checkpoint, needed: Callable[[Checkpoint], set[Block]]) -> None:
+    """Bring the blocks that the ranks of a node need to its disk. Collective.
+
+    Each comes once, verified.
+    """
+    control, copy, node = run.collectives("control"), checkpoint.node_copy, platform.node()
+    made = gather_from_all_ranks(control, "load_state: begin", lambda: (node, str(copy.folder)))
+    copy.share(Path(next(folder for name, folder in made if name == node)))
+
+    def need() -> tuple[str, set[Block], set[Block]]:
+        try:
+            blocks = needed(checkpoint)
+        except Exception:  # it may be damaged: if it is whole, the same is raised where it is compared
+            blocks = {*checkpoint.blocks}
+        return str(copy.folder), blocks, checkpoint.fetched
+
+    told = gather_from_all_ranks(control, "load_state: plan", need)
+    here = [rank for rank, (folder, *_) in enumerate(told) if folder == str(copy.folder)]
+    wanted = {block for rank in here for block in told[rank][1]}
+    fetched = {block for rank in here for block in told[rank][2]}
+    left, share = sorted(wanted - fetched), here.index(control.rank)
+    fetch = work_together(run, "load_state")(checkpoint.verify)
+    run_on_all_ranks(control, "load_state: verify", lambda: fetch(share, len(here), left))
+    checkpoint.add_fetched(wanted | fetched)

@@ -33,6 +33,7 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
     from accel_core.checkpoint.read import Stored
+    from accel_core.checkpoint.reader import Block
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
@@ -57,17 +58,25 @@ def load(
     See `CheckpointSession.load`.
     """
     control = run.collectives("control")
-    checkpoint = find(run, series, directory, missing_ok=missing_ok, best=best)
+    made: list[Restoration] = []
+
+    def compared(checkpoint: Checkpoint) -> Restoration:
+        if not made or made[0].checkpoint is not checkpoint:
+            with understanding(checkpoint.folder, calls_plugins=True):
+                made[:] = [Restoration(run, checkpoint, strict=strict)]
+        return made[0]
+
+    checkpoint = find(
+        run, series, directory, lambda each: compared(each).blocks(), missing_ok=missing_ok, best=best
+    )
     if checkpoint is None:
         return None
-
-    def compared() -> Restoration:
-        with understanding(checkpoint.folder, calls_plugins=True):
-            return Restoration(run, checkpoint, strict=strict)
-
-    restoration = run_on_all_ranks(control, "load_state: compare", compared)
-    with show_progress(f"loading {checkpoint.folder.name}", restoration.measured()):
-        run_on_all_ranks(control, "load_state: restore", restoration.apply)
+    try:
+        restoration = run_on_all_ranks(control, "load_state: compare", lambda: compared(checkpoint))
+        with show_progress(f"loading {checkpoint.folder.name}", restoration.measured()):
+            run_on_all_ranks(control, "load_state: restore", restoration.apply)
+    finally:
+        checkpoint.node_copy.close()
     return checkpoint.folder, checkpoint.manifest
 
 
@@ -87,6 +96,7 @@ class Restoration:
         self._objects: list[Action] = []
         self._copies: list[Action] = []
         self._places: list[tuple[Stored, Leaf]] = []
+        self._optimizer_places: list[tuple[Stored, Leaf | None]] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
         same_world = same_readers and world["size"] == run.world.size
@@ -135,6 +145,10 @@ class Restoration:
                     before = list(dict.fromkeys(name for name, _ in actions[:done]))
                     raise _mixed(self.checkpoint.folder, what, before, error) from error
 
+    def blocks(self) -> set[Block]:
+        """Return the blocks that `apply` reads."""
+        return self.checkpoint.blocks_of([*self._places, *self._optimizer_places])
+
     def measured(self) -> Callable[[], tuple[int, int]]:
         """Return a measure of the bytes that `apply` reads, for `show_progress`.
 
@@ -182,6 +196,10 @@ class Restoration:
         for what, scheduler, state in schedulers:
             plan.add_scheduler(what, scheduler, state)
         self._copies += plan.actions
+        for name, stored, made in plan.places:
+            leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
+            alike = leaf and (leaf.global_shape, leaf.layout) == (stored.shape, stored.layout)
+            self._optimizer_places.append((stored, leaf if alike else None))
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._copies.append((f"{unit.name}", unit.begin_anew))
         self._plugins(unit, tensors["plugins"])

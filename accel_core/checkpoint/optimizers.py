@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.problems import Action, Problems
     from accel_core.checkpoint.read import Checkpoint, Stored
+    from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
 
 __all__ = ["OptimizerPlan"]
@@ -63,7 +64,8 @@ class Saved:
 class OptimizerPlan:
     """Comparison of a unit's optimizers and schedulers with the saved ones.
 
-    `actions` restores them, in order. Making a plan changes nothing: each misfit is noted in `problems`,
+    `actions` restores them, in order, from `places`: parameter, stored tensor, and the leaf that it fills,
+    None before that is made. Making a plan changes nothing: each misfit is noted in `problems`,
     and the caller raises.
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. misfits: the parameters that do
@@ -80,6 +82,7 @@ class OptimizerPlan:
         problems: Problems,
     ) -> None:
         self.actions: list[Action] = []
+        self.places: list[tuple[str, Stored, Leaf | None]] = []
         self._unit, self._tensors, self._misfits, self._problems = unit, tensors, misfits, problems
         # What no optimizer of this run has claimed yet: state by parameter, own state by saved optimizer.
         self._unclaimed = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
@@ -114,7 +117,7 @@ class OptimizerPlan:
             self.actions.append((what, partial(_set_group, optimizer, number, values)))
             places = {mine[name].group for name in group["params"] if name in mine}
             self._origins.setdefault(optimizer, []).append(places)
-        self._add_state(optimizer, algorithm, mine)
+        self._add_state(optimizer, algorithm, mine, state.leaves)
         if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
             self.actions.append((f"{unit.name}: state of {algorithm}", partial(own_state, optimizer)))
 
@@ -145,12 +148,15 @@ class OptimizerPlan:
         self._problems.compare(f"{what}: ", own.get("rest", ()), here.get("rest", ()))
         return own
 
-    def _add_state(self, optimizer: Optimizer, algorithm: str, mine: Mapping[str, Saved]) -> None:
+    def _add_state(
+        self, optimizer: Optimizer, algorithm: str, mine: Mapping[str, Saved], leaves: Mapping[str, Leaf]
+    ) -> None:
         unit, problems, what = self._unit, self._problems, f"{self._unit.name}: state of {algorithm}"
         fit = {name: saved for name, saved in mine.items() if name not in self._misfits}
         if not problems.strict and (odd := sorted(mine.keys() - fit.keys())):
             problems.warn(f"{unit.name}: {algorithm} begins anew with {', '.join(odd)}, which do not fit")
         stored = {key: each for key, each in self._tensors.items() if key.rpartition("/")[0] in fit}
+        self.places += [(key.rpartition("/")[0], each, leaves.get(key)) for key, each in stored.items()]
         plain = {name: saved.plain for name, saved in fit.items() if saved.plain}
         template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
         for key, tensor in stored.items():

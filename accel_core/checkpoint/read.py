@@ -18,10 +18,10 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from accel_core.checkpoint.codec import decode
-from accel_core.checkpoint.files import DataFile, damaged, understanding
+from accel_core.checkpoint.files import BLOCK_BYTES, DataFile, damaged, understanding
 from accel_core.checkpoint.manifest import MANIFEST
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
-from accel_core.checkpoint.reader import CheckpointFiles
+from accel_core.checkpoint.reader import Block, CheckpointFiles
 from accel_core.checkpoint.stored import Place
 from accel_core.contract.state import Kind, Leaf, whole
 from accel_core.distributed.tensor_bytes import DTYPES, bytes_within
@@ -79,6 +79,21 @@ class Stored:
         """Return the value of a tensor of one element."""
         return float(self.tensor())
 
+    def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
+        """File, start and end of what `fill` reads for a leaf, or of all without one."""
+        shards = (
+            [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
+            if leaf
+            else self.boxes
+        )
+        for wanted in shards:
+            for box in [wanted] if wanted in self.boxes else self.boxes:
+                if common := intersect(box, wanted):
+                    file, start = self.boxes[box]
+                    row = math.prod(box.shape[1:]) * DTYPES[self.dtype].itemsize
+                    first, rows = (common.offset[0] - box.offset[0], common.shape[0]) if box.shape else (0, 1)
+                    yield file, start + first * row, start + (first + rows) * row
+
     def _join(self, tensor: Tensor, wanted: Box) -> None:
         """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
         for box, (file, start) in self.boxes.items():
@@ -132,13 +147,23 @@ class Checkpoint(CheckpointFiles):
             for (unit, key), stored in tensors.items() if not files.absent else ():
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        return cls(files.folder, files.manifest, files.state, files.shares, ranks, tensors)
+        return cls(files.folder, files.manifest, files.state, files.shares, files.node_copy, ranks, tensors)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the state of one rank, still encoded."""
         if rank not in self.ranks:
             raise self.lacks(f"what belongs to rank {rank} alone")
         return self.ranks[rank]
+
+    def blocks_of(self, places: Iterable[tuple[Stored, Leaf | None]]) -> set[Block]:
+        """Return the blocks that `Stored.parts` of these lie in."""
+        ranks = {data: rank for rank, (data, _) in self.shares.items()}
+        return {
+            (ranks[file], number)
+            for stored, leaf in places
+            for file, start, end in stored.parts(leaf)
+            for number in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        }
 
     def decode(self, value: Any, path: str) -> Any:
         """Return the value that was encoded, its large tensors read from the data files."""

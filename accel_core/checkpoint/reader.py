@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import groupby
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 from attrs import frozen
 
 from accel_core.checkpoint.disks import files_are_elsewhere, nodes_without
-from accel_core.checkpoint.files import DataFile, damaged, understanding
+from accel_core.checkpoint.files import FETCHED_BLOCKS, DataFile, damaged, understanding
 from accel_core.checkpoint.manifest import MANIFEST, Manifest, folder_of_files, read_manifest
+from accel_core.checkpoint.node_copy import NodeCopy
 from accel_core.checkpoint.stored import Place, place
+from accel_core.checkpoint.stored_commit import require_room, spool
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
-__all__ = ["CheckpointFiles"]
+__all__ = ["Block", "CheckpointFiles"]
 
 AT_ONCE: Final = 8
-"""Number of blocks that are asked of a store at the same time."""
+"""Number of requests that are made of a store at the same time."""
+Block: TypeAlias = tuple[int, int]
+"""Rank whose data file it is in, and its number there."""
 
 
 @frozen
@@ -28,13 +34,14 @@ class CheckpointFiles:
     """An opened checkpoint. Only what its manifest vouches for is ever looked at.
 
     state: what all ranks shared, still encoded; shares: rank -> its data file and index. Where nodes had
-    disks of their own, the files of other nodes may be absent.
+    disks of their own, the files of other nodes may be absent. node_copy: of a store, what has been read.
     """
 
     folder: Place
     manifest: Manifest
     state: Mapping[str, Any]
     shares: Mapping[int, tuple[DataFile, Mapping[str, Any]]]
+    node_copy: NodeCopy
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str] | Place) -> CheckpointFiles:
@@ -57,24 +64,28 @@ class CheckpointFiles:
     @classmethod
     def _of(cls, folder: Place, manifest: Manifest) -> CheckpointFiles:
         home = folder_of_files(folder, manifest)
-        is_part = bool(manifest.domains) and isinstance(folder, Path)
+        is_part, is_local, node_copy = (
+            bool(manifest.domains),
+            isinstance(folder, Path),
+            NodeCopy(partial(spool, 0)),
+        )
 
         def opened(name: str) -> DataFile:
             with understanding(folder / MANIFEST):
                 record = manifest.files[name]
-            return DataFile(home / name, record)
+            return DataFile(home / name, record, None if is_local else node_copy)
 
         state, shares = opened("state.json").json(), {}
         for rank in range(manifest.world["size"]):
             names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
-            if is_part and not any((home / name).exists() for name in names):
+            if is_part and is_local and not any((home / name).exists() for name in names):
                 continue
             data, file = map(opened, names)
             index = file.json()
             with understanding(file.path):
                 data.check(index["blocks"])
             shares[rank] = data, index
-        return CheckpointFiles(folder, manifest, state, shares)
+        return CheckpointFiles(folder, manifest, state, shares, node_copy)
 
     @property
     def absent(self) -> str:
@@ -85,39 +96,53 @@ class CheckpointFiles:
         """Return the error for a part that is on another node."""
         return files_are_elsewhere(self.folder, what, self.absent)
 
-    def verify(self, share: int, shares: int) -> None:
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks of the data files."""
+        return [(rank, number) for rank, (data, _) in self.shares.items() for number in data.blocks]
+
+    @property
+    def fetched(self) -> set[Block]:
+        """The blocks that are in the copy."""
+        return {(rank, number) for rank, (data, _) in self.shares.items() for number in data.fetched}
+
+    def add_fetched(self, blocks: Iterable[Block]) -> None:
+        """Count blocks that other ranks of this node have brought into the copy."""
+        for rank, number in blocks:
+            self.shares[rank][0].fetched.add(number)
+
+    def verify(self, share: int, shares: int, blocks: Sequence[Block] | None = None) -> None:
         """Compare every block of this share of the data with its digest.
 
+        blocks: the data, if not all blocks of all files. What a store has of them is in `node_copy` then.
+
         Raises:
-            CheckpointError: a block is not what was written.
+            CheckpointError: a block is not what was written, or the disk has no room for the copy.
         """
-        blocks = [
-            (data, number, digest)
-            for data, index in self.shares.values()
-            for number, digest in enumerate(index["blocks"])
-        ]
+        blocks = self.blocks if blocks is None else blocks
         mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
-        total = sum(file.size_of(number) for file, number, _ in mine)
-
-        def check(block: tuple[DataFile, int, str]) -> None:
-            file, number, digest = block
-            if file.block(number) != digest:
-                raise damaged(file.path, f"block {number} is not what was written")
-
+        total = self._bytes_of(mine)
         with show_progress(f"verifying {self.folder.name}", DataFile.measured(total)):
             if isinstance(self.folder, Path):
-                for block in mine:
-                    check(block)
-            else:
-                _at_once(check, mine)
+                for rank, number in mine:
+                    file, index = self.shares[rank]
+                    if file.block(number) != index["blocks"][number]:
+                        raise damaged(file.path, f"block {number} is not what was written")
+            elif mine:
+                require_room(self.node_copy.folder, self._bytes_of(blocks))
+                self._bring(mine)
 
+    def _bytes_of(self, blocks: Iterable[Block]) -> int:
+        return sum(self.shares[rank][0].size_of(number) for rank, number in blocks)
 
-def _at_once(check: Callable[[Any], None], blocks: Iterable[Any]) -> None:
-    """Check blocks of a store, each of which takes a while to come."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        try:
-            for _ in pool.map(check, blocks):
-                pass
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    def _bring(self, blocks: Iterable[Block]) -> None:
+        """Bring blocks from a store, by several requests at a time."""
+        groups = groupby(blocks, lambda block: (block[0], block[1] // FETCHED_BLOCKS))
+        requests = [(rank, [number for _, number in group]) for (rank, _), group in groups]
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            try:
+                for _ in pool.map(lambda request: self.shares[request[0]][0].fetch(request[1]), requests):
+                    pass
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise

@@ -40,15 +40,24 @@ def weight(accelerator: Accelerator, model: Any) -> torch.Tensor:
     return found
 
 
-def saved(url: str, steps: int, width: int = 64, background: bool = False) -> torch.Tensor:
+def saved(
+    url: str, steps: int, width: int = 64, background: bool = False, options: Any = None
+) -> torch.Tensor:
     """Train, save, and return the weight."""
-    accelerator, model, optimizer = made(width)
+    accelerator, model, optimizer = made(width, **options or {})
     for _ in range(steps):
         step(accelerator, model, optimizer)
     accelerator.save_state(url, step=steps, wait=not background)
     found = weight(accelerator, model)
     accelerator.end_training()
     return found
+
+
+def exported(url: str, options: Any) -> None:
+    """Write weights, in two files."""
+    accelerator, model, _ = made(**options)
+    accelerator.save_model(model, url, max_shard_size=130_000)
+    accelerator.end_training()
 
 
 def saved_again(url: str, steps: int) -> torch.Tensor:

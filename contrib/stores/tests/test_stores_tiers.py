@@ -360,10 +360,56 @@ def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it
     assert accelerator.load_state(missing_ok=True) is None, "a fresh machine has nothing to go on from"
     accelerator.end_training()
 
+    place, weight = tiers_job.resumed(str(tmp_path / "a"), STORE)
+    assert place == str(tmp_path / "a/checkpoints/checkpoint_0")
+    assert list(copied(s3)) == named(0), "the restart has made it up"
+    assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_0"), weight)
+    assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2
+
+
+@ranks
+def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
+    s3: S3Server, tmp_path: Path, world: int
+) -> None:
+    folder, options = str(tmp_path), {"store_every": 2}
+    weights = run(tiers_job.trained, folder, STORE, 3, options, world=world)[0]
+    for key in [key for key in s3.names() if "/checkpoint_2/" in key]:
+        s3.client.delete_object(Bucket=BUCKET, Key=key)
+    run(tiers_job.resumed, folder, STORE, options, world=world)
+    assert list(copied(s3)) == named(0, 2)
+    assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_2"), weights[2])
+    run(tiers_job.trained, folder, STORE, 2, options, world=world)
+    assert list(copied(s3)) == named(0, 2, 4)
+
+
+def test_a_copy_that_is_not_due_is_not_made_by_a_restart(s3: S3Server, tmp_path: Path) -> None:
+    tiers_job.trained(str(tmp_path), STORE, 2, {"store_every": 2})
+    tiers_job.resumed(str(tmp_path), STORE, {"store_every": 2})
+    assert list(copied(s3)) == named(0)
+
+
+@ranks
+def test_what_is_saved_when_the_job_is_told_to_stop_is_copied(
+    s3: S3Server, tmp_path: Path, world: int
+) -> None:
+    weight, *_ = run_processes(tiers_job.preempted, str(tmp_path), STORE, world=world)
+    assert list(copied(s3)) == named(0, 2), "the node's disk may be gone"
+    assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_2"), weight)
+
+
+def test_a_damaged_manifest_of_another_run_stops_no_copy(
+    s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tiers_job.trained(str(tmp_path / "a"), STORE, 1)
-    assert local(tmp_path / "a") == named(0, 1)
-    assert list(copied(s3)) == named(1)
-    assert not [key for key in s3.names() if "/checkpoint_0/" in key]
+    key = next(key for key in s3.names() if key.endswith("manifest-00000001.json"))
+    s3.client.put_object(Bucket=BUCKET, Key=key, Body=b"{")
+    accelerator, *_ = tiers_job.tiered(str(tmp_path / "b"), STORE)
+    accelerator.save_state()
+    accelerator.end_training()
+    assert list(copied(s3)) == named(0, 1)
+    assert (
+        f"nothing is removed of it: s3://{key.replace('run', f'{BUCKET}/run', 1)} is damaged" in caplog.text
+    )
 
 
 def test_another_runs_copy_is_left_as_it_is(s3: S3Server, tmp_path: Path) -> None:

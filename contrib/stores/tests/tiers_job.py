@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -87,6 +89,21 @@ def tried(folder: str, store: str, saves: int) -> str:
     except CheckpointError as error:
         return str(error)
     return ""
+
+
+def preempted(folder: str, store: str) -> torch.Tensor:
+    """Be told to stop after the second save, and return the weight that is saved then."""
+    accelerator, model, optimizer = tiered(folder, store, store_every=9)
+    assert not accelerator.save_on_preemption()
+    for _ in range(2):
+        accelerator.save_state()
+        job.step(accelerator, model, optimizer)
+    if accelerator.is_main_process:
+        os.kill(os.getpid(), signal.SIGTERM)
+    while not accelerator.save_on_preemption():
+        time.sleep(0.1)
+    accelerator.end_training()
+    return job.weight(accelerator, model)
 
 
 def killed_in_a_copy(endpoint: str, folder: str, store: str) -> None:
