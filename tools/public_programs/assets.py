@@ -126,6 +126,8 @@ def diffusion_models(folder: Path) -> None:
         attention_head_dim=2,
         **blocks,
     )
+    plain = {"down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    df.UNet2DModel(sample_size=16, **plain, **blocks).save_config(folder / "tiny-unet")
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     vae = df.AutoencoderKL(latent_channels=4, sample_size=16, **kinds, **blocks)
     beta = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}

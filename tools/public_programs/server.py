@@ -7,9 +7,11 @@ its parameters, each metric. The exit statuses of the ranks go to `status.json`.
 
 from __future__ import annotations
 
+import faulthandler
 import hashlib
 import json
 import os
+import random
 import runpy
 import signal
 import socket
@@ -45,6 +47,7 @@ def main(jobs: Path) -> None:
     for library in LIBRARIES:
         with suppress(ImportError):
             import_module(library)
+    list(import_module("transformers").MODEL_MAPPING.keys())  # imports all configurations, as many scripts do
     for job in json.loads(jobs.read_text()):
         run(job)
 
@@ -102,6 +105,8 @@ def program(job: dict[str, Any], rank: int, port: int) -> int:
         own = {"RANK": rank, "LOCAL_RANK": rank, "GROUP_RANK": 0, "MASTER_ADDR": "127.0.0.1"}
         os.environ |= {name: str(value) for name, value in (world | own).items()}
     record(Path(os.environ["PROGRAM_RECORD"]))
+    seed()
+    faulthandler.dump_traceback_later(job["seconds"] - 5, file=log)  # of what waits for ever
     sys.path.insert(0, job["beside"])
     sys.argv = [job["script"], *job["arguments"]]
     status = 0
@@ -118,6 +123,16 @@ def program(job: dict[str, Any], rank: int, port: int) -> int:
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
     return status
+
+
+def seed() -> None:
+    """Seed what a program may leave unseeded."""
+    import numpy as np
+    import torch
+
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002  # the generator that programs use
+    torch.manual_seed(0)
 
 
 def record(file: Path) -> None:

@@ -218,6 +218,18 @@ def test_a_program_is_launched(tmp_path: Path):
     assert (tmp_path / "state").is_dir()
 
 
+@pytest.mark.parametrize(("argument", "expected"), [("split_batches=True", 1), ("", 0)])
+def test_batches_that_only_we_split_are_said(argument, expected):
+    code = f"""
+import io, sys
+sys.stderr = io.StringIO()
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True, {argument})
+print(sys.stderr.getvalue().count("splits each batch among the processes"))
+"""
+    assert run_program(code, ours=True, processes=2).split() == [str(expected)]
+
+
 LAUNCHERS = {
     "debug": "debug_launcher(work, args=(sys.argv[1],), num_processes=2)",
     "notebook": "notebook_launcher(work, args=(sys.argv[1],), num_processes=2)",

@@ -22,6 +22,7 @@ from accel_compat.configs.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from accel_compat.notices import warn_once
 from accel_compat.state import operations
 from accel_compat.state.gradient_state import GradientState
 from accel_compat.state.states import AcceleratorState, PartialState
@@ -100,6 +101,11 @@ class Accelerator(Stepping):
         self.gradient_state = GradientState.of(self.run)
         plugin = asked.accumulation or GradientAccumulationPlugin(num_steps=steps)
         self.gradient_state.plugin_kwargs = plugin.to_kwargs()
+        if asked.core["split_batches"] and self.num_processes > 1:
+            warn_once(
+                "Accelerator(split_batches=True) splits each batch among the processes; Accelerate ignores "
+                "it. Leave it out for Accelerate's numbers; it counts on both in a DataLoaderConfiguration"
+            )
 
     # -- the run ---------------------------------------------------------------------------------
 
