@@ -252,7 +252,10 @@ class PreparedLoader(DataLoader[Any]):
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
-        finished = False
+        finished, remove = (
+            False,
+            _remove,
+        )  # at the interpreter's end globals are gone
         windows = {unit.window: unit.window.position for unit in self._run.units}
         try:
             active.append(self)
@@ -276,12 +279,12 @@ class PreparedLoader(DataLoader[Any]):
             self._plan.shuffle.catch_up(progress)  # a process that reads for all stops at the last round
         finally:  # on `break` too: the generator is closed, or collected
             try:
-                _remove(active, self)
+                remove(active, self)
             except BaseException:  # Ctrl-C came before anything was removed
-                _remove(active, self)
+                remove(active, self)
                 raise
             finally:
-                self._skipped = 0
+                self.__dict__["_skipped"] = 0
                 cursor.leave(progress, finished=finished)
                 for window, position in windows.items():
                     window.end_loop(position)

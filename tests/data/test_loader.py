@@ -21,6 +21,7 @@ from torch.utils.data import (
 )
 
 from accel_core import ConfigError, RunConfig, skip_first_batches
+from accel_core.data import loader as loader_module
 from accel_core.data.loader import PreparedLoader, prepare_loader
 
 
@@ -527,3 +528,13 @@ def test_no_random_stream_is_shared_unless_it_is_asked_for():
     assert RunConfig().rng_types == ()
     (run,) = world(rng_types=("generator",))
     assert prepare_loader(numbers(4)(0), run)._plan.synchronized == ()
+
+
+def test_an_iterator_that_lives_to_the_interpreters_end_is_collected_without_a_word(monkeypatch):
+    (loader,) = prepared(numbers(9))
+    loop = iter(loader)
+    next(loop)
+    for name in ("_remove", "_OWN"):  # Python clears the modules before what their functions still hold
+        monkeypatch.setattr(loader_module, name, None)
+
+    loop.close()
