@@ -39,9 +39,13 @@ class Stepping(Assignable):
         Models that are not prepared are left out. If none is left, all prepared models take part.
         """
         state, run = self.gradient_state, self.run
-        ends = state.sync_with_dataloader and state.end_of_dataloader
+        ends = state.end_of_dataloader and state.sync_with_dataloader
         self._count = 0 if ends else self._count + 1
-        if any(isinstance(model, (list, tuple)) for model in models) or models not in self._accumulations:
+        try:
+            is_known = models in self._accumulations
+        except TypeError:  # a list of models
+            is_known = False
+        if not is_known:
             given = (
                 each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
             )

@@ -109,7 +109,10 @@ class GradientState:
     @property
     def active_dataloader(self) -> Any:
         """The innermost loader that is being iterated."""
-        return self.dataloader_references[-1]
+        if self._begun:
+            return self.dataloader_references[-1]
+        run = self._run()
+        return run.active_loaders[-1] if run is not None and run.active_loaders else None
 
     @property
     def in_dataloader(self) -> bool:
