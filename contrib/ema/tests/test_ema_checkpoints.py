@@ -101,3 +101,38 @@ def test_a_checkpoint_of_two_optimizers_is_loaded_for_one(tmp_path: Path) -> Non
     with averaged(model):
         assert same(model.state_dict(), expected)
     accelerator.save_state(tmp_path / "again")
+
+
+def half_frozen(*, frozen: bool) -> tuple[Accelerator, torch.nn.Module, torch.optim.Optimizer]:
+    """Prepare two layers of random weights, whose second one is frozen or not."""
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none")])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    model[1].requires_grad_(not frozen)
+    return accelerator, *accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def train(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_an_average_that_was_not_saved_begins_with_the_loaded_weights(tmp_path: Path) -> None:
+    accelerator, model, optimizer = half_frozen(frozen=True)
+    train(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator, model, optimizer = half_frozen(frozen=False)
+    accelerator.load_state(tmp_path / "saved", strict=False)
+    loaded = model[1].weight.clone()
+    with averaged(model):
+        assert torch.equal(model[1].weight, loaded)
+
+
+def test_a_saved_average_of_weights_that_are_frozen_now_is_left_out_with_a_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    accelerator, model, optimizer = half_frozen(frozen=False)
+    train(accelerator, model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    half_frozen(frozen=True)[0].load_state(tmp_path / "saved")
+    assert "the average of 1.bias, 1.weight is left out" in caplog.text

@@ -11,7 +11,7 @@ from attrs import define, evolve, field
 from accel_core import AccelError, Leaf
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from torch import Tensor, nn
 
@@ -92,6 +92,11 @@ class Average:
     def begin_anew(self) -> None:
         """Drop the average: the next update copies the weights."""
         self.steps = [0] * len(self.steps)
+        self.forget_weights()
+
+    def keep_only(self, names: Collection[str]) -> None:
+        """Begin anew the averages of other weights than these."""
+        self._boxes = {name: boxes for name, boxes in self._boxes.items() if name in names}
         self.forget_weights()
 
     @torch.inference_mode(False)

@@ -10,7 +10,7 @@ from weakref import WeakSet
 import torch
 from torch import nn
 
-from accel_core import AccelError, CheckpointError, Entry, before_step, hooks, implements
+from accel_core import AccelError, CheckpointError, Entry, before_step, get_logger, hooks, implements
 from accel_ema.average import Average
 from accel_ema.interrupts import uninterrupted
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MovingAverages", "averaged"]
 
+_logger = get_logger(__name__)
 _live: WeakSet[MovingAverages] = WeakSet()
 _nothing = nullcontext()
 
@@ -183,8 +184,9 @@ class MovingAverages:
                 f"the state of unit {unit.name!r} inside averaged(...): its weights are their average\n"
                 "leave `with averaged(...)` before save_state and load_state"
             )
-        leaves = {f"weights/{name}": Entry(value=leaf) for name, leaf in average.leaves().items()}
-        return {**leaves, "steps": Entry(value=[*average.steps])}
+        leaves = average.leaves()
+        entries = {f"weights/{name}": Entry(value=leaf) for name, leaf in leaves.items()}
+        return {**entries, "steps": Entry(value=[*average.steps]), "averaged": Entry(value=sorted(leaves))}
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
@@ -192,7 +194,18 @@ class MovingAverages:
             steps: Any = entries["steps"].value
             optimizers = len(unit.optimizers)
             same = len(steps) == optimizers
-            self.average_of(unit).steps = [*steps] if same else [max(steps, default=0)] * optimizers
+            average = self.average_of(unit)
+            average.steps = [*steps] if same else [max(steps, default=0)] * optimizers
+            # A load that is not strict may leave averages as they were, of other weights than these.
+            average.keep_only({name.removeprefix("weights/") for name in entries})
+            saved: Any = entries["averaged"].value if "averaged" in entries else []
+            frozen = [name for name in saved if f"weights/{name}" not in entries]
+            if frozen := [name for name in frozen if name in unit.named_parameters()]:
+                _logger.warning(
+                    "ema: the average of %s is left out: frozen here, it is averaged anew once it trains;"
+                    " to take the average, unfreeze it before load_state",
+                    ", ".join(frozen),
+                )
 
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
