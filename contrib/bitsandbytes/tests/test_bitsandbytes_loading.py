@@ -163,6 +163,22 @@ def test_layers_with_a_forward_of_their_own_stay() -> None:
     assert "0: it is a Own, which computes in a way of its own" in report(net)
 
 
+@pytest.mark.parametrize(
+    ("own", "says"),
+    [
+        (nn.utils.spectral_norm, "its weight is computed by a hook"),
+        (lambda layer: vars(layer).update(forward=layer.forward), "its forward was replaced"),
+    ],
+    ids=["weight", "forward"],
+)
+def test_layers_that_hooks_or_the_instance_compute_stay(own: Any, says: str) -> None:
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    own(net[0])
+    load_and_quantize_model(net, config("nf4"))
+    assert f"not quantised: 0: {says}" in report(net)
+    assert net(torch.ones(1, 64, dtype=net[0].bias.dtype)).isfinite().all()
+
+
 def test_nothing_to_quantise_is_an_error_with_each_reason() -> None:
     net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     with pytest.raises(ConfigError, match=r"0: named in skip_modules; .*1: named in skip_modules"):

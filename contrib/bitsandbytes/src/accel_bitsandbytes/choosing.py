@@ -112,6 +112,10 @@ def _reason(
     """Return the reason why a layer stays as it is, or nothing."""
     if type(module) is not nn.Linear:
         return f"it is a {type(module).__name__}, which computes in a way of its own"
+    if "forward" in vars(module):
+        return "its forward was replaced on this instance"
+    if "weight" not in module._parameters:
+        return "its weight is computed by a hook"
     others = [other for other in ties.get(module.weight, ()) if other != f"{name}.weight"]
     reasons = (
         (is_named(name, skip), "named in skip_modules"),
