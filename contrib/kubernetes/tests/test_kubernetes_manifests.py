@@ -156,12 +156,25 @@ def test_a_flag_of_the_script_stays_as_it_is(monkeypatch, tmp_path):
     assert container["command"][4:] == words
 
 
-def test_words_that_kubernetes_would_replace_arrive_as_they_are():
-    job = Job(argv=(), command=(*COMMAND[:4], "train.py", "$(PET_NNODES)"), nodes=1)
+@pytest.mark.parametrize(
+    "word", ["$(PET_NNODES)", "pa$$word", "$$(PET_NNODES)", "$HOME", "$", "a$$$(b", "$("]
+)
+def test_words_that_kubernetes_would_replace_arrive_as_they_are(word, monkeypatch):
+    monkeypatch.setenv("ACCEL_PROJECT__PROJECT_DIR", word)
+    job = Job(argv=(), command=(*COMMAND[:4], "train.py", word), nodes=1)
 
     (container,) = _pods(manifest(job, KubernetesConfig(image="i")))["containers"]
 
-    assert container["command"][-1] == "$$(PET_NNODES)"  # Kubernetes' own way to write $(PET_NNODES)
+    assert _expanded(container["command"][-1]) == word
+    values = {each["name"]: each.get("value") for each in container["env"]}
+    assert _expanded(values["ACCEL_PROJECT__PROJECT_DIR"]) == word
+
+
+def _expanded(text):
+    """Replace as Kubernetes' `third_party/forked/golang/expansion` does: any `$$` is one `$`."""
+    return re.sub(
+        r"\$(\$|\([^)]*\))?", lambda found: {"$": "$", None: "$"}.get(found.group(1), "replaced"), text
+    )
 
 
 def test_the_users_file_adds_to_the_pods(pod_file):

@@ -167,8 +167,11 @@ def _environment() -> list[Document]:
 
 
 def _plain(text: str) -> str:
-    """Return the text without references, which Kubernetes would replace."""
-    return text.replace("$(", "$$(")
+    """Return the text as Kubernetes writes it.
+
+    Of `$$` it makes one `$`, and it replaces `$(NAME)`.
+    """
+    return text.replace("$", "$$")
 
 
 def _volumes(config: KubernetesConfig) -> list[Document]:
