@@ -12,7 +12,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from accel_core import Accelerator, CheckpointContents, CheckpointError
+from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.cli import accel
 from accel_interchange import accelerate, load_accelerate, load_dcp
 from accel_testing import run_processes
@@ -53,6 +53,14 @@ def contents(saved):
 
 
 # -- there and back ------------------------------------------------------------------------------
+
+
+def test_the_state_of_plugins_is_named_as_left_out_both_ways(theirs, contents, tmp_path):
+    contents.leaves["unit0", "plugins/average/weights/norm.bias"] = whole(torch.ones(6))
+
+    assert "the state of plugin average" in accelerate.write(contents, tmp_path)
+    assert "the state of plugin average, which begins anew" in accelerate.read(theirs, contents)
+    assert ("unit0", "plugins/average/weights/norm.bias") not in contents.leaves
 
 
 def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path):

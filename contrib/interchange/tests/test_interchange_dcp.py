@@ -14,7 +14,7 @@ from click.testing import CliRunner
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from accel_core import Accelerator, CheckpointContents, CheckpointError
+from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.cli import accel
 from accel_interchange import dcp
 from accel_interchange.trusted import read_metadata
@@ -105,6 +105,28 @@ def test_torch_loads_what_is_exported(tmp_path):
     found, rate = run(jobs.torch_loads, tmp_path / "theirs")
     assert found == lists(CheckpointContents.read(tmp_path / "ours"))
     assert rate == 0.005
+
+
+def averaged(contents):
+    """Add the state of a plugin that averages weights."""
+    contents.leaves["unit0", "plugins/average/weights/norm.bias"] = whole(torch.ones(6))
+    scopes = contents.ranks[0]["plugins"].setdefault("unit0", {})
+    scopes.setdefault("replicated", {})["average"] = {"steps": [3]}
+    return contents
+
+
+def test_what_a_plugin_has_made_of_other_weights_is_not_kept(theirs, contents):
+    left_out = read(theirs, averaged(contents))
+
+    assert left_out == ["scheduler", "the state of plugin average, which begins anew"]
+    assert not [key for _, key in contents.leaves if key.startswith("plugins/")]
+    assert not contents.ranks[0]["plugins"]["unit0"]["replicated"]
+
+
+def test_an_export_says_that_it_lacks_the_state_of_plugins(tmp_path, contents):
+    left_out = dcp.write(averaged(contents), tmp_path / "theirs", "unit0", "model", "optimizer")
+
+    assert left_out[1:] == ["the state of plugin average"]
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path):

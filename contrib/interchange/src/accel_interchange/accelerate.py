@@ -13,7 +13,15 @@ from torch import Tensor
 
 from accel_core import CheckpointContents, CheckpointError
 from accel_interchange.dcp import Folder, named, weights
-from accel_interchange.fitting import optimizer_tensors, put_optimizer, put_weights, scalers, split
+from accel_interchange.fitting import (
+    optimizer_tensors,
+    plugins_left_out,
+    put_no_plugins,
+    put_optimizer,
+    put_weights,
+    scalers,
+    split,
+)
 from accel_interchange.streams import from_foreign, to_foreign
 from accel_interchange.trusted import read_torch
 
@@ -47,7 +55,7 @@ def read(folder: Path, contents: CheckpointContents) -> list[str]:
                 "where it has a file .metadata, import it with --format dcp",
                 path=str(file),
             )
-    left = [*map(str, rest)]
+    left = [*map(str, rest), *put_no_plugins(contents, contents.state["units"])]
     if (folder / "random_states_1.pkl").exists() and (folder / "scheduler.bin").exists():
         left.append("that Accelerate steps schedulers once a process: they count that many times the steps")
     return left
@@ -234,7 +242,8 @@ def write(contents: CheckpointContents, folder: Path) -> list[str]:
     for rank, own in enumerate(contents.ranks):
         states = {"step": contents.members["step"] or 0, **to_foreign(own["random"], rank)}
         torch.save(states, folder / f"random_states_{rank}.pkl")
-    return ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
+    left = ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
+    return [*left, *plugins_left_out(contents, units)]
 
 
 def _name(stem: str, number: int) -> str:

@@ -18,9 +18,12 @@ from accel_interchange.fitting import (
     HOW,
     Group,
     optimizer_tensors,
+    plugins_left_out,
     put_no_optimizer,
+    put_no_plugins,
     put_optimizer,
     put_weights,
+    scalers,
     tensor,
 )
 from accel_interchange.trusted import Fields, read_metadata, read_torch
@@ -150,16 +153,17 @@ def read(folder: Path, contents: CheckpointContents, unit: str, model: str, opti
     """
     opened = Folder.open(folder)
     put_weights(contents, unit, weights(opened, model), f"{folder}: {model}")
+    anew = put_no_plugins(contents, [unit])
     described, tops = contents.state["units"][unit]["optimizers"], opened.tops
     if optimizer not in tops or len(described) != 1:
-        left = [top for top in tops if top != model]
+        left = [*(top for top in tops if top != model), *anew]
         if described:
             put_no_optimizer(contents, unit)
             number = f"this run has {len(described)}" if optimizer in tops else f"{folder} has none"
             left.append(f"the optimizer's state: {number}, and it begins anew")
         return left
     put_optimizer(contents, unit, 0, *named(opened, optimizer, described[0]), f"{folder}: {optimizer}")
-    return [top for top in tops if top not in (model, optimizer)]
+    return [*(top for top in tops if top not in (model, optimizer)), *anew]
 
 
 def weights(opened: Folder, model: str) -> dict[str, Tensor]:
@@ -228,6 +232,7 @@ def write(contents: CheckpointContents, folder: Path, unit: str, model: str, opt
     for alias, name in described["aliases"].items():
         state[model][alias] = state[model][name]
     left = ["schedulers, random streams, registered objects and the position of dataloaders"]
+    left += [*plugins_left_out(contents, [unit]), *(["the loss scale"] if scalers(contents) else [])]
     if len(described["optimizers"]) == 1:
         state[optimizer] = _optimizer_state(contents, unit)
     elif described["optimizers"]:

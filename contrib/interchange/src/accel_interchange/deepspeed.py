@@ -14,7 +14,7 @@ from attrs import define, field
 from torch import Tensor
 
 from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.fitting import Group, put_no_optimizer, put_optimizer, put_weights
+from accel_interchange.fitting import Group, put_no_optimizer, put_no_plugins, put_optimizer, put_weights
 from accel_interchange.trusted import Fields, read_torch
 
 __all__ = ["read"]
@@ -87,6 +87,7 @@ def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str
     elif mains[0].get("optimizer"):
         _stage_0(mains[0]["optimizer"], contents, unit, found)
     put_weights(contents, unit, found.weights, str(folder))
+    yield from put_no_plugins(contents, [unit])
     described = contents.state["units"][unit]
     _count_steps(found)
     if found.groups:

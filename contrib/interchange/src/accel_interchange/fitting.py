@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -15,7 +15,9 @@ __all__ = [
     "Group",
     "names_of",
     "optimizer_tensors",
+    "plugins_left_out",
     "put_no_optimizer",
+    "put_no_plugins",
     "put_optimizer",
     "put_weights",
     "scalers",
@@ -79,6 +81,48 @@ def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
         for entries in plugins.values()
         if "scaler" in entries
     ]
+
+
+def plugins_left_out(contents: CheckpointContents, units: Iterable[str]) -> list[str]:
+    """Name the state of plugins that an export lacks.
+
+    Loss scales are not in it: some libraries have a place for them.
+    """
+    units = set(units)
+    plain = {
+        plugin
+        for own in contents.ranks
+        for unit, scopes in own["plugins"].items()
+        for plugins in scopes.values()
+        for plugin, entries in plugins.items()
+        if unit in units and "scaler" not in entries
+    }
+    found = plain.union(*(_with_tensors(contents, unit) for unit in units))
+    return [f"the state of plugin {name}" for name in sorted(found)]
+
+
+def put_no_plugins(contents: CheckpointContents, units: Iterable[str]) -> list[str]:
+    """Remove what plugins have made of other weights, such as averages, and name it."""
+    found: set[str] = set()
+    for unit in units:
+        found |= (mine := _with_tensors(contents, unit))
+        for key in [key for key in contents.leaves if key[0] == unit and _plugin(key[1]) in mine]:
+            del contents.leaves[key]
+        for own in contents.ranks:
+            for plugins in own["plugins"].get(unit, {}).values():
+                for name in mine & plugins.keys():
+                    del plugins[name]
+    return [f"the state of plugin {name}, which begins anew" for name in sorted(found)]
+
+
+def _with_tensors(contents: CheckpointContents, unit: str) -> set[str]:
+    return {_plugin(key) for owner, key in contents.leaves if owner == unit} - {""}
+
+
+def _plugin(key: str) -> str:
+    """Return the plugin that a tensor belongs to, or nothing."""
+    sort, _, rest = key.partition("/")
+    return rest.partition("/")[0] if sort == "plugins" else ""
 
 
 def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, Tensor], source: str) -> None:
