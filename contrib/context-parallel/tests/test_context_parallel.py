@@ -215,6 +215,20 @@ def test_positions_and_the_labels_after_a_piece_are_given():
     assert set(batch) == {"input_ids", "labels", "id"}
 
 
+def test_they_follow_the_dimension_of_the_sequence():
+    """In batches whose rows are tokens, and in labels of several words per token."""
+    ids = torch.arange(10, 18).view(8, 1).expand(8, 4)
+    batch, buffers = {"input_ids": ids, "labels": ids}, {"input_ids": 0, "labels": 0}
+    found = run_processes(cp_problem.placed, batch, buffers, world=2)[0]
+    assert found["shift_labels"].tolist() == [[token] * 4 for token in (11, 12, 17, -100)]
+    assert found["position_ids"].tolist() == [[place] * 4 for place in (0, 1, 6, 7)]
+    words = torch.arange(16).view(1, 8, 2)
+    batch, buffers = {"input_ids": words, "labels": words}, {"input_ids": 1, "labels": 1}
+    found = run_processes(cp_problem.placed, batch, buffers, world=2)[0]
+    assert found["shift_labels"].tolist() == [[[2, 3], [4, 5], [14, 15], [-100, -100]]]
+    assert found["position_ids"].tolist() == [[0, 1, 6, 7]]
+
+
 def test_a_batch_without_sequences_stays_whole():
     found = run_processes(cp_problem.placed, {"pixels": torch.ones(2, 4)}, {"input_ids": 1}, world=2)
     assert [each["pixels"].shape for each in found] == [(2, 4), (2, 4)]

@@ -127,11 +127,15 @@ class ContextParallel:
         whole = {name: batch[name] for name in dims}
         if self.config.derive and "labels" in whole and "shift_labels" not in batch:
             # A loss that shifts by itself would lose the token after each piece.
-            whole["shift_labels"] = nn.functional.pad(whole["labels"], (0, 1), value=-100)[:, 1:]
-        parts = {name: part(tensor, dims.get(name, 1), rank, self.ranks) for name, tensor in whole.items()}
+            dims = {**dims, "shift_labels": dims["labels"]}
+            whole["shift_labels"] = whole["labels"].roll(-1, dims["labels"])
+            whole["shift_labels"].select(dims["labels"], -1).fill_(-100)
+        parts = {name: part(tensor, dims[name], rank, self.ranks) for name, tensor in whole.items()}
         if self.config.derive and "input_ids" in whole and "position_ids" not in batch:
-            where = positions(length, self.ranks, whole["input_ids"].device)[rank]
-            parts["position_ids"] = where.expand(len(whole["input_ids"]), -1)
+            ids, is_first = parts["input_ids"], dims["input_ids"] % whole["input_ids"].dim() == 0
+            where = positions(length, self.ranks, ids.device)[rank]
+            rows = where.expand(*(ids.shape[1:2] if is_first else ids.shape[:1]), -1)
+            parts["position_ids"] = rows.movedim(-1, 0) if is_first else rows
         return parts
 
     @implements(hooks.share_sequences)
