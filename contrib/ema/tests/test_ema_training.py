@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, AccelError, CheckpointError, ConfigError, whole
+from accel_core import Accelerator, AccelError, CheckpointContents, CheckpointError, ConfigError, whole
 from accel_ema import EMAConfig, averaged
 from accel_testing import run_processes
 
@@ -132,6 +132,44 @@ def test_weights_that_are_unfrozen_later_are_averaged_from_then_on() -> None:
     expected = biases[0].lerp(biases[1], 0.5).lerp(biases[2], 0.5)
     with averaged(model):
         torch.testing.assert_close(model.bias.detach(), expected)
+
+
+def thawed(folder: Path | None) -> dict[str, torch.Tensor]:
+    """Unfreeze a layer, evaluate and save before its first update if a folder is given; return averages."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(decay=0.5, warmup="none", update_every=2)])
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(3):
+        if step == 1:
+            model[0].requires_grad_(True)
+        if folder is not None and step:
+            with averaged(model):
+                pass
+            accelerator.save_state(folder / str(step))
+        accelerator.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    with averaged(model):
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def test_evaluations_and_saves_before_the_first_update_change_no_average(tmp_path: Path) -> None:
+    expected, found = thawed(None), thawed(tmp_path)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_frozen_before_its_first_update_is_not_averaged_for_being_evaluated(tmp_path: Path) -> None:
+    accelerator = Accelerator(cpu=True, plugins=[EMAConfig(update_after=1)])
+    model = nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with averaged(model):
+        model.bias.requires_grad_(requires_grad=False)
+    for _ in range(2):
+        step(accelerator, model, optimizer)
+    saved = CheckpointContents.read(accelerator.save_state(tmp_path / "saved"))
+    averages = {key for _, key in saved.leaves if key.startswith("plugins/ema/")}
+    assert averages == {"plugins/ema/weights/weight"}
 
 
 def test_weights_in_16_bits_are_averaged_in_32() -> None:

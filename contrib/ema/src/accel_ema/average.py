@@ -72,6 +72,8 @@ class Average:
         self.unit, self.config = unit, config
         self.steps: list[int] = []
         self._boxes: dict[str, tuple[Tensor, ...]] = {}
+        self._unbegun: set[str] = set()
+        """Names whose boxes are copies of weights so far: an update begins them."""
         self._leaves: dict[str, Leaf] = {}
         self._parts: list[Part] = []
         self._weights: dict[str, list[Tensor]] = {}
@@ -94,10 +96,14 @@ class Average:
         self.steps = [0] * len(self.steps)
         self.forget_weights()
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the weights whose average an update has begun."""
+        return sorted(self._boxes.keys() - self._unbegun)
+
     def keep_only(self, names: Collection[str]) -> None:
         """Begin anew the averages of other weights than these."""
-        self._boxes = {name: boxes for name, boxes in self._boxes.items() if name in names}
-        self.forget_weights()
+        self._unbegun = self._boxes.keys() - names
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -108,7 +114,10 @@ class Average:
         since = self.steps[number] - 1 - self.config.update_after
         if since >= 0 and since % self.config.update_every == 0:
             self._find()
+            self._copy_unbegun()
             self._parts[number].approach(1 - self.config.decay_at(since // self.config.update_every))
+            if self._unbegun:
+                self._unbegun -= self._parts[number].names
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -116,6 +125,7 @@ class Average:
         """Return name -> the average, to be saved, or overwritten by what was saved."""
         self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))
         self._find()
+        self._copy_unbegun()
         for part, steps in zip(self._parts, self.steps, strict=True):
             if steps <= self.config.update_after:
                 part.copy_weights()
@@ -129,6 +139,7 @@ class Average:
         """Put the average in the place of the weights. Collective."""
         self.forget_weights()  # a strategy takes over edited weights when it is asked for them
         self._find()
+        self._copy_unbegun()
         begun = [
             part
             for part, steps in zip(self._parts, self.steps, strict=False)
@@ -151,6 +162,10 @@ class Average:
         self.unit.hooks.state_loaded(self.unit)
         self._held = None
 
+    def _copy_unbegun(self) -> None:
+        for name in self._unbegun & self._weights.keys():
+            _copy(self._weights[name], [*self._boxes[name]])
+
     # -- the tensors -----------------------------------------------------------------------------
 
     def _find(self) -> None:
@@ -165,7 +180,7 @@ class Average:
         ):
             return
         named = unit.named_parameters()
-        trained = {name for name, parameter in named.items() if parameter.requires_grad} | self._boxes.keys()
+        trained = {name for name, parameter in named.items() if parameter.requires_grad}.union(self.names)
         parts = [Part(names & trained) for names in self._names()]
         self._leaves, self._weights = {}, {}
         state = unit.hooks.model_state(unit)
@@ -211,6 +226,7 @@ class Average:
                     "save the state before, and load it after that"
                 )
             boxes = self._boxes[name] = tuple(self._begin(name, box) for _, box in leaf.shards)
+            self._unbegun.add(name)
         self._weights[name] = [weight for _, weight in leaf.shards]
         for average, weight in zip(boxes, self._weights[name], strict=True):
             part.add(average, weight)

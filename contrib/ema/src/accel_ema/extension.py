@@ -184,9 +184,8 @@ class MovingAverages:
                 f"the state of unit {unit.name!r} inside averaged(...): its weights are their average\n"
                 "leave `with averaged(...)` before save_state and load_state"
             )
-        leaves = average.leaves()
-        entries = {f"weights/{name}": Entry(value=leaf) for name, leaf in leaves.items()}
-        return {**entries, "steps": Entry(value=[*average.steps]), "averaged": Entry(value=sorted(leaves))}
+        leaves = {f"weights/{name}": Entry(value=leaf) for name, leaf in average.leaves().items()}
+        return {**leaves, "steps": Entry(value=[*average.steps]), "averaged": Entry(value=average.names)}
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
@@ -197,9 +196,10 @@ class MovingAverages:
             average = self.average_of(unit)
             average.steps = [*steps] if same else [max(steps, default=0)] * optimizers
             # A load that is not strict may leave averages as they were, of other weights than these.
-            average.keep_only({name.removeprefix("weights/") for name in entries})
-            saved: Any = entries["averaged"].value if "averaged" in entries else []
-            frozen = [name for name in saved if f"weights/{name}" not in entries]
+            loaded = {name.removeprefix("weights/") for name in entries}
+            saved: Any = entries["averaged"].value if "averaged" in entries else loaded
+            average.keep_only(loaded.intersection(saved))
+            frozen = [name for name in saved if name not in loaded]
             if frozen := [name for name in frozen if name in unit.named_parameters()]:
                 _logger.warning(
                     "ema: the average of %s is left out: frozen here, it is averaged anew once it trains;"
