@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import re
 import shutil
 
 import interchange_jobs as jobs
@@ -127,6 +128,22 @@ def test_an_export_says_that_it_lacks_the_state_of_plugins(tmp_path, contents):
     left_out = dcp.write(averaged(contents), tmp_path / "theirs", "unit0", "model", "optimizer")
 
     assert left_out[1:] == ["the state of plugin average"]
+
+
+@pytest.mark.parametrize("taken", ["file/theirs", "theirs"], ids=["below a file", "by another export"])
+def test_a_target_that_cannot_be_written_is_named(tmp_path, saved, monkeypatch, taken):
+    (tmp_path / "file").touch()
+    written = dcp.write
+
+    def write(*arguments):
+        (tmp_path / "theirs" / "other").mkdir(parents=True)
+        return written(*arguments)
+
+    monkeypatch.setattr(dcp, "write", write)
+    target = str(tmp_path / taken)
+    words = ["checkpoint", "export", "--format", "dcp", str(saved / "fresh"), target]
+    with pytest.raises(CheckpointError, match=f"{re.escape(target)} could not be written"):
+        CliRunner().invoke(accel, words, catch_exceptions=False)
 
 
 def test_parts_of_several_ranks_are_put_together(tmp_path):

@@ -134,10 +134,17 @@ def _beside(target: Path) -> Iterator[Path]:
         raise CheckpointError(
             f"{target} exists\nexport to another folder, or move this one away", path=str(target)
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", suffix=".partial", dir=target.parent) as made:
-        beside = Path(made) / target.name
-        beside.mkdir()
-        yield beside
-        beside.rename(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        prefix = f".{target.name}."
+        with tempfile.TemporaryDirectory(prefix=prefix, suffix=".partial", dir=target.parent) as made:
+            beside = Path(made) / target.name
+            beside.mkdir()
+            yield beside
+            beside.rename(target)
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} could not be written: {error}\nexport to another folder, or free some space",
+            path=str(target),
+        ) from error
     click.echo(target)
