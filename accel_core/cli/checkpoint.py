@@ -114,7 +114,7 @@ def _describe(folder: Place) -> dict[str, Any]:
 
     row: dict[str, Any] = {
         **dict.fromkeys((*_COLUMNS, "bytes", "metrics")),
-        "name": folder.name,
+        "name": folder.name or Path.cwd().name,
         "path": str(folder),
     }
     row |= {"time": "", "valid": "yes"}

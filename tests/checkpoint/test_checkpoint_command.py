@@ -345,3 +345,8 @@ def test_an_option_that_nobody_has_is_refused(project):
 
     assert ended.returncode == 2
     assert "No such option: --loud" in ended.stderr
+
+
+def test_the_checkpoint_that_is_the_working_directory_has_its_name(project, monkeypatch):
+    monkeypatch.chdir(project / "checkpoints" / "at_3")
+    assert json.loads(accel("checkpoint", "list", "--json").stdout)["name"] == "at_3"
