@@ -53,10 +53,9 @@ class _LaunchCommand(click.Command):
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from accel_core.config.sections import CORE
-        from accel_core.contract.options import section_class
         from accel_core.plugins.discovery import discover
 
-        sections = {name: cls for name, kind in CORE.items() if (cls := section_class(kind))}
+        sections = {name: cls for name, cls in CORE.items() if cls}
         rows = [(name, (cls.__doc__ or "").partition(" Section")[0]) for name, cls in sections.items()]
         cards = [record.card for record in discover().records if record.card and record.card.config]
         rows += [(card.name, card.summary) for card in cards]

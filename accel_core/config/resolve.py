@@ -2,8 +2,8 @@
 
 Defaults < presets < file < environment < flags < Python < proposals. `load` goes in three passes:
 the sources give values (`sources`, `yamlfile`), the values become one table of typed options
-(`table`), and the table becomes config objects (here). Each value keeps its origin, and all mistakes
-are reported at once. Python may not contradict a flag or a variable, and the proposal of a plugin
+(`placing`, `table`), and the table becomes config objects (here). Each value keeps its origin, and all
+mistakes are reported at once. Python may not contradict a flag or a variable, and the proposal of a plugin
 may not contradict any source.
 """
 
@@ -20,6 +20,7 @@ from attrs import NOTHING, evolve, field, frozen
 
 from accel_core.config import sources
 from accel_core.config.convert import flat, plain, shown
+from accel_core.config.placing import Placement
 from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables
 from accel_core.config.sources import (
     WORKER_CONFIG_VARIABLE,
@@ -67,7 +68,7 @@ class Resolved:
     @property
     def notes(self) -> Sequence[str]:
         """Sentences on what was left unread, and why."""
-        return tuple(self._table.notes)
+        return tuple(self._table.placement.notes)
 
     def section(self, path: Path) -> object | None:
         """Build the config object of a section of core, a plugin or a named strategy."""
@@ -79,7 +80,9 @@ class Resolved:
     @property
     def objects(self) -> Sequence[str]:
         """Plugins that Python configured by an object, and so asked for."""
-        return tuple(path[0] for path in self._table.objects if len(path) == 1 and path[0] not in CORE)
+        return tuple(
+            path[0] for path in self._table.placement.objects if len(path) == 1 and path[0] not in CORE
+        )
 
     @property
     def tree(self) -> Mapping[str, Any]:
@@ -103,7 +106,7 @@ class Resolved:
 
     def unknown_plugins(self) -> Iterator[str]:
         """Write a line for each plugin name that no installed plugin of its slot has."""
-        discovery = self._table.sections.discovery
+        discovery = self._table.placement.sections.discovery
         for path, slot, name in self.config.plugin_names():
             if not discovery.answering(slot, name):
                 origin = self.settings[path].origin if path in self.settings else ""
@@ -145,10 +148,10 @@ class Resolved:
     def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
         """(name, config) of each used config; a plugin may be used by its aliases only."""
         for name in dict.fromkeys(selected):
-            plugins = {alias: plugin.value for alias, plugin in self._table.aliases.items()}
+            plugins = {alias: plugin.value for alias, plugin in self._table.placement.aliases.items()}
             aliases = [alias for alias, plugin in plugins.items() if name in (alias, plugin)]
             yield from ((alias, self._strategies.get(alias)) for alias in aliases)
-            record = self._table.sections.discovery.get(name)
+            record = self._table.placement.sections.discovery.get(name)
             if record is not None and (not aliases or self.config.strategy == name):
                 yield name, self.plugin_config(record)
 
@@ -188,7 +191,7 @@ def load(
         ConfigError: with every mistake of every source, each with its origin.
     """
     environment = os.environ if environment is None else environment
-    table, values = Table(Sections(discovery)), list[SourceValue]()
+    placement, values = Placement(Sections(discovery)), list[SourceValue]()
     if environment.get(WORKER_CONFIG_VARIABLE):
         name, values = sources.from_launcher(environment[WORKER_CONFIG_VARIABLE], environment)
     else:
@@ -196,11 +199,12 @@ def load(
         if name is not None:
             from accel_core.config.yamlfile import read_yaml  # PyYAML costs 30 ms; most tests have no file
 
-            values += read_yaml(name, FilePath(directory), table.problems)
+            values += read_yaml(name, FilePath(directory), placement.problems)
         values += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
-        table.problems += misspelt_variables(environment)
-    table.read([*sources.from_presets(presets or {}), *values, *sources.from_python(python or {}, objects)])
-    return _resolved(table, name, environment)
+        placement.problems += misspelt_variables(environment)
+    arguments = sources.from_python(python or {}, objects)
+    placement.place([*sources.from_presets(presets or {}), *values, *arguments])
+    return _resolved(Table(placement, placement.problems).read(), name, environment)
 
 
 def outside() -> dict[str, str]:
@@ -226,15 +230,17 @@ def find_file(
 
 def _resolved(table: Table, file: str | None, environment: Mapping[str, str]) -> Resolved:
     raise_problems(table.problems)
-    sections = {alias: table.sections.class_of(plugin.value) for alias, plugin in table.aliases.items()}
-    strategies = {alias: _build(cls, ("strategies", alias), table) for alias, cls in sections.items() if cls}
-    options: dict[str, dict[str, Any]] = {alias: {} for alias in sections}
+    built = {
+        path: _build(cls, path, table)
+        for path, cls in table.placement.classes.items()
+        if cls and (len(path) == 2 or table.within(path))
+    }
+    strategies = {path[1]: section for path, section in built.items() if len(path) == 2}
+    plugins = {path[0]: section for path, section in built.items() if len(path) == 1}
+    options: dict[str, dict[str, Any]] = {alias: {} for alias in table.placement.aliases}
     for path, value in table.settings.items():
         if path[0] == "strategies":
             options[path[1]][dotted(path[2:])] = value.value
-    names = dict.fromkeys(path[0] for path in (*table.settings, *table.objects) if path[0] not in CORE)
-    classes = {name: table.sections.class_of(name) for name in names}
-    plugins = {name: _build(cls, (name,), table) for name, cls in classes.items() if cls}
     config: RunConfig = _build(RunConfig, (), table, strategies=options, plugins=plugins)
     raise_problems(table.problems)
     return Resolved(config=config, file=file, table=table, environment=environment, strategies=strategies)
@@ -254,7 +260,7 @@ def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
         elif attribute.default is NOTHING:
             message = f"required key missing; set it in section {dotted(path)}"
             table.problems.append(ConfigProblem(origin, option, message))
-    given = table.objects.get(path)
+    given = table.placement.objects.get(path)
     try:
         built = (cls if given is None else type(given))(**values)
     except (TypeError, ValueError) as error:  # a check of the class itself, over several options

@@ -11,16 +11,14 @@ from attrs import define, field
 from accel_core.config.convert import writable
 from accel_core.config.sources import ConfigProblem
 from accel_core.contract.config import RunConfig
-from accel_core.contract.options import Path, describe, options_of, section_class
-from accel_core.contract.suggest import did_you_mean
+from accel_core.contract.options import describe, options_of, section_class
 from accel_core.errors import PluginError
-from accel_core.plugins import catalog
 from accel_core.plugins.discovery import Discovery, Record, load
 
 __all__ = ["CORE", "Sections", "load_class", "misspelt_variables"]
 
-CORE: Final = {name: kind for name, (_, kind) in options_of(RunConfig).items() if name != "plugins"}
-"""Core's own top-level options and sections: name -> type."""
+CORE: Final = {n: section_class(kind) for n, (_, kind) in options_of(RunConfig).items() if n != "plugins"}
+"""Core's own top-level options and sections: name -> a section's class."""
 
 
 @define
@@ -29,18 +27,19 @@ class Sections:
 
     discovery: Discovery
     _classes: dict[str, type | None] = field(factory=dict, init=False)
-    _faults: dict[str, str] = field(factory=dict, init=False)
+    faults: dict[str, str] = field(factory=dict, init=False)
+    """Name of a plugin whose class cannot be imported -> the reason."""
 
     def class_of(self, name: str) -> type | None:
         """Return the class of a section; None if it is unknown or cannot be imported."""
         if name in CORE:
-            return section_class(CORE[name])
+            return CORE[name]
         if name not in self._classes:
             record, self._classes[name] = self.discovery.get(name), None
             try:  # choosing the plugin raises this error; for its section a note will do
                 self._classes[name] = load_class(record) if record else None
             except PluginError as error:
-                self._faults[name] = str(error.__cause__ or error).partition("\n")[0]
+                self.faults[name] = str(error.__cause__ or error).partition("\n")[0]
         return self._classes[name]
 
     def all(self) -> Iterator[tuple[str, type]]:
@@ -66,35 +65,12 @@ class Sections:
                 return name
         return None
 
-    def reason_unread(self, name: str) -> str | None:
-        """Say why options of a plugin stay unread; None if they are a mistake."""
-        entry = catalog.catalog_entry(name)
-        if entry and self.discovery.get(name) is None:
-            return f"{entry.slot} {name} is not installed; {catalog.install_hint(entry.folder)}"
-        return self._faults.get(name)
-
-    def hint(self, path: Path, cls: type) -> str:
-        """Hint at a similar name, or at the same key in another section."""
-        *section, name = path
-        names = list(options_of(cls))
-        if cls is RunConfig:
-            plugins = [record.name for record in self.discovery.records if record.slot != "command"]
-            names = [*CORE, *plugins, *(plugin.name for plugin in catalog.catalog_entries())]
-        similar = did_you_mean(name, names)
-        owners = ["the top level"] if name in CORE else []
-        owners += [other for other, cls in self.all() if name in options_of(cls) and [other] != section]
-        for entry in catalog.catalog_entries():
-            if name in entry.keys and self.discovery.get(entry.name) is None:
-                owners.append(f"{entry.name} (not installed; {catalog.install_hint(entry.folder)})")
-        return f"; it is an option of {' and '.join(owners)}" if owners and not similar else similar
-
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
     """Report each variable with one underscore, such as ACCEL_MIXED_PRECISION."""
     ours = sorted(name for name in environment if name.upper().startswith("ACCEL_"))
     options: dict[str, str] = {}
-    for name, kind in CORE.items() if ours else ():
-        inner = section_class(kind)
+    for name, inner in CORE.items() if ours else ():
         options |= {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
     for name in ours:
         rest = name.upper().removeprefix("ACCEL_")

@@ -11,7 +11,7 @@ import pytest
 
 from accel_core.cli.launch import launch
 from accel_core.config.sections import CORE
-from accel_core.contract.options import options_of, section_class
+from accel_core.contract.options import options_of
 from accel_core.plugins.catalog import catalog_entries, catalog_entry, renamed_flag
 
 GENERATOR = Path(__file__).parents[2] / "tools" / "catalog.py"
@@ -76,7 +76,7 @@ def is_flag(word: str, ours: list[str]) -> bool:
     if not option:
         return word in ours
     plugin = catalog_entry(section)
-    keys = plugin.keys if plugin else options_of(section_class(CORE[section]))
+    keys = plugin.keys if plugin else options_of(CORE[section])
     return option == "OPTION" or option.replace("-", "_") in keys
 
 
