@@ -32,8 +32,6 @@ if TYPE_CHECKING:
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
-__all__ = ["Accelerator"]
-
 PATHS: Final = {
     "device": "device",
     "device_placement": "device_placement",

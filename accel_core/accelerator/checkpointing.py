@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.stored import Place
     from accel_core.runtime.run import Run
 
-__all__ = ["States"]
-
 
 class States:
     """Base of Accelerator, which holds the `run`."""

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from accel_core.accelerator.accelerator import Accelerator
 
-__all__ = ["LocalSGD"]
-
 
 class LocalSGD:
     """Context in which ranks step alone and average weights now and then.

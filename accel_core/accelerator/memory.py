@@ -18,8 +18,6 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["find_executable_batch_size", "is_out_of_memory", "release_memory"]
-
 OUT_OF_MEMORY: Final = (
     "out of memory",
     "can't allocate memory",

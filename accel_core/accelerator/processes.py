@@ -15,8 +15,6 @@ from accel_core.distributed.collectives import Reduction
 if TYPE_CHECKING:
     from accel_core.runtime.run import Run
 
-__all__ = ["Ranks"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

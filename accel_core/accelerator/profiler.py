@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from accel_core.contract.config import ProfileKwargs
     from accel_core.contract.run import Run
 
-__all__ = ["profiling"]
-
 _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
 
 

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from accel_core.contract.window import Window
     from accel_core.runtime.run import Run
 
-__all__ = ["Training"]
-
 
 class Training:
     """Base of Accelerator, which holds the `run`."""

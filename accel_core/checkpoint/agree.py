@@ -11,8 +11,6 @@ from accel_core.errors import CheckpointError, CollectiveError
 if TYPE_CHECKING:
     from accel_core.contract.world import Collectives
 
-__all__ = ["gather_from_all_ranks", "run_on_all_ranks"]
-
 T = TypeVar("T")
 
 

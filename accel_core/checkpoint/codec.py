@@ -33,8 +33,6 @@ from torch.nn.parameter import is_lazy
 from accel_core.distributed.tensor_bytes import DTYPES, bytes_of, name_of, tensor_from
 from accel_core.errors import CheckpointError
 
-__all__ = ["decode", "encode", "key_of", "key_text", "not_plain", "require_plain"]
-
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
 

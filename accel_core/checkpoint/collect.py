@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit, UnitRun
     from accel_core.contract.world import Collectives
 
-__all__ = [
-    "NEVER_RESTORED",
-    "Collected",
-    "check_names",
-    "class_of",
-    "collect",
-    "entry_key",
-    "extra_state",
-    "split_rank_state",
-    "without_apart",
-    "without_collecting_garbage",
-]
-
 T = TypeVar("T")
 
 logger = logging.getLogger(__name__)

@@ -33,20 +33,6 @@ from accel_core.checkpoint.writer import (
 )
 from accel_core.errors import CheckpointError
 
-__all__ = [
-    "begin",
-    "carry_back",
-    "discard",
-    "find_copies",
-    "leftover_ids",
-    "locate",
-    "partial_folder",
-    "publish",
-    "remove_leftovers",
-    "replaced",
-    "workshop",
-]
-
 logger = logging.getLogger(__name__)
 
 _AT_FDCWD: Final = -100

@@ -21,8 +21,6 @@ from accel_core.checkpoint.stored import place
 from accel_core.checkpoint.writer import end_writing, new_save_id
 from accel_core.contract.state import Leaf, whole
 
-__all__ = ["CheckpointContents"]
-
 
 @define
 class CheckpointContents:

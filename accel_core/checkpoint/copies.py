@@ -41,8 +41,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
     from accel_core.checkpoint.retention import CheckpointSeries
 
-__all__ = ["Copies", "Plan"]
-
 logger = logging.getLogger(__name__)
 
 _OF_THE_FILE: Final = ("format", "version", "files", "checksum")

@@ -21,8 +21,6 @@ from accel_core.checkpoint.plan import Declared, Group, Key
 if TYPE_CHECKING:
     from accel_core.contract.world import Collectives
 
-__all__ = ["gather_groups"]
-
 Names = Sequence[tuple[Key, int]]
 """(leaf, number of its declaration) of each leaf that a rank has."""
 

@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from accel_core.contract.state import Json, Kind, Leaf, OptimizerState, TensorTemplate
     from accel_core.contract.unit import Unit
 
-__all__ = ["BaseState", "model_state"]
-
-
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
 """Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
 

@@ -32,15 +32,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
 
-__all__ = [
-    "Disks",
-    "answer",
-    "ask_other_disks",
-    "files_are_elsewhere",
-    "locate_on_all_disks",
-    "nodes_without",
-]
-
 
 @frozen
 class Disks:

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.read import Stored
 
-__all__ = ["export", "stored_weights", "weights"]
-
 
 def export(
     folder: Place, target: Place, unit: str | None, limit: int | str, *, safe: bool, force: bool = False

@@ -18,8 +18,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.checkpoint.stored import Place
 
-__all__ = ["load", "not_written", "save", "write_whole"]
-
 
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
     """Write `obj` beside `path`, then replace `path` by it, or into an open file.

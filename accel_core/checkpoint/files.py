@@ -32,21 +32,6 @@ if TYPE_CHECKING:
 
     from accel_core.checkpoint.node_copy import NodeCopy
 
-__all__ = [
-    "DataFile",
-    "FileRecord",
-    "UnreadableError",
-    "as_json",
-    "cannot_be_read",
-    "damaged",
-    "lay_out",
-    "not_found",
-    "open_file",
-    "sync_folder",
-    "understanding",
-    "write_file",
-]
-
 BLOCK_BYTES: Final = 4 << 20
 FETCHED_BLOCKS: Final = 4
 """Largest number of blocks that are asked of a store by one request."""

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.run import Run
 
-__all__ = ["find"]
-
 logger = logging.getLogger(__name__)
 
 

@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.plan import Box, Declared, Key
     from accel_core.contract.state import Leaf
 
-__all__ = ["Layout"]
-
 Leaves = Mapping["Key", "Leaf"]
 _TOGETHER: Final = 256
 """Number of small tensors that are written at once."""

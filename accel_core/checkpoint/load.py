@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["Restoration", "load"]
-
 Scope = Literal["replicated", "per_reader", "per_rank"]
 
 

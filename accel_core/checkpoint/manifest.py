@@ -17,7 +17,6 @@ from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.files import (
     FileRecord,
-    UnreadableError,
     cannot_be_read,
     damaged,
     not_found,
@@ -25,21 +24,8 @@ from accel_core.checkpoint.files import (
     understanding,
     write_file,
 )
-from accel_core.checkpoint.stored import Place, StoredPath
+from accel_core.checkpoint.stored import Place, StoredPath, UnreadableError
 from accel_core.errors import CheckpointError
-
-__all__ = [
-    "MANIFEST",
-    "Manifest",
-    "commits_in",
-    "folder_of_files",
-    "is_ours",
-    "is_there",
-    "manifest_if_any",
-    "manifest_of",
-    "read_manifest",
-    "write_manifest",
-]
 
 MANIFEST: Final = "manifest.json"
 MANIFEST_BYTES: Final = 1 << 28

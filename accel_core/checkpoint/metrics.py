@@ -14,8 +14,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
     from accel_core.contract.world import Collectives
 
-__all__ = ["agreed_metrics", "best_first"]
-
 
 def agreed_metrics(
     control: Collectives, metrics: Mapping[str, Any] | None, needed: str | None

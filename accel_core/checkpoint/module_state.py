@@ -23,8 +23,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
-__all__ = ["ModuleState", "module_state", "owner_of", "restore_extra", "state_dict_outline"]
-
 logger = logging.getLogger(__name__)
 
 

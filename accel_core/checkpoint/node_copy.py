@@ -10,8 +10,6 @@ from weakref import finalize
 
 from accel_core.checkpoint.stored import UnreadableError
 
-__all__ = ["NodeCopy"]
-
 
 class NodeCopy:
     """A folder for blocks that come from a store.

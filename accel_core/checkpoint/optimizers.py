@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
 
-__all__ = ["OptimizerPlan"]
-
 _PER_GROUP: Final = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
 )

@@ -11,8 +11,6 @@ from torch.optim import Optimizer
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["own_state", "refuse_own_state", "restore_own_state"]
-
 
 def own_state(optimizer: Optimizer) -> dict[str, dict[Any, Any]]:
     """Collect the state that `OptimizerState.own` describes.

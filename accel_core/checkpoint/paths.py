@@ -9,8 +9,6 @@ from typing import Final
 
 from accel_core.errors import CheckpointError
 
-__all__ = ["local_path", "scheme_of"]
-
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 """Start of a URL, with one slash, since `Path` makes one of two.
 

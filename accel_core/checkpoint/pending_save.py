@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.target import SaveTarget
     from accel_core.checkpoint.votes import Message, Votes
 
-__all__ = ["PendingSave", "Share"]
-
 HEARD_SECONDS: Final = 10.0
 """Seconds that rank 0 waits for the others to hear the verdict."""
 LOOK_SECONDS: Final = 0.5

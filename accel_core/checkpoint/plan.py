@@ -18,18 +18,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "Box",
-    "Declared",
-    "Group",
-    "Key",
-    "declare",
-    "intersect",
-    "plan",
-    "raise_problems",
-    "tiling_problem",
-]
-
 Key = tuple[str, str]
 """Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
 

@@ -18,8 +18,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Preemption"]
-
 LOOK_SECONDS: Final = 0.25
 """Seconds until a rank notices that another was told."""
 _made: Final = count()

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
     from accel_core.checkpoint.stored import Place
 
-__all__ = ["Action", "Problems"]
-
 Action = tuple[str, Callable[[], object]]
 """(name of what is restored, function that restores it)."""
 

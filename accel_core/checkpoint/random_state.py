@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.read import Checkpoint
     from accel_core.contract.run import Run
 
-__all__ = ["derived_seed", "plan_random"]
-
 
 def plan_random(
     run: Run, checkpoint: Checkpoint, saved: Any, problems: Problems, *, same_world: bool

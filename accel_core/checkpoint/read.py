@@ -27,8 +27,6 @@ from accel_core.contract.state import Kind, Leaf, whole
 from accel_core.distributed.tensor_bytes import DTYPES, bytes_within
 from accel_core.errors import CheckpointError
 
-__all__ = ["Checkpoint", "Stored", "fill"]
-
 STAGING_BYTES: Final = 16 << 20
 """Bytes read at a time, where a tensor is not read straight into its place."""
 SMALL_ELEMENTS: Final = 1 << 14

@@ -21,8 +21,6 @@ from accel_core.checkpoint.stored_commit import require_room, spool
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
-__all__ = ["Block", "CheckpointFiles"]
-
 AT_ONCE: Final = 8
 """Number of requests that are made of a store at the same time."""
 Block: TypeAlias = tuple[int, int]

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accel_core.contract.state import Leaf
     from accel_core.contract.world import Collectives
 
-__all__ = ["Replicas", "checksums", "sums"]
-
 SMALL_BYTES: Final = 1 << 16
 """Size up to which tensors are copied together before their checksum is taken.
 

@@ -26,8 +26,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["CheckpointSeries"]
-
 logger = logging.getLogger(__name__)
 
 _NAME: Final = re.compile(r"checkpoint_(0|[1-9]\d*)")

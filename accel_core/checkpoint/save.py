@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
 
-__all__ = ["Saver"]
-
 
 class Saver:
     """Saves one run, again and again: it keeps what one save leaves to the next.

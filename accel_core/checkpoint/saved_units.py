@@ -12,8 +12,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.contract.unit import Unit
 
-__all__ = ["compare_state_of_tied", "join_units", "tensors_by_sort"]
-
 
 def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Units as several ranks have described them.

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
 
-__all__ = ["CheckpointSession"]
-
 
 class CheckpointSession:
     """State that one save or load of a run leaves to the next.

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from accel_core.distributed.nested import can_pin
 
-__all__ = ["staged", "staging_device"]
-
 PIECE_BYTES: Final = 64 << 20
 """Number of bytes copied at once.
 

@@ -21,8 +21,6 @@ from accel_core.errors import CheckpointError, PluginError
 if TYPE_CHECKING:
     from accel_core.plugins.binding import Hooks
 
-__all__ = ["Place", "StoredPath", "UnreadableError", "place", "store_for", "told"]
-
 logger = logging.getLogger(__name__)
 
 _SECRET: Final = re.compile(r"[^/]*:[^/]*@")

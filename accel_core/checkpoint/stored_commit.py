@@ -26,20 +26,6 @@ from accel_core.checkpoint.stored import StoredPath, UnreadableError
 from accel_core.checkpoint.writer import SAVE_ID
 from accel_core.errors import CheckpointError
 
-__all__ = [
-    "begin",
-    "discard",
-    "is_committed",
-    "publish",
-    "remove_older",
-    "remove_stored",
-    "remove_unfinished",
-    "require_room",
-    "send",
-    "spool",
-    "unfinished",
-]
-
 logger = logging.getLogger(__name__)
 
 _SPOOL: Final = "for files on their way to and from a store"

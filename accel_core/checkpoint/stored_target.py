@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.world import Collectives
 
-__all__ = ["StoredTarget"]
-
 
 @define(eq=False)
 class StoredTarget:

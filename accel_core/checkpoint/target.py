@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.retention import CheckpointSeries
     from accel_core.contract.world import Collectives
 
-__all__ = ["SaveTarget", "judge_leftovers"]
-
 
 @frozen
 class SaveTarget:

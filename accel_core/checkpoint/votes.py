@@ -19,8 +19,6 @@ from accel_core.checkpoint.files import as_json
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Message", "Votes", "work_together"]
-
 POLL_SECONDS: Final = 0.05
 BEATS: Final = 4
 """Times per timeout that a rank at work says so."""

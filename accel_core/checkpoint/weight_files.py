@@ -25,8 +25,6 @@ from accel_core.checkpoint.stored_commit import send, spool
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError, ConfigError
 
-__all__ = ["Names", "bytes_in", "weights_in", "write_weights"]
-
 Names = list[str]
 """All names of one weight, in the model's order; a tied weight has several."""
 

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["full_parameters", "save_model", "state_dict", "weights_of"]
-
 
 def weights_of(
     run: Run, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None

@@ -11,8 +11,6 @@ from typing import Final
 from attrs import frozen
 from xxhash import xxh3_64_hexdigest
 
-__all__ = ["SAVE_ID", "begin_writing", "end_writing", "is_of_another_machine", "is_over", "new_save_id"]
-
 SAVE_ID: Final = r"[0-9a-f]{16}-[0-9a-f]{8}-\d+-\d+-[0-9a-f]{8}"
 """Pattern of a save's id, which tells the process that writes the save.
 

@@ -22,9 +22,6 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.files import DataFile
     from accel_core.checkpoint.reader import CheckpointFiles
 
-__all__ = ["checkpoint"]
-
-
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 

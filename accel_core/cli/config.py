@@ -20,8 +20,6 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
 from accel_core.plugins.discovery import discover
 
-__all__ = ["config"]
-
 _file = click.option("--config", "file", metavar="FILE", help="Read FILE, not ACCEL_CONFIG or ./accel.yaml.")
 _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 

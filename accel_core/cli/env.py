@@ -15,8 +15,6 @@ from accel_core.cli.terminal import say
 from accel_core.contract.options import MASK, may_be_secret
 from accel_core.plugins.discovery import Record, discover, load
 
-__all__ = ["env"]
-
 VARIABLES: Final = tuple("ACCEL RANK LOCAL_ WORLD_SIZE MASTER_ OMP_NUM TORCH PYTORCH GLOO USE_LIBUV".split())  # noqa: SIM905
 """Prefixes of variables that change how a run behaves. Others may hold secrets."""
 

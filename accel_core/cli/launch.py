@@ -17,8 +17,6 @@ if TYPE_CHECKING:
 
     from accel_core.launch.plan import Launch
 
-__all__ = ["launch", "submit"]
-
 
 class _LaunchCommand(click.Command):
     """A command that takes each `--section.option VALUE` as a flag for the config."""

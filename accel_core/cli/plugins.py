@@ -21,8 +21,6 @@ from accel_core.plugins.discovery import Discovery, Record, discover, implementa
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
-__all__ = ["examine", "listing", "plugins"]
-
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
     "strategy": "taken by `strategy: auto` when there are several processes",

@@ -18,8 +18,6 @@ from accel_core.contract.options import default_of, describe, options_of, sectio
 from accel_core.plugins.catalog import not_installed, unknown_device
 from accel_core.plugins.discovery import Discovery
 
-__all__ = ["MEETING", "Answer", "ask", "render"]
-
 MEETING: Final = "launch.rendezvous"
 """Option that is asked for if there are several nodes."""
 

@@ -9,8 +9,6 @@ from typing import Any, Final
 
 import click
 
-__all__ = ["confirm", "prompt", "say", "table"]
-
 STYLES: Final = {
     "green": ("available", "ok", "yes", "usable"),
     "yellow": ("unavailable", "blocked", "not usable", "cannot be used"),

@@ -25,20 +25,6 @@ from accel_core.config.sources import RawText, decimal
 from accel_core.contract.options import describe, is_secret, masked, options_of
 from accel_core.contract.suggest import did_you_mean
 
-__all__ = [
-    "MismatchError",
-    "convert",
-    "convert_option",
-    "flat",
-    "format_value",
-    "is_union",
-    "members",
-    "plain",
-    "shape",
-    "shown",
-    "writable",
-]
-
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
     int: "a whole number",

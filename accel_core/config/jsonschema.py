@@ -14,8 +14,6 @@ from accel_core.config.sections import CORE, Sections
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import describe, options_of, section_class
 
-__all__ = ["class_schema", "whole_schema"]
-
 _NAMES: Final = {
     bool: "boolean",
     int: "integer",

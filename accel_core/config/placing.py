@@ -18,8 +18,6 @@ from accel_core.config.unplaced import Unplaced
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, options_of, said, section_class
 
-__all__ = ["PlacedValue", "Placement"]
-
 
 @frozen
 class PlacedValue:

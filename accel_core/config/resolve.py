@@ -36,8 +36,6 @@ from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import not_installed
 from accel_core.plugins.discovery import Discovery, Record
 
-__all__ = ["WORKER_CONFIG_VARIABLE", "Resolved", "find_file", "load", "outside"]
-
 FILE_VARIABLE: Final = "ACCEL_CONFIG"
 FILE_NAME: Final = "accel.yaml"
 

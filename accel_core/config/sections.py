@@ -15,8 +15,6 @@ from accel_core.contract.options import describe, options_of, section_class
 from accel_core.errors import PluginError
 from accel_core.plugins.discovery import Discovery, Record, load
 
-__all__ = ["CORE", "Sections", "load_class", "misspelt_variables"]
-
 CORE: Final = {n: section_class(kind) for n, (_, kind) in options_of(RunConfig).items() if n != "plugins"}
 """Core's own top-level options and sections: name -> a section's class."""
 

@@ -18,18 +18,6 @@ from attrs import frozen
 from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
 
-__all__ = [
-    "WORKER_CONFIG_VARIABLE",
-    "ConfigProblem",
-    "LocatedDict",
-    "RawText",
-    "SourceValue",
-    "decimal",
-    "dotted",
-    "fingerprints",
-    "raise_problems",
-]
-
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 """Variable that names the file with a launcher's config for its workers."""
 

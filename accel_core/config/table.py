@@ -13,8 +13,6 @@ from accel_core.config.placing import Placement
 from accel_core.config.sources import ConfigProblem, SourceValue
 from accel_core.contract.options import Path, describe, is_secret
 
-__all__ = ["ALIASES", "Table"]
-
 ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient_accumulation_steps",)}
 """A second name of an option -> the first."""
 

@@ -11,8 +11,6 @@ from accel_core.contract.options import Path, options_of
 from accel_core.contract.suggest import did_you_mean
 from accel_core.plugins import catalog
 
-__all__ = ["Unplaced"]
-
 
 @frozen
 class Unplaced:

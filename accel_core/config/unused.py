@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel_core.config.resolve import Resolved
     from accel_core.config.sources import SourceValue
 
-__all__ = ["auto_may_take", "unused_options", "unused_profile_options", "unused_sections"]
-
 UNSCALED: Final = ("no", "fp32", "bf16")
 """Precisions of core that scale no loss; others answer for themselves."""
 

@@ -12,8 +12,6 @@ import yaml
 from accel_core.config.sources import ConfigProblem, LocatedDict, SourceValue, decimal
 from accel_core.contract.options import Path
 
-__all__ = ["looks_like", "read_yaml"]
-
 _TAG: Final = "tag:yaml.org,2002:"
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Hooks", "Steps"]
-
 
 class Hooks(Protocol):
     """The hooks of a stack, each an attribute to call."""

@@ -11,8 +11,6 @@ from attrs import Attribute, field, frozen
 from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 
-__all__ = ["API_VERSION", "CAPABILITIES", "RESERVED_NAMES", "SLOTS", "Card"]
-
 API_VERSION: Final = "1.0"
 """major.minor of this contract; not of any package. Majors N and N-1 are served."""
 

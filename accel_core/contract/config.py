@@ -17,21 +17,6 @@ from accel_core.contract.suggest import did_you_mean
 if TYPE_CHECKING:
     from accel_core.contract.card import Slot
 
-__all__ = [
-    "AutocastKwargs",
-    "DataLoaderConfiguration",
-    "GradScalerKwargs",
-    "GradientAccumulationPlugin",
-    "InitProcessGroupKwargs",
-    "KwargsHandler",
-    "LaunchConfig",
-    "ProfileKwargs",
-    "ProjectConfiguration",
-    "Proposal",
-    "RunConfig",
-    "TorchDynamoPlugin",
-]
-
 
 @frozen(kw_only=True)
 class KwargsHandler(Remembering):

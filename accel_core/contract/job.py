@@ -6,8 +6,6 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-__all__ = ["Allocation", "Job", "SubmittedJob"]
-
 
 @frozen(kw_only=True)
 class Job:

@@ -15,8 +15,6 @@ from attrs import Factory, evolve, field, frozen
 from accel_core.contract.world import Topology
 from accel_core.errors import ConfigError
 
-__all__ = ["Mesh", "MeshDim", "arrange"]
-
 Splits = Literal["samples", "tokens", "model"]
 ALIKE: Final = frozenset({"tp"})
 """Reserved dimensions whose ranks compute the same activations.

@@ -16,22 +16,6 @@ from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_t
 import attrs
 from attrs import NOTHING, Attribute, frozen
 
-__all__ = [
-    "MASK",
-    "Remembering",
-    "changed",
-    "default_of",
-    "describe",
-    "is_secret",
-    "masked",
-    "may_be_secret",
-    "option",
-    "options_of",
-    "remember_given",
-    "said",
-    "section_class",
-]
-
 Path = tuple[str, ...]
 """An option's address, such as ("launch", "nodes")."""
 

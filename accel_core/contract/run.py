@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
 
-__all__ = ["Run", "current", "live", "live_runs"]
-
 
 class Run(UnitRun, Protocol):
     """Everything that one `Accelerator` owns: config, stack, device, world and units.

@@ -11,8 +11,6 @@ from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
 import pluggy
 from attrs import frozen
 
-__all__ = ["Spec", "implements", "parameters_of", "spec"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])

@@ -10,8 +10,6 @@ from attrs import field, frozen
 if TYPE_CHECKING:
     from accel_core.contract.card import Card
 
-__all__ = ["Chosen", "Stack"]
-
 
 @frozen
 class Chosen:

@@ -13,8 +13,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Entry", "Json", "Leaf", "OptimizerState", "TensorTemplate", "flat_range", "leaf_of", "whole"]
-
 Json = Any
 """A value that the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
 

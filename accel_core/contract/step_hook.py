@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-__all__ = ["before_step"]
-
 
 def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
     """Call a hook before each step of the optimizer.

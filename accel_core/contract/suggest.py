@@ -6,8 +6,6 @@ import difflib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-__all__ = ["did_you_mean"]
-
 
 def did_you_mean(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:
     """`; did you mean 'x'?` for a similar known word, else empty."""

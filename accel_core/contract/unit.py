@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from accel_core.contract.world import Collectives, Topology, World
     from accel_core.errors import CollectiveError
 
-__all__ = ["StepOutput", "Unit", "UnitRun", "own_name"]
-
 _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
     "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",

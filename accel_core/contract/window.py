@@ -12,8 +12,6 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Window"]
-
 
 class Window:
     """The micro-batches of one optimizer step, counted by core alone.

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["COLLECTIVES", "Collectives", "Topology", "World", "check_scheduler_tasks", "current_operation"]
-
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
 """Operation for which this thread uses collectives; its `str` names it in errors."""
 COLLECTIVES: Final = "collectives"

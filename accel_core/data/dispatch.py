@@ -25,8 +25,6 @@ from accel_core.errors import CollectiveError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["SOURCE", "dispatched", "rounds_of_iterable", "rounds_of_samples"]
-
 SOURCE: Final = 0
 """The rank that reads."""
 _LENGTH: Final = 8

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from accel_core.data.options import LoaderPlan
     from accel_core.data.position import Progress
 
-__all__ = ["EpochSource"]
-
 
 class EpochSource:
     """Epochs of a plan's inner loader, from their beginning or from the middle on.

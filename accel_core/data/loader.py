@@ -29,8 +29,6 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["PreparedLoader", "prepare_loader"]
-
 _logger = get_logger(__name__)
 
 _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move"})

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
 
-__all__ = ["LoaderPlan", "plan_loader"]
-
 
 @frozen(kw_only=True, eq=False)
 class LoaderPlan:

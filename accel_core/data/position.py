@@ -10,8 +10,6 @@ from attrs import Factory, asdict, define, field, frozen
 from accel_core.data.sharding import LAST_ROUND, PARTIAL_ROUND, Sharding
 from accel_core.errors import AccelError, CheckpointError
 
-__all__ = ["Cursor", "Drawn", "Kind", "Position", "Progress"]
-
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
 """Source of an epoch's order: a seed, a generator's state (base64), or nothing."""

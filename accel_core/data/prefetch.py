@@ -13,8 +13,6 @@ from accel_core.data.sharding import with_last
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["Mover", "batch_mover"]
-
 Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
 

@@ -14,8 +14,6 @@ from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
 
-__all__ = ["ShardedSampler", "ShareCollate", "ShareWorker"]
-
 
 @define(eq=False, kw_only=True)
 class ShardedSampler:

@@ -13,8 +13,6 @@ from typing import Final, TypeVar
 
 from attrs import frozen
 
-__all__ = ["LAST_ROUND", "NO_PADDING", "PARTIAL_ROUND", "Sharding", "batched", "split_head", "with_last"]
-
 T = TypeVar("T")
 
 NO_PADDING: Final = -1

@@ -23,8 +23,6 @@ from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampl
 from accel_core.data.position import Progress
 from accel_core.data.sharding import split_head
 
-__all__ = ["Shuffle", "decode", "encode", "preserve_rng"]
-
 _MODULUS = 2**63  # seeds travel as int64
 _DRAWN_TOGETHER = 32  # indices that RandomSampler draws at once, with replacement
 

@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader
 from accel_core.data.loader import PreparedLoader
 from accel_core.errors import ConfigError
 
-__all__ = ["skip_first_batches"]
-
 L = TypeVar("L", bound=DataLoader[Any])
 
 

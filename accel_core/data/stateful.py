@@ -16,8 +16,6 @@ from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
 
-__all__ = ["ShardedIterable", "Shares", "StatefulShares", "is_stateful", "stateful"]
-
 
 def is_stateful(thing: object) -> bool:
     """Return whether the object can tell its position, and go on from one."""

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["check_unit", "checking_forwards"]
-
 
 def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, trains: bool) -> None:
     """Refuse a call that would wait for readers without the innermost loop's batch.

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.contract.world import World
 
-__all__ = ["Base"]
-
 
 class Base(BaseState):
     """The base layer. It has no card and no slot, and is always at the bottom."""

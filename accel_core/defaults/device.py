@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
-__all__ = ["NativeDevice", "local_device"]
-
 
 class NativeDevice:
     """Device of the type that the config names. The base layer does the rest."""

@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-__all__ = ["LineFile"]
-
 
 class LineFile:
     """Append lines to a file, which is made with its folder if it does not exist.

@@ -26,15 +26,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.plugins.binding import Hooks
 
-__all__ = [
-    "BFloat16",
-    "Float16",
-    "Unchanged",
-    "autocast",
-    "get_grad_scaler",
-    "get_mixed_precision_context_manager",
-]
-
 
 def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
     """Return the run's autocast, of all its plugins' contexts.

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["Single"]
-
 
 class Single:
     """The base layer as it is; in a larger world for units that do not train."""

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
     from accel_core.contract.run import Run
 
-__all__ = ["JsonLines"]
-
 
 class JsonLines:
     """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.

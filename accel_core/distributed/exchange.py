@@ -37,8 +37,6 @@ from accel_core.errors import CollectiveError
 if TYPE_CHECKING:
     from accel_core.contract.unit import UnitRun
 
-__all__ = ["CollectiveCall", "collective_call"]
-
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
 """Bytes of payload that travel with a header, of one rank and of all.

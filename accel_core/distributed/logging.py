@@ -10,8 +10,6 @@ from accel_core.contract.run import live
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError
 
-__all__ = ["MultiProcessAdapter", "get_logger"]
-
 _warned: set[tuple[object, ...]] = set()
 
 if TYPE_CHECKING:

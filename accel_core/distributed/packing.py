@@ -14,8 +14,6 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "Plan", "digest", "make_plan"]
-
 ALIGNMENT: Final = 16
 """Bytes; where a tensor of any dtype may begin."""
 _split_copy: Final[Any] = torch.split_with_sizes_copy

@@ -29,8 +29,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives, World
 
-__all__ = ["Alone", "TorchCollectives", "collectives_over", "create", "destroy", "shared"]
-
 # torch 2.13 gives it a new name and warns of the old one.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}

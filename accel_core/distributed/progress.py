@@ -13,8 +13,6 @@ from accel_core.contract.world import World
 from accel_core.distributed.stderr import is_terminal, tell
 from accel_core.errors import LaunchError
 
-__all__ = ["progress", "show_progress"]
-
 T = TypeVar("T")
 
 SHOW_AFTER: Final = 1.0

@@ -18,8 +18,6 @@ from accel_core.errors import ConfigError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["set_seed", "synchronize_rng_state", "synchronize_rng_states"]
-
 
 def set_seed(
     seed: int, device_specific: bool = False, deterministic: bool = False, *, run: Run | None = None
@@ -89,6 +87,7 @@ def synchronize_rng_states(
 
 
 def seed_process(seed: int) -> None:
+    """Seed the generators of Python, torch and, if it is loaded, numpy."""
     random.seed(seed)
     torch.manual_seed(seed)  # every device's generator too
     if "numpy" in sys.modules:

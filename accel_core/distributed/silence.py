@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-__all__ = ["FAILING_SECONDS", "end_silent"]
-
 FAILING_SECONDS: Final = 5.0
 """Time for the store to answer a rank that fails, and asks where the others are."""
 LONGEST_SECONDS: Final = 2_000_000.0

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from accel_core.distributed.stderr import tell
 
-__all__ = ["remove_stacks", "write_stacks"]
-
 
 def write_stacks(folder: Path | None, rank: int, where: str) -> bool:
     """Write all threads' stacks to `rank-RANK.txt`; to stderr if that cannot be.

@@ -5,8 +5,6 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-__all__ = ["is_terminal", "tell"]
-
 
 def tell(text: str) -> None:
     """Write to stderr, if there is one.

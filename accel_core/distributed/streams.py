@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["Stream", "check", "fork", "forward_context", "reseed", "restore", "states"]
-
 
 class Stream:
     """One unit's stream; `state` is that of a generator of the run's device."""

@@ -9,8 +9,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["DTYPES", "bytes_of", "bytes_within", "name_of", "tensor_from"]
-
 DTYPES: Final = {
     name: value
     for value in vars(torch).values()

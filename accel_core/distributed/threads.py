@@ -8,8 +8,6 @@ import time
 from pathlib import Path
 from typing import Final
 
-__all__ = ["let_threads_finish"]
-
 FINISH_SECONDS: Final = 0.1
 
 

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
-__all__ = ["also", "assemble", "lost_peer", "places", "start", "stop"]
-
 LOOK_SECONDS = 2.0
 """Between two looks into the store."""
 STUCK_SECONDS = 10.0

@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.job import Job
 
-__all__ = ["SPREAD_SECONDS", "STOPPED", "Agent", "ElasticRendezvous", "StaticRendezvous", "make_rendezvous"]
-
 SPREAD_SECONDS: Final = 1.0
 """Time in which every node reads an announcement: ten polls."""
 ANNOUNCE_SECONDS: Final = 5.0

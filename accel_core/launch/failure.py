@@ -13,8 +13,6 @@ from accel_core.launch.mapped import cut_files
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-__all__ = ["AGENT_KILLS_AFTER", "first_failure", "noted_failures"]
-
 AGENT_KILLS_AFTER: Final = 30
 """Seconds that torch's agent gives the other workers between SIGTERM and SIGKILL."""
 

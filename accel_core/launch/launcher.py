@@ -16,7 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from accel_core.config.resolve import WORKER_CONFIG_VARIABLE
+from accel_core.config.sources import WORKER_CONFIG_VARIABLE
 from accel_core.contract import hooks
 from accel_core.contract.config import LaunchConfig
 from accel_core.contract.hooks import implements
@@ -25,8 +25,6 @@ from accel_core.contract.world import check_scheduler_tasks
 from accel_core.errors import LaunchError
 from accel_core.launch.rendezvous import interface_towards, rendezvous_address
 from accel_core.launch.worker import WARNING, guard
-
-__all__ = ["TorchrunLauncher"]
 
 NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 RENDEZVOUS_SECONDS: Final = 900
@@ -94,7 +92,8 @@ def _run_agent(
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from accel_core.launch.agent import SPREAD_SECONDS, STOPPED, Agent, make_rendezvous
+    from accel_core.launch.agent import SPREAD_SECONDS, Agent, make_rendezvous
+    from accel_core.launch.listener import STOPPED
     from accel_core.launch.output import WorkerLogs
 
     _quiet_agent()

@@ -15,8 +15,6 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
-__all__ = ["POLL_SECONDS", "STOPPED", "Listener"]
-
 STOPPED: Final = "accel/stopped"
 """The key under which a node that a signal stopped announces it."""
 POLL_SECONDS: Final = 0.1

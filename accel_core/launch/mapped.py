@@ -12,8 +12,6 @@ from pathlib import Path
 
 from accel_core.launch.worker import NOTE
 
-__all__ = ["cut_files", "note_mapped_file"]
-
 
 def note_mapped_file(path: str | os.PathLike[str]) -> None:
     """Have the launcher name this file if the process ends because the file was cut.

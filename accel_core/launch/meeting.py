@@ -23,8 +23,6 @@ from typing import Final
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import LaunchError
 
-__all__ = ["PORTS", "agree_on_port", "told_soon"]
-
 PORTS: Final = range(20_000, 32_000)
 DOORS: Final = 8
 ANSWER_SECONDS: Final = 2.0

@@ -8,8 +8,6 @@ from typing import Any
 
 from accel_core.errors import LaunchError, PluginError
 
-__all__ = ["notebook_launcher"]
-
 
 def notebook_launcher(
     function: Callable[..., Any],

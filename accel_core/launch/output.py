@@ -21,8 +21,6 @@ from accel_core.launch.worker import LOGGED
 if TYPE_CHECKING:
     from accel_core.contract.job import Job
 
-__all__ = ["WorkerLogs"]
-
 POLL_SECONDS: Final = 0.1
 
 

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
 
-from accel_core.config.resolve import WORKER_CONFIG_VARIABLE, Resolved, load, outside
-from accel_core.config.sources import ConfigProblem
+from accel_core.config.resolve import Resolved, load, outside
+from accel_core.config.sources import WORKER_CONFIG_VARIABLE, ConfigProblem
 from accel_core.config.unused import auto_may_take, unused_options, unused_sections
 from accel_core.contract.job import Job
 from accel_core.contract.suggest import did_you_mean
@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from accel_core.contract.job import Allocation
     from accel_core.plugins.binding import Hooks
     from accel_core.plugins.discovery import Record
-
-__all__ = ["Launch", "mistakes", "plan"]
 
 NATIVE: Final = "torchrun"
 """The launcher below all others."""

@@ -14,8 +14,6 @@ from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
 from accel_core.launch.meeting import agree_on_port, told_soon
 
-__all__ = ["address_towards", "interface_towards", "rendezvous_address", "require_rendezvous"]
-
 LOCAL: Final = "127.0.0.1"
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""

@@ -28,8 +28,6 @@ from typing import Any, NoReturn, TypeVar
 
 from accel_core.errors import LaunchError
 
-__all__ = ["LOGGED", "WARNING", "command", "guard", "main", "mark_of"]
-
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
 LOGGED = "ACCEL_WORKER_LOGGED"

@@ -20,8 +20,6 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation, wrap
 
-__all__ = ["LAYERS", "Binder", "Hooks", "PluginHooks", "Steps", "no_op"]
-
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
     "device": 1,

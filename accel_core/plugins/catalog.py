@@ -14,17 +14,6 @@ from accel_core.contract.card import Slot
 from accel_core.contract.suggest import did_you_mean
 from accel_core.plugins.discovery import Discovery
 
-__all__ = [
-    "CatalogEntry",
-    "catalog_entries",
-    "catalog_entry",
-    "install_hint",
-    "not_installed",
-    "renamed_flag",
-    "strategy_hint",
-    "unknown_device",
-]
-
 
 class CatalogEntry(NamedTuple):
     """A plugin of this repository: name, slot, option names and distribution."""

@@ -9,8 +9,6 @@ from typing import Any, Final, NamedTuple
 
 from accel_core.errors import PluginError
 
-__all__ = ["ANSWERS", "Implementation", "wrap"]
-
 
 class Implementation(NamedTuple):
     """One plugin's method for one hook, with the spec's parameters."""

@@ -30,19 +30,6 @@ if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
 
 
-__all__ = [
-    "Discovery",
-    "Record",
-    "discover",
-    "environment_of",
-    "implementation",
-    "launch_helper",
-    "load",
-    "offering",
-    "plugin_status",
-    "verify",
-]
-
 GROUP: Final = "accel_core."
 CORE: Final = "accel-core"
 BLOCK_VARIABLE: Final = "ACCEL_PLUGINS_BLOCK"

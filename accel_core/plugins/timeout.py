@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 from typing import Final, NoReturn, TypeAlias, TypeVar
 
-__all__ = ["CallTimeout", "Outcome", "PluginTimeoutError", "surviving"]
-
 TIMEOUT_SECONDS: Final = 4.0
 """Time that importing a card, or calling its probe, may take."""
 

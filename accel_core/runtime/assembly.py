@@ -22,15 +22,6 @@ if TYPE_CHECKING:
     from accel_core.contract.stack import Stack
     from accel_core.runtime.tracking import GeneralTracker
 
-__all__ = [
-    "Assembly",
-    "apply_launch_environment",
-    "check_device",
-    "check_refusals",
-    "restore_environment",
-]
-
-
 _users: Counter[str] = Counter()
 """Variable that runs of this process have set -> number of runs that use it."""
 

@@ -12,8 +12,6 @@ from accel_core.contract.run import live_runs
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CheckpointError, uncaught_error
 
-__all__ = ["end_runs"]
-
 
 def end_runs() -> None:
     """End the live runs of this process; exit with status 1 if that lost anything."""

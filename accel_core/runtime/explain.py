@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.data.loader import PreparedLoader
 
-__all__ = ["explain"]
-
 
 def explain(run: Run) -> str:
     """Describe the stack with reasons, changed settings with origins, units, loaders."""

@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
-__all__ = ["agree_on_run", "join_world", "leave_world"]
-
 
 def join_world(run: Run) -> tuple[int, World]:
     """Join the process group, which is made if there is none. Collective.

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.world import World
 
-__all__ = ["Pace"]
-
 PUBLISH_SECONDS: Final = 10.0
 SAMPLES: Final = 3
 """Least samples of a publication.

@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
     _Entry = tuple[weakref.ref[nn.Parameter], Unit, str]
 
-__all__ = ["ParameterIndex"]
-
 
 class ParameterIndex:
     """Parameter -> (its unit, its name there), by identity.

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from accel_core.contract.state import Json
     from accel_core.data.loader import PreparedLoader
 
-__all__ = ["RunRecord"]
-
 FOLDER: Final = "records"
 """In the project's folder."""
 GIT: Final = ("git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")

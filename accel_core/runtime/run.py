@@ -55,8 +55,6 @@ if TYPE_CHECKING:
     from accel_core.training.accumulation import Accumulation
     from accel_core.training.proxies import PreparedOptimizer
 
-__all__ = ["Run"]
-
 PATIENCE_SECONDS: Final = 60.0
 """Seconds that a process that failed waits for its last save."""
 

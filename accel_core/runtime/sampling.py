@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from accel_core.contract.window import Window
     from accel_core.data.loader import PreparedLoader
 
-__all__ = ["Reads", "StepSampler"]
-
 CLOSE: Final = 0.05
 """Least seconds between two samples at the start of a run."""
 SPREAD: Final = 2.5

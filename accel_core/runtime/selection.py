@@ -17,8 +17,6 @@ from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
 from accel_core.plugins.discovery import Discovery, Record, discover
 
-__all__ = ["choose", "decide"]
-
 
 def decide(
     python: Mapping[str, object],

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.plugins.combining import Implementation
 
-__all__ = ["GeneralTracker", "Trackers", "split_trackers"]
-
 Options = Mapping[str, Mapping[str, Any]]
 
 

@@ -11,8 +11,6 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
-__all__ = ["utilization"]
-
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 """Dtypes of the hook `device_specs`, by words of `mixed_precision`."""
 

@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["Accumulation"]
-
 
 class Accumulation:
     """The context of `accumulate(*models)`: one micro-batch of these units' windows.

@@ -21,8 +21,6 @@ from accel_core.distributed.nested import convert_to_fp32
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["attach"]
-
 Factory = Callable[[], AbstractContextManager[Any]]
 
 _NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)

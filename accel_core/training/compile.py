@@ -19,8 +19,6 @@ from accel_core.distributed.progress import show_progress
 if TYPE_CHECKING:
     from accel_core.contract.config import TorchDynamoPlugin
 
-__all__ = ["compile_model", "inside", "run_eagerly", "uncompiled"]
-
 _logger = get_logger(__name__)
 
 

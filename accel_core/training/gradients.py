@@ -14,8 +14,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.unit import Unit
 
-__all__ = ["attach_gradient_transforms"]
-
 
 def attach_gradient_transforms(unit: Unit, number: int) -> None:
     """Have backward call hook `transform_gradient` for parameters of a unit's model.

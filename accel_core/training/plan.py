@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-__all__ = ["PreparePlan", "UnitGroup", "plan_prepare", "refuse_float64"]
-
 KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
 
 

@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.training.plan import PreparePlan, UnitGroup
 
-__all__ = ["prepare"]
-
 Named = list[tuple[str, str, Any]]
 """(name in the model as it is, the user's name, tensor or module)."""
 

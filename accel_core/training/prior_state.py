@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.unit import Unit
 
-__all__ = ["carry", "has_state"]
-
 
 def has_state(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has stepped or loaded a state.

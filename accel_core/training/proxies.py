@@ -17,8 +17,6 @@ from accel_core.training import step
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
-__all__ = ["PreparedOptimizer", "PreparedScheduler"]
-
 
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside a window.

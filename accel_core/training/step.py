@@ -22,18 +22,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit, UnitRun
 
-__all__ = [
-    "backward",
-    "clip_norm",
-    "clip_value",
-    "quiet",
-    "run_window",
-    "step",
-    "tell_lost",
-    "unscale",
-    "zero_grad",
-]
-
 
 @contextmanager
 def quiet(unit: Unit, models: Sequence[nn.Module]) -> Iterator[None]:

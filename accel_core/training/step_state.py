@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
 
-__all__ = ["StepState"]
-
 Versions = list[tuple[int, int] | None]
 """(id, number of changes in place) of each gradient; None for a missing one."""
 
