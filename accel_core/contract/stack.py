@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
@@ -58,13 +58,11 @@ class Stack:
     @property
     def offers(self) -> frozenset[str]:
         """The capability words of the whole default stack, by its cards."""
-        cards = [
-            self.device.card,
-            self.precision.card,
-            self.strategy.card,
-            *(e.card for e in self.extensions),
-        ]
-        return frozenset().union(*(card.offers for card in cards))
+        return frozenset().union(*(chosen.card.offers for chosen in self._defaults))
+
+    @property
+    def _defaults(self) -> Sequence[Chosen]:
+        return (self.device, self.strategy, self.precision, *self.extensions)
 
     def members(self) -> Iterator[Chosen]:
         """Every chosen plugin, bottom layer first."""
@@ -75,10 +73,4 @@ class Stack:
         yield from self.trackers
 
     def __str__(self) -> str:
-        parts = [
-            self.device.name,
-            self.strategy.name,
-            self.precision.name,
-            *(e.name for e in self.extensions),
-        ]
-        return " + ".join(parts)
+        return " + ".join(chosen.name for chosen in self._defaults)
