@@ -7,9 +7,9 @@ options with their declarations, still as they were given.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from attrs import Attribute, define, evolve, field, frozen
+from attrs import Attribute, define, evolve, field
 
 from accel_core.config.convert import convert_option, format_value
 from accel_core.config.sections import CORE, Sections
@@ -19,8 +19,7 @@ from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, describe, options_of, said, section_class
 
 
-@frozen
-class PlacedValue:
+class PlacedValue(NamedTuple):
     """A value for one option, with the option's declaration."""
 
     value: SourceValue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from typing import NamedTuple
 
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import ConfigProblem, SourceValue, dotted
@@ -12,8 +12,7 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.plugins import catalog
 
 
-@frozen
-class Unplaced:
+class Unplaced(NamedTuple):
     """A value for an option or a plugin that is not there."""
 
     value: SourceValue
