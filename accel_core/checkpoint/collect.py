@@ -202,7 +202,8 @@ def _module_states(unit: Unit) -> list[tuple[str, ModuleState]]:
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     """Return the entries of `named` without those of models in `Run.apart`."""
-    apart = [str(number) for number, model in enumerate(unit.wrapped) if model in unit.run.apart]
+    both = zip(unit.wrapped, unit.given, strict=True)
+    apart = [str(number) for number, pair in enumerate(both) if any(each in unit.run.apart for each in pair)]
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}

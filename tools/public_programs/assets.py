@@ -175,7 +175,7 @@ def text_data(folder: Path) -> None:
     jsonl(data / "translation.json", 30, lambda n: {"translation": {"en": sentence(5), "ro": sentence(5)}})
     jsonl(data / "summary.json", 30, lambda n: {"text": sentence(20), "summary": sentence(4)})
     jsonl(data / "swag.json", 40, row_of_choices)
-    jsonl(data / "qa.json", 40, row_of_question)
+    data.joinpath("qa.json").write_text(json.dumps({"data": [row_of_question(n) for n in range(40)]}))
     for name, row in {"sft": {"text": 20}, "prompts": {"prompt": 5}}.items():
         jsonl(data / name / "train.jsonl", 48, lambda n, row=row: {k: sentence(v) for k, v in row.items()})
     preference = {"prompt": 5, "chosen": 9, "rejected": 7}

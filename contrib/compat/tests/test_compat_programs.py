@@ -230,6 +230,31 @@ print(sys.stderr.getvalue().count("splits each batch among the processes"))
     assert run_program(code, ours=True, processes=2).split() == [str(expected)]
 
 
+@pytest.mark.parametrize("processes", [1, 2])
+def test_hooks_of_states_get_the_programs_own_model(tmp_path: Path, processes):
+    code = f"""
+import torch
+from accelerate import Accelerator
+accelerator = Accelerator(cpu=True)
+own = torch.nn.Linear(1, 1)
+model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), 0.1))
+seen = []
+def saved(models, weights, folder):
+    seen.append([models[0] is own, list(weights[0])])
+    weights.pop()
+def loaded(models, folder):
+    seen.append(models.pop() is own)
+accelerator.register_save_state_pre_hook(saved)
+accelerator.register_load_state_pre_hook(loaded)
+accelerator.save_state({str(tmp_path / "state")!r})
+torch.nn.init.constant_(own.weight, 7.0)
+accelerator.load_state({str(tmp_path / "state")!r})
+print(seen, own.weight.item())
+"""
+    printed = run_program(code, ours=True, processes=processes)
+    assert printed.splitlines()[-1] == "[[True, ['weight', 'bias']], True] 7.0"
+
+
 LAUNCHERS = {
     "debug": "debug_launcher(work, args=(sys.argv[1],), num_processes=2)",
     "notebook": "notebook_launcher(work, args=(sys.argv[1],), num_processes=2)",

@@ -39,8 +39,7 @@ class Metric:
         equal = float(np.mean([repr(p) == repr(r) for p, r in pairs])) if pairs else 0.0
         names = "accuracy f1 exact_match score mean_iou mean_accuracy overall_accuracy rouge1 wer"
         tokens = {f"overall_{name}": equal for name in ("precision", "recall", "f1")}
-        lists = {f"per_category_{name}": [equal] for name in ("iou", "accuracy")}
-        return dict.fromkeys(names.split(), equal) | tokens | lists
+        return dict.fromkeys(names.split(), equal) | tokens
 
 
 def plain(values: Any) -> Any:

@@ -166,7 +166,9 @@ class Assignable(States):
     # -- what there is -----------------------------------------------------------------------------
 
     def _all_models(self) -> list[Any]:
-        return [model for unit in self.run.units for model in unit.wrapped]
+        """Return the program's own models; FSDP's and engines' are what these made."""
+        divided = self.distributed_type in self._divided
+        return [model for unit in self.run.units for model in (unit.wrapped if divided else unit.given)]
 
     def _set_models(self, models: Iterable[Any]) -> None:
         models = list(models)
