@@ -65,15 +65,16 @@ class Sections:
 
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
-    """Report each variable with one underscore, such as ACCEL_MIXED_PRECISION."""
+    """Report each variable with one underscore at its start, such as ACCEL_MIXED_PRECISION."""
     ours = sorted(name for name in environment if name.upper().startswith("ACCEL_"))
     options: dict[str, str] = {}
     for name, inner in CORE.items() if ours else ():
         options |= {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
     for name in ours:
         rest = name.upper().removeprefix("ACCEL_")
-        if rest.lower() in options:
-            meant = f"ACCEL__{options[rest.lower()].upper()}"
+        option = options.get(rest.lower().replace("__", "_"), rest if "__" in rest else None)
+        if option is not None:
+            meant = f"ACCEL__{option.upper()}"
             yield ConfigProblem(f"variable {name}", (), f"is never read; did you mean {meant}?")
 
 

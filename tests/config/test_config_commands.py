@@ -291,6 +291,14 @@ def test_a_variable_with_one_underscore_too_few_is_an_error_with_the_right_one(a
     ]
 
 
+@pytest.mark.parametrize("rest", ["LAUNCH__PROCESSES_PER_NODE", "SOME_PLUGIN__OPTION"])
+def test_a_variable_of_a_section_with_one_underscore_at_its_start_is_an_error(accel, rest):
+    done = accel("check", **{f"ACCEL_{rest}": "2"})
+    assert done.stdout.splitlines() == [
+        f"variable ACCEL_{rest}: is never read; did you mean ACCEL__{rest}?",
+    ]
+
+
 def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(accel):
     assert "No such command 'chekc'; did you mean 'check'?" in accel("chekc").stderr
 
