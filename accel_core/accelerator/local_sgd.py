@@ -93,6 +93,7 @@ class LocalSGD:
     def _average(self) -> None:
         self._steps = 0
         self.unit.hooks.average_parameters(self.unit)
+        self.unit.hooks.parameters_averaged(self.unit)
         scaler: Any = self.unit.scaler
         if scaler is not None and scaler.is_enabled():  # once gradients are shared again, so is their scale
             scale = torch.tensor(scaler.get_scale())

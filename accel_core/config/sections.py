@@ -65,7 +65,7 @@ class Sections:
 
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
-    """Report each variable with one underscore at its start, such as ACCEL_MIXED_PRECISION."""
+    """Report each variable with one underscore first, as ACCEL_MIXED_PRECISION."""
     ours = sorted(name for name in environment if name.upper().startswith("ACCEL_"))
     options: dict[str, str] = {}
     for name, inner in CORE.items() if ours else ():

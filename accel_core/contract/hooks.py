@@ -488,6 +488,14 @@ def average_parameters(unit: Unit) -> None:
     """
 
 
+@spec("everyone")
+def parameters_averaged(unit: Unit) -> None:
+    """Average over `loss_dim` what this plugin derives from the parameters.
+
+    Collective. Called after `average_parameters`; before it, ranks have stepped alone.
+    """
+
+
 # -- state ---------------------------------------------------------------------------------------
 
 

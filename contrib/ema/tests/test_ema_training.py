@@ -14,7 +14,15 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, AccelError, CheckpointContents, CheckpointError, ConfigError, whole
+from accel_core import (
+    Accelerator,
+    AccelError,
+    CheckpointContents,
+    CheckpointError,
+    ConfigError,
+    LocalSGD,
+    whole,
+)
 from accel_ema import EMAConfig, averaged
 from accel_testing import run_processes
 
@@ -39,6 +47,33 @@ def test_steps_skipped_by_an_overflow_are_no_updates(world: int) -> None:
     for skipped, found, expected in run_processes(problem.overflowed, world, world=world):
         assert skipped == [False, True, False, True, False]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_ranks_that_step_alone_share_their_averages_when_they_share_their_weights() -> None:
+    for found, formula in run_processes(_local_sgd, world=2):
+        torch.testing.assert_close(found, formula, rtol=1e-6, atol=1e-6)
+
+
+def _local_sgd() -> tuple[torch.Tensor, torch.Tensor]:
+    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[EMAConfig(decay=0.5, warmup="none")])
+    torch.manual_seed(0)
+    own = nn.Linear(3, 2, bias=False)
+    model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
+    average: torch.Tensor | None = None
+    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
+        for number in range(4):
+            accelerator.backward(model(torch.full((1, 3), 1.0 + accelerator.process_index)).square().sum())
+            optimizer.step()
+            optimizer.zero_grad()
+            weight = own.weight.detach().clone()
+            average = weight if average is None else average.lerp(weight, 0.5)
+            local.step()
+            if number % 2:
+                average = accelerator.reduce(average, "mean")
+    with averaged(model):
+        found = own.weight.detach().clone()
+    assert average is not None
+    return found, average
 
 
 def _accumulated() -> dict[str, object]:

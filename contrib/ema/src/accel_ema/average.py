@@ -121,6 +121,20 @@ class Average:
 
     @torch.inference_mode(False)
     @torch.no_grad()
+    def share(self) -> None:
+        """Take the mean over the ranks that have stepped alone. Collective.
+
+        It is the average of their mean weights: an update is linear in average and weights.
+        """
+        run = self.unit.run
+        ranks = run.collectives(run.topology.loss_dim)
+        self._find()
+        for part in self._parts:
+            for average, weight in zip(*part.lists(), strict=True):
+                average.copy_(ranks.all_reduce(average.to(weight.device), "mean"))
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def leaves(self) -> Mapping[str, Leaf]:
         """Return name -> the average, to be saved, or overwritten by what was saved."""
         self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))

@@ -172,6 +172,10 @@ class MovingAverages:
             number = next((n for n, each in enumerate(unit.optimizers) if each is optimizer), 0)
             self.average_of(unit).note_step(number)
 
+    @implements(hooks.parameters_averaged)
+    def parameters_averaged(self, unit: Unit) -> None:
+        self.average_of(unit).share()
+
     # -- checkpoints -----------------------------------------------------------------------------
 
     @implements(hooks.save_state)
