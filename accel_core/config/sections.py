@@ -66,7 +66,7 @@ class Sections:
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
     """Report each variable with one underscore first, as ACCEL_MIXED_PRECISION."""
-    ours = sorted(name for name in environment if name.upper().startswith("ACCEL_"))
+    ours = sorted(name for name in environment if name.upper().startswith("ACCEL_") and name[6:7] != "_")
     options: dict[str, str] = {}
     for name, inner in CORE.items() if ours else ():
         options |= {f"{name}_{key}": f"{name}__{key}" for key in options_of(inner)} if inner else {name: name}
