@@ -194,7 +194,7 @@ class DataFile:
                     != self._digests[number]
                 ):
                     raise damaged(path, f"block {number} is not what was written")
-            copy.keep(path.name, self.record.size, start, content)
+            copy.keep(path.name, start, content)
             self.fetched.update(numbers)
             DataFile.bytes_read += len(content)
 

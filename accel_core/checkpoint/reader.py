@@ -62,11 +62,8 @@ class CheckpointFiles:
     @classmethod
     def _of(cls, folder: Place, manifest: Manifest) -> CheckpointFiles:
         home = folder_of_files(folder, manifest)
-        is_part, is_local, node_copy = (
-            bool(manifest.domains),
-            isinstance(folder, Path),
-            NodeCopy(partial(spool, 0)),
-        )
+        is_part, is_local, sizes = bool(manifest.domains), isinstance(folder, Path), dict[str, int]()
+        node_copy = NodeCopy(partial(spool, 0), sizes)
 
         def opened(name: str) -> DataFile:
             with understanding(folder / MANIFEST):
@@ -79,6 +76,7 @@ class CheckpointFiles:
             if is_part and is_local and not any((home / name).exists() for name in names):
                 continue
             data, file = map(opened, names)
+            sizes[names[0]] = data.record.size
             index = file.json()
             with understanding(file.path):
                 data.check(index["blocks"])

@@ -1,0 +1,62 @@
+"""The folder of a node for blocks that come from a store: removed, without room, of a rank that fails."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import stored_job as job
+import torch
+
+from accel_core import CheckpointError
+from accel_core.checkpoint.node_copy import NodeCopy
+
+WIDTH = 4096
+"""Of a model whose checkpoint has some 25 MB: two requests."""
+
+
+@pytest.fixture
+def spool(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    fsspec.filesystem("memory").store.clear()
+    yield tmp_path
+    fsspec.filesystem("memory").store.clear()
+
+
+def test_a_file_that_is_removed_while_blocks_come_is_not_read_as_zeros(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.saved("memory://bucket/ck", 1, WIDTH)
+    keep, kept = NodeCopy.keep, list[str]()
+
+    def removed_once(self: NodeCopy, name: str, *rest: int | memoryview) -> None:
+        keep(self, name, *rest)  # type: ignore[arg-type]
+        kept.append(name)
+        if len(kept) == 1:  # as a cleaner of the temporary folder does
+            (self.folder / name).unlink()
+
+    monkeypatch.setattr(NodeCopy, "keep", removed_once)
+    monkeypatch.setattr("accel_core.checkpoint.reader.AT_ONCE", 1)
+    accelerator, model, _ = job.made(WIDTH)
+    before = job.weight(accelerator, model)
+    with pytest.raises(CheckpointError, match="could not be written"):
+        accelerator.load_state("memory://bucket/ck")
+    assert torch.equal(job.weight(accelerator, model), before)
+    assert [*spool.glob("accel-*/*")] == []
+    accelerator.end_training()
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_no_older_one_is_taken(spool: Path) -> None:
+    accelerator, *_ = job.numbered("memory://bucket/run")
+    for _ in range(2):
+        accelerator.save_state()
+    for left in spool.glob("accel-*"):
+        shutil.rmtree(left)
+        left.touch()
+    with pytest.raises(CheckpointError, match=r"could not be written: .*\nset TMPDIR"):
+        accelerator.load_state()
+    accelerator.end_training()
