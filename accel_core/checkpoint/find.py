@@ -116,7 +116,11 @@ def _verified(run: Run, folder: Place, needed: Callable[[Checkpoint], set[Block]
             path=str(folder),
         )
     if not isinstance(folder, Path):
-        _fetch(run, checkpoint, needed)
+        try:
+            _fetch(run, checkpoint, needed)
+        except BaseException:
+            checkpoint.node_copy.close()  # now, to have its room for another that is tried
+            raise
         return checkpoint
     each_node = run.config.project.save_on_each_node
     share, shares = (world.local_rank, world.local_size) if each_node else (world.rank, world.size)

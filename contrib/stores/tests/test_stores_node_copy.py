@@ -14,6 +14,7 @@ import torch
 
 from accel_core import CheckpointError
 from accel_core.checkpoint.node_copy import NodeCopy
+from accel_core.checkpoint.reader import CheckpointFiles
 
 WIDTH = 4096
 """Of a model whose checkpoint has some 25 MB: two requests."""
@@ -47,6 +48,27 @@ def test_a_file_that_is_removed_while_blocks_come_is_not_read_as_zeros(
         accelerator.load_state("memory://bucket/ck")
     assert torch.equal(job.weight(accelerator, model), before)
     assert [*spool.glob("accel-*/*")] == []
+    accelerator.end_training()
+
+
+def test_the_folder_of_a_damaged_one_is_gone_before_an_older_one_comes(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    accelerator, *_ = job.numbered("memory://bucket/run")
+    for _ in range(2):
+        accelerator.save_state()
+    files = fsspec.filesystem("memory").store
+    for key in [key for key in files if "/checkpoint_1/" in key and key.endswith(".safetensors")]:
+        files[key].getbuffer()[-3] ^= 255
+    folders, verify = list[int](), CheckpointFiles.verify
+
+    def counted(self: CheckpointFiles, *given: int) -> None:
+        folders.append(len([*spool.glob("accel-*/*")]))
+        verify(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointFiles, "verify", counted)
+    assert str(accelerator.load_state()).endswith("checkpoint_0")
+    assert folders == [1, 1]
     accelerator.end_training()
 
 
