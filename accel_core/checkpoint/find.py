@@ -149,6 +149,8 @@ def _fetch(run: Run, checkpoint: Checkpoint, needed: Callable[[Checkpoint], set[
     wanted = {block for rank in here for block in told[rank][1]}
     fetched = {block for rank in here for block in told[rank][2]}
     left, share = sorted(wanted - fetched), here.index(control.rank)
+    # Asked before any rank writes: what is written is not needed twice.
+    run_on_all_ranks(control, "load_state: room", lambda: checkpoint.require_room(left))
     fetch = work_together(run, "load_state")(checkpoint.verify)
     run_on_all_ranks(control, "load_state: verify", lambda: fetch(share, len(here), left))
     checkpoint.add_fetched(wanted | fetched)

@@ -115,7 +115,9 @@ class CheckpointFiles:
         Raises:
             CheckpointError: a block is not what was written, or the disk has no room for the copy.
         """
-        blocks = self.blocks if blocks is None else blocks
+        if blocks is None:
+            blocks = self.blocks
+            self.require_room(blocks)
         mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
         total = self._bytes_of(mine)
         with show_progress(f"verifying {self.folder.name}", DataFile.measured(total)):
@@ -125,8 +127,12 @@ class CheckpointFiles:
                     if file.block(number) != index["blocks"][number]:
                         raise damaged(file.path, f"block {number} is not what was written")
             elif mine:
-                require_room(self.node_copy.folder, self._bytes_of(blocks))
                 self._bring(mine)
+
+    def require_room(self, blocks: Iterable[Block]) -> None:
+        """Raise UnreadableError if the disk cannot take these blocks of a store."""
+        if not isinstance(self.folder, Path):
+            require_room(self.node_copy.folder, self._bytes_of(blocks))
 
     def _bytes_of(self, blocks: Iterable[Block]) -> int:
         return sum(self.shares[rank][0].size_of(number) for rank, number in blocks)

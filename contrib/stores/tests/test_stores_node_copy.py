@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,10 +12,12 @@ import fsspec
 import pytest
 import stored_job as job
 import torch
+from s3_server import BUCKET, S3Server
 
 from accel_core import CheckpointError
 from accel_core.checkpoint.node_copy import NodeCopy
 from accel_core.checkpoint.reader import CheckpointFiles
+from accel_testing import run_processes
 
 WIDTH = 4096
 """Of a model whose checkpoint has some 25 MB: two requests."""
@@ -82,3 +85,28 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_older_one_is_taken(spool: P
     with pytest.raises(CheckpointError, match=r"could not be written: .*\nset TMPDIR"):
         accelerator.load_state()
     accelerator.end_training()
+
+
+def late(url: str, free: int) -> bool:
+    """Load on a disk with this room; rank 1 comes late, and rank 0 has written its share."""
+    accelerator, *_ = job.made(WIDTH)
+    usage, verify = shutil.disk_usage, CheckpointFiles.verify
+
+    def left(path: Path) -> object:
+        used = sum(each.stat().st_blocks * 512 for each in Path(path).rglob("*") if each.is_file())
+        return usage(path)._replace(free=free - used)
+
+    def verified(self: CheckpointFiles, *given: int) -> None:
+        time.sleep(2 * accelerator.process_index)
+        verify(self, *given)  # type: ignore[arg-type]
+
+    shutil.disk_usage = left  # type: ignore[assignment]
+    CheckpointFiles.verify = verified  # type: ignore[assignment]
+    accelerator.load_state(url)
+    accelerator.end_training()
+    return True
+
+
+def test_a_disk_with_room_for_what_comes_is_enough_for_a_rank_that_comes_late(s3: S3Server) -> None:
+    job.saved(f"s3://{BUCKET}/run/ck", 1, WIDTH)
+    assert run_processes(late, f"s3://{BUCKET}/run/ck", 30_000_000, world=2) == [True, True]
