@@ -31,18 +31,24 @@ _works: Final = count()
 def work_together(run: Run, what: str) -> Iterator[None]:
     """Leave each rank's part of a long work once all have done theirs.
 
-    Collective. Ranks that are gone are not waited for. Those that are done wait outside
+    Collective. Ranks that are gone are not waited for. Those that are done, or have failed, wait outside
     of a collective, which its timeout would end.
     """
     rank, ranks = run.world.rank, run.world.size
     votes = Votes.of(run).under(f"{what}/{next(_works)}")
+    failure: Exception | None = None
     try:
         with votes.alive(rank):
             yield
+    except Exception as error:  # it is told once the others can hear it
+        failure = error
     finally:
         votes.publish(f"done-{rank}", {})
     for other in range(ranks):
-        votes.poll(f"done-{other}", time.monotonic() + votes.timeout / 2, rank=other)
+        if votes.poll(f"done-{other}", time.monotonic() + votes.timeout / 2, rank=other) is None:
+            break  # the collective that follows fails in any case
+    if failure is not None:
+        raise failure
 
 
 @frozen

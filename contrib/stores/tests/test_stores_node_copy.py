@@ -6,6 +6,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import fsspec
@@ -14,7 +15,7 @@ import stored_job as job
 import torch
 from s3_server import BUCKET, S3Server
 
-from accel_core import CheckpointError
+from accel_core import CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint.node_copy import NodeCopy
 from accel_core.checkpoint.reader import CheckpointFiles
 from accel_testing import run_processes
@@ -110,3 +111,28 @@ def late(url: str, free: int) -> bool:
 def test_a_disk_with_room_for_what_comes_is_enough_for_a_rank_that_comes_late(s3: S3Server) -> None:
     job.saved(f"s3://{BUCKET}/run/ck", 1, WIDTH)
     assert run_processes(late, f"s3://{BUCKET}/run/ck", 30_000_000, world=2) == [True, True]
+
+
+def failing_first(url: str) -> str:
+    """Fail on rank 1 while rank 0 fetches for longer than the timeout; return the error."""
+    options = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=8))]}
+    accelerator, *_ = job.made(WIDTH, **options)
+    bring = CheckpointFiles._bring
+
+    def brought(self: CheckpointFiles, blocks: list[tuple[int, int]]) -> None:
+        if accelerator.process_index:
+            raise CheckpointError("block 5 is not what was written")
+        time.sleep(14)
+        bring(self, blocks)
+
+    CheckpointFiles._bring = brought  # type: ignore[assignment, method-assign]
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(url)
+    accelerator.end_training()
+    return str(caught.value)
+
+
+def test_a_damaged_block_is_told_to_a_rank_that_fetches_for_longer_than_the_timeout(s3: S3Server) -> None:
+    job.saved(f"s3://{BUCKET}/run/ck", 1, WIDTH)
+    for said in run_processes(failing_first, f"s3://{BUCKET}/run/ck", world=2):
+        assert said.endswith("block 5 is not what was written")
