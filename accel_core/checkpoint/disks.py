@@ -83,7 +83,7 @@ def ask_other_disks(votes: Votes, others: Collection[int], phase: str, text: str
         return []
     votes.publish(phase, {"text": text})
     deadline = time.monotonic() + votes.timeout
-    answers = {rank: votes.poll(f"{phase}-{rank}", deadline, rank=rank) for rank in others}
+    answers = votes.poll_all({rank: f"{phase}-{rank}" for rank in others}, deadline)
     votes.delete(phase, *(f"{phase}-{rank}" for rank in others))
     return votes.failures(answers.items())
 

@@ -207,7 +207,7 @@ def _lead(save: PendingSave) -> str | None:
     Returns why it failed, if it did.
     """
     votes, deadline = save.votes, time.monotonic() + save.votes.timeout
-    heard = [votes.poll(f"vote-{rank}", deadline, rank=rank) for rank in range(save.ranks)]
+    heard = [*votes.poll_all({rank: f"vote-{rank}" for rank in range(save.ranks)}, deadline).values()]
     failures = votes.failures(enumerate(heard)) or _commit(save, heard)
     # A rename that an error or Ctrl-C met may be done or not, on this disk or another: both folders stay.
     unsure = isinstance(save.cause, OSError) or not isinstance(save.cause, Exception | None)

@@ -115,13 +115,13 @@ class Votes:
         Returns after the deadline, or once there is a message under `unless`. rank: the sender, which is
         waited for while it is `alive`.
         """
-        pause, alive, beat = 0.0005, f"alive-{rank}", None
+        pause, beat = 0.0005, None
         # Asked again and again: a thread that waits inside the store cannot be ended with the process.
         while not self.has(key):
             if unless and self.has(unless):
                 return None
             if time.monotonic() > deadline:
-                before, beat = beat, self.read(alive) if self.has(alive) else None
+                before, beat = beat, None if rank is None else self._beat(rank)
                 if beat == before:
                     return None
                 deadline = time.monotonic() + 2 * self.timeout / BEATS
@@ -129,6 +129,32 @@ class Votes:
             pause = min(2 * pause, POLL_SECONDS)
         message: Message = self.read(key)
         return message
+
+    def poll_all(self, keys: Mapping[int, str], deadline: float) -> dict[int, Message | None]:
+        """Return what these ranks send under their keys; None for one that is gone.
+
+        Until the deadline, and then as long as they are `alive`. They are watched together, so that many
+        that are gone cost no more time than one.
+        """
+        heard: dict[int, Message | None] = {}
+        beats: dict[int, Any] = {}
+        gone: set[int] = set()
+        for rank, key in keys.items():
+            pause = 0.0005
+            while not self.has(key) and rank not in gone:
+                if time.monotonic() > deadline:
+                    before, beats = beats, {each: self._beat(each) for each in keys.keys() - heard.keys()}
+                    gone = {each for each, beat in beats.items() if beat == before.get(each)}
+                    deadline = time.monotonic() + 2 * self.timeout / BEATS
+                else:
+                    time.sleep(pause)
+                    pause = min(2 * pause, POLL_SECONDS)
+            heard[rank] = self.read(key) if self.has(key) else None
+        return heard
+
+    def _beat(self, rank: int) -> Any:
+        """Return what the rank last said of its being at work, if it did."""
+        return self.read(f"alive-{rank}") if self.has(f"alive-{rank}") else None
 
     def delete(self, *keys: str) -> None:
         """Remove messages that all have read."""
