@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from accel_core import hooks, implements
+from accel_stores.hub import Hub, is_repository
 from accel_stores.schemes import BUCKETS, CREATES_ONCE
 
 __all__ = ["FsspecStore"]
@@ -23,11 +24,14 @@ class FsspecStore:
 
     def __init__(self, config: object, run: object) -> None:
         del config, run  # it has no options, and lives without a run
+        self._hub = Hub()
 
     @implements(hooks.list_stored)
     def list_stored(self, url: str) -> Mapping[str, int | None]:
         """List one level, never from a cache."""
         with _as_os_errors(url):
+            if is_repository(url):
+                return self._hub.entries(url)
             fs, path = _opened(url)
             fs.invalidate_cache()
             try:
@@ -47,9 +51,13 @@ class FsspecStore:
     @implements(hooks.read_stored)
     def read_stored(self, url: str, start: int, size: int) -> bytes:
         """Read a range."""
+        content: bytes
         with _as_os_errors(url):
-            fs, path = _opened(url)
-            content: bytes = fs.cat_file(path, start=start, end=start + size)
+            if is_repository(url):
+                content = self._hub.content(url, start, size)
+            else:
+                fs, path = _opened(url)
+                content = fs.cat_file(path, start=start, end=start + size)
         if len(content) != size:
             raise OSError(f"{len(content)} of {size} bytes came from {url}")
         return content
@@ -57,9 +65,12 @@ class FsspecStore:
     @implements(hooks.create_stored)
     def create_stored(self, url: str, content: bytes) -> None:
         """Create by a condition that the store judges."""
-        if (scheme := _scheme(url)) not in CREATES_ONCE:
+        if (scheme := _scheme(url)) not in CREATES_ONCE and not is_repository(url):
             raise UnsupportedOperation(f"{scheme}: has no way to create a file only once")
         with _as_os_errors(url):
+            if is_repository(url):
+                self._hub.create(url, content)
+                return
             fs, path = _opened(url)
             fs.pipe_file(path, content, mode="create")
 
@@ -67,6 +78,9 @@ class FsspecStore:
     def send_stored(self, path: Path, url: str) -> None:
         """Send in parts at once, where the library does."""
         with _as_os_errors(url):
+            if is_repository(url):
+                self._hub.send(path, url)
+                return
             fs, target = _opened(url)
             if _scheme(url) == "memory":  # whose put_file makes folders, which stay when they are empty
                 fs.pipe_file(target, path.read_bytes())
@@ -79,6 +93,9 @@ class FsspecStore:
     def remove_stored(self, urls: Sequence[str]) -> None:
         """Remove all at once, or one by one where one is gone."""
         with _as_os_errors(urls[0]):
+            if is_repository(urls[0]):
+                self._hub.remove(urls)
+                return
             paths = [_opened(url)[1] for url in urls]
             fs = _opened(urls[0])[0]
             try:
