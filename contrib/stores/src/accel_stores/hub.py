@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -113,12 +113,11 @@ def _commit(
     api: Any,
     repo: Mapping[str, Any],
     path: str,
-    onto: Callable[[str], list[Any]],
-    *,
+    onto: Any,
     first: str | None = None,
     names_parent: bool = True,
 ) -> str:
-    """Commit what `onto` makes of the branch's head; again while other commits come between.
+    """Commit the operations that `onto` gives for the branch's head; again while other commits come between.
 
     first: taken for the head at first. Returns the head that it was.
 
@@ -141,9 +140,8 @@ def _commit(
             if error.response.status_code not in OVERTAKEN:
                 raise
             continue
-        if message.startswith("Add") and not api.get_paths_info(
-            paths=[path], **{**repo, "revision": done.oid}
-        ):
+        now = {**repo, "revision": done.oid}
+        if message.startswith("Add") and not api.get_paths_info(paths=[path], **now):
             raise OSError(f"{path} was left out of the commit, as the repository's .gitignore may say")
         return head
     raise OSError(

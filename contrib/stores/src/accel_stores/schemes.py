@@ -25,5 +25,5 @@ two steps.
 READ: Final = ("hf", "http", "https", "ftp", "sftp", "ssh", "hdfs", "webhdfs", "smb", "oss", "oci", "dropbox")
 """Schemes of other file systems of fsspec.
 
-They are read, and those that can be written take weights.
+They are read, and those that can be written take weights. Repositories (hf) take checkpoints: `hub.py`.
 """
