@@ -105,7 +105,7 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = unquote(urlsplit(self.path).path)
         if (status := self.hub.refuses(method, path)) is not None:
-            self._send(status, b"", "RepoNotFound" if status == 401 else "")
+            self._send(status, b"", "RepoNotFound" if status in (401, 404) else "")
         elif path.startswith(f"/{REPOSITORY}/resolve/"):
             self._resolve(*path.removeprefix(f"/{REPOSITORY}/resolve/").split("/", 1))
         elif path.startswith(f"/api/models/{REPOSITORY}"):

@@ -15,7 +15,7 @@ from typing import Any, Final
 __all__ = ["Hub", "is_repository"]
 
 WAITS: Final = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0)
-"""Seconds after each commit that another one overtook, cut at random by up to half."""
+"""Seconds after a commit that another one overtook, cut at random to half."""
 OVERTAKEN: Final = (409, 412)
 """Answers to a commit that came beside another one."""
 
@@ -26,7 +26,7 @@ def is_repository(url: str) -> bool:
 
 
 class Hub:
-    """The five operations of a store, as the hooks in `store.py` promise them. By any thread.
+    """The operations that the hooks in `store.py` promise. By any thread.
 
     created: URL of a file that this process has created -> parent of its commit, hash of its content.
     """
@@ -117,9 +117,9 @@ def _commit(
     first: str | None = None,
     names_parent: bool = True,
 ) -> str:
-    """Commit the operations that `onto` gives for the branch's head; again while other commits come between.
+    """Commit the operations that `onto` gives for the branch's head.
 
-    first: taken for the head at first. Returns the head that it was.
+    Again while other commits come between. first: taken for the head at first. Returns the head that it was.
 
     Raises:
         OSError: others came between each time, or the hub left the file out.
@@ -137,7 +137,7 @@ def _commit(
         try:
             done = api.create_commit(operations=operations, commit_message=message, **repo, **parent)
         except HfHubHTTPError as error:
-            if error.response.status_code not in OVERTAKEN:
+            if _status(error) not in OVERTAKEN:
                 raise
             continue
         now = {**repo, "revision": done.oid}
@@ -152,7 +152,7 @@ def _commit(
 
 @contextmanager
 def _opened(url: str) -> Iterator[tuple[Any, dict[str, Any], str]]:
-    """Give the API, the repository and branch by the names of its arguments, and the path in it.
+    """Give the API, its arguments for the repository and branch, and the path in it.
 
     What it raises within becomes PermissionError and FileNotFoundError by the hub's answer.
     """
@@ -168,10 +168,13 @@ def _opened(url: str) -> Iterator[tuple[Any, dict[str, Any], str]]:
         repo = {"repo_id": where.repo_id, "repo_type": where.repo_type, "revision": where.revision}
         yield HfApi(endpoint=fs.endpoint, token=fs.token), repo, where.path_in_repo
     except OSError as error:
-        answered = error if hasattr(error, "response") else error.__cause__
-        status = getattr(getattr(answered, "response", None), "status_code", None)
+        status = _status(error) or _status(error.__cause__)
         if status in (401, 403):
             raise PermissionError(f"the hub answered {status}: {error}") from error
         if status == 404:
             raise FileNotFoundError(str(error)) from error
         raise
+
+
+def _status(error: BaseException | None) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
