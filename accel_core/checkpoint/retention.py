@@ -80,14 +80,19 @@ class CheckpointSeries:
         return " and ".join(str(each.folder) for each in self.places)
 
     @cached_property
+    def _seen(self) -> list[tuple[int, Place]]:
+        """The numbered folders when they were first looked at, the newest first."""
+        return _numbered(self.folder, _NAME)
+
+    @property
     def newest(self) -> int:
-        """The highest number in the folder when it was first looked at, or -1."""
-        return max((number for number, _ in _numbered(self.folder, _NAME)), default=-1)
+        """The highest number in the folder then, or -1."""
+        return next((number for number, _ in self._seen), -1)
 
     @cached_property
     def newest_whole(self) -> int:
         """The highest number of a complete checkpoint then, or -1."""
-        return next((number for number, path in _numbered(self.folder, _NAME) if is_there(path)), -1)
+        return next((number for number, path in self._seen if is_there(path)), -1)
 
     @property
     def lineage(self) -> list[str]:
