@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attrs import evolve, frozen
 from torch._C._distributed_c10d import HashStore
@@ -23,6 +23,8 @@ POLL_SECONDS: Final = 0.05
 BEATS: Final = 4
 """Times per timeout that a rank at work says so."""
 Message = Mapping[str, Any]
+Rank = TypeVar("Rank", int, int | None)
+"""None: a sender that does not say that it is at work."""
 _works: Final = count()
 """Ranks work in one order, and each work has keys of its own."""
 
@@ -115,33 +117,23 @@ class Votes:
         Returns after the deadline, or once there is a message under `unless`. rank: the sender, which is
         waited for while it is `alive`.
         """
-        pause, beat = 0.0005, None
-        # Asked again and again: a thread that waits inside the store cannot be ended with the process.
-        while not self.has(key):
-            if unless and self.has(unless):
-                return None
-            if time.monotonic() > deadline:
-                before, beat = beat, None if rank is None else self._beat(rank)
-                if beat == before:
-                    return None
-                deadline = time.monotonic() + 2 * self.timeout / BEATS
-            time.sleep(pause)
-            pause = min(2 * pause, POLL_SECONDS)
-        message: Message = self.read(key)
-        return message
+        return self.poll_all({rank: key}, deadline, unless=unless)[rank]
 
-    def poll_all(self, keys: Mapping[int, str], deadline: float) -> dict[int, Message | None]:
+    def poll_all(
+        self, keys: Mapping[Rank, str], deadline: float, *, unless: str | None = None
+    ) -> dict[Rank, Message | None]:
         """Return what these ranks send under their keys; None for one that is gone.
 
         Until the deadline, and then as long as they are `alive`. They are watched together, so that many
         that are gone cost no more time than one.
         """
-        heard: dict[int, Message | None] = {}
-        beats: dict[int, Any] = {}
-        gone: set[int] = set()
+        heard: dict[Rank, Message | None] = {}
+        beats: dict[Rank, Any] = {}
+        gone: set[Rank] = set()
         for rank, key in keys.items():
             pause = 0.0005
-            while not self.has(key) and rank not in gone:
+            # Asked again and again: a thread that waits inside the store cannot be ended with the process.
+            while not self.has(key) and rank not in gone and not (unless and self.has(unless)):
                 if time.monotonic() > deadline:
                     before, beats = beats, {each: self._beat(each) for each in keys.keys() - heard.keys()}
                     gone = {each for each, beat in beats.items() if beat == before.get(each)}
@@ -152,7 +144,7 @@ class Votes:
             heard[rank] = self.read(key) if self.has(key) else None
         return heard
 
-    def _beat(self, rank: int) -> Any:
+    def _beat(self, rank: int | None) -> Any:
         """Return what the rank last said of its being at work, if it did."""
         return self.read(f"alive-{rank}") if self.has(f"alive-{rank}") else None
 
