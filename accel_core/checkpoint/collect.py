@@ -212,9 +212,9 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
     """Plugin -> its state of the whole run; of the main process, whose file has it."""
     saving = run.hooks.implementations("save_run_state")
-    if run.world.rank != 0:  # of a save alone
+    if run.world.rank != 0:
         names = ", ".join(one.plugin for one in saving if one.plugin in run.trackers.names)
-        if names and alone:
+        if names and alone:  # else rank 0 saves them
             logger.warning(
                 "save_state(alone=True): rank 0 has the runs of %s; one that loads this begins new ones",
                 names,

@@ -84,16 +84,22 @@ def find(
         unmeasured = any(there)
     if missing_ok and not found and not unmeasured:
         return None
+    raise _nothing_loaded(run, series, len(found), best=best, unmeasured=unmeasured)
+
+
+def _nothing_loaded(
+    run: Run, series: CheckpointSeries, tried: int, *, best: bool, unmeasured: bool
+) -> CheckpointError:
     of_metric = f" with a value of {run.config.project.keep_best!r}" if best else ""
     start = (
         "to take the newest, load_state()"
         if unmeasured
         else "to start without one, load_state(missing_ok=True)"
     )
-    raise CheckpointError(
-        f"none of the {len(found)} checkpoints in {series.where} can be loaded, the log says why\n"
+    return CheckpointError(
+        f"none of the {tried} checkpoints in {series.where} can be loaded, the log says why\n"
         "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
-        if found
+        if tried
         else f"there is no checkpoint{of_metric} in {series.where}\n{start}",
         path=str(series.folder),
     )
