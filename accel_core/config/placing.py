@@ -1,4 +1,4 @@
-"""Pass 2 of a config: the option that each value of a source is for.
+"""Pass 2 of a config, first: the option that each value is for.
 
 A source may give a single option, a section whole, or a config object. Each becomes values of single
 options with their declarations, still as they were given.

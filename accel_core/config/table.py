@@ -1,4 +1,4 @@
-"""Pass 2 of a config: one table of typed options, from placed values."""
+"""Pass 2 of a config, then: one table of typed options, from placed values."""
 
 from __future__ import annotations
 

@@ -250,10 +250,7 @@ class PreparedLoader(DataLoader[Any]):
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
-        finished, remove = (
-            False,
-            _remove,
-        )  # at the interpreter's end globals are gone
+        finished, remove = False, _remove  # a name of its own: globals are gone at the interpreter's end
         windows = {unit.window: unit.window.position for unit in self._run.units}
         try:
             active.append(self)
@@ -282,7 +279,7 @@ class PreparedLoader(DataLoader[Any]):
                 remove(active, self)
                 raise
             finally:
-                self.__dict__["_skipped"] = 0
+                self.__dict__["_skipped"] = 0  # `__setattr__` needs globals too
                 cursor.leave(progress, finished=finished)
                 for window, position in windows.items():
                     window.end_loop(position)
