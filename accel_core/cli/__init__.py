@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Final
@@ -123,8 +124,22 @@ def accel() -> None:
     """Train on any hardware, under any parallel strategy."""
 
 
+def _open_standard_streams() -> None:
+    """Open those that the caller closed (`2>&-`) on the null device.
+
+    Else the next file or socket gets their number, and what a library writes to stderr goes into it.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # takes the lowest free number
+            setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
+
+
 def main() -> None:
     """Run the console script; print errors of ours without a traceback."""
+    _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

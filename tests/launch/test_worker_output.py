@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from accel_command import accel
+from accel_command import ACCEL, accel, clean_environment
 
 from accel_core.contract.job import Job
 from accel_core.launch.launcher import TorchrunLauncher
@@ -259,3 +260,23 @@ def test_an_object_is_one_line_of_ascii_for_terminals_and_readers_of_any_kind():
     assert line.isascii()
     assert line.splitlines() == [line[:-1]]
     assert json.loads(line)["text"] == "\u2713 \u2028 \x85"
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
+def test_workers_of_a_caller_that_closed_its_standard_streams_start(tmp_path, closed):
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib\n"
+        "os.write(2, b'from a library')\n"
+        "pathlib.Path('rank' + os.environ['RANK']).touch()\n"
+    )
+
+    ended = subprocess.run(
+        ["sh", "-c", f'"$0" launch -n 2 train.py {closed}', ACCEL],
+        env=clean_environment(),
+        cwd=tmp_path,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 0
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
