@@ -34,6 +34,8 @@ _WRAPPERS: Final = {
 _LISTS: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
 """Lists with an entry per object of the unit."""
 _WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
+PartName = tuple[str, str, Any]
+"""(name in the model as it is, the user's name, tensor or module)."""
 
 
 @frozen(kw_only=True)
@@ -246,17 +248,36 @@ class Unit:
 
     # -- while it is prepared ---------------------------------------------------------------------
 
-    def add_models(self, originals: Sequence[nn.Module], inner: Iterable[nn.Module]) -> range:
-        """Add models that are not wrapped yet; return their numbers in the unit.
+    def add_models(
+        self, originals: Sequence[nn.Module], inner: Iterable[nn.Module]
+    ) -> dict[int, list[PartName]]:
+        """Add models that are not wrapped yet; return the number and names of each.
 
         Tied weights are found again.
         """
-        numbers = range(len(self.models), len(self.models) + len(originals))
+        first = len(self.models)
         self.given.extend(originals)
         self.models.extend(inner)
         if originals:
             self.record_aliases()
-        return numbers
+        return {
+            number: [(name, own_name(model, name), part) for name, part in _parts(model)]
+            for number, model in enumerate(self.models[first:], start=first)
+        }
+
+    def replace_model(self, number: int, model: nn.Module, names: Sequence[PartName]) -> None:
+        """Put a transformed or wrapped model in the place of the one with these names.
+
+        Its parameters keep those names.
+        """
+        self.models[number] = model
+        users: dict[int, list[str]] = {}
+        for _, name, part in names:
+            users.setdefault(id(part), []).append(name)
+        old = {name for name, _, _ in names}
+        new = [(name, part) for name, part in _parts(model) if name not in old]
+        renamed = {name: users[id(part)].pop(0) for name, part in new if users.get(id(part))}
+        self.renamed[model] = {**renamed, **self.renamed.get(model, {})}
 
     def configure(self, config: Any) -> None:
         """Take the strategy's options, completed."""
@@ -321,6 +342,13 @@ class Unit:
         renamed = self.renamed.get(self.models[number], {})
         name = renamed[name] if name in renamed else own_name(self.models[number], name)
         return name if len(self.models) == 1 else f"{number}.{name}"
+
+
+def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+    """All named parts of the model: tensors, and modules that may hold more state."""
+    yield from model.named_modules(remove_duplicate=False)
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def own_name(model: nn.Module, name: str) -> str:

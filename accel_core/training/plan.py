@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from attrs import Factory, define, frozen
 
 from accel_core.errors import AccelError, ConfigError
@@ -104,34 +103,6 @@ def plan_prepare(
         group.check(strategy)
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
     return PreparePlan(list(zip(kinds, objects, strict=True)), of_kind, placed, groups)
-
-
-def refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int, bool]) -> list[str]:
-    """Return reasons why models of float64 cannot come to the unit's device.
-
-    A model that is not placed stays where it is, unless its strategy moves weights itself.
-    """
-    device = unit.run.device
-    if "float64" in unit.hooks.capabilities(device):
-        return []
-    offers = unit.run.cards[unit.strategy].offers
-    is_moved = "whole_weights" not in offers or "streamed_weights" in offers
-    reasons = []
-    for model in models:
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        names = [
-            name
-            for name, tensor in tensors
-            if tensor.dtype in (torch.float64, torch.complex128)
-            and (is_moved or placed.get(id(model), True) or tensor.device.type == device.type)
-        ]
-        if names:
-            remedy = "" if is_moved else ", or leave it where it is: device_placement=[False]"
-            reasons.append(
-                f"prepare: {', '.join(names[:5])} of the {type(model).__name__} is float64, which {device}"
-                f" lacks\nconvert the model first: model.float(){remedy}"
-            )
-    return reasons
 
 
 def _kind(run: Run, thing: Any, number: int) -> str | None:
