@@ -52,7 +52,7 @@ class Sections:
 
     @cached_property
     def _spellings(self) -> Mapping[str, str]:
-        return {record.name.replace("-", "_"): record.name for record in self.discovery.records}
+        return {name.replace("-", "_"): name for name in self.discovery.names}
 
     def configured_by(self, config: object) -> str | None:
         """Find the section with the object's class, or the closest class above."""

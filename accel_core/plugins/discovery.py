@@ -1,8 +1,9 @@
 """Discovery of cards from package metadata, and the imports that a card names.
 
-Discovery imports cards only (no torch, no vendor library) and never raises: each entry point in a
-group `accel_core.<slot>` becomes a `Record`, whatever is wrong with it. Only a card module that
-crashes in native code ends the process; the printed stack then names the module.
+Discovery imports cards only (no torch, no vendor library), each when its name or slot is looked at, and
+never raises: each entry point in a group `accel_core.<slot>` becomes a `Record`, whatever is wrong with
+it. Only a card module that crashes in native code ends the process; the printed stack then names the
+module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from functools import cached_property, partial
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from accel_core.contract.card import SLOTS, Card, incompatibility
 from accel_core.contract.suggest import did_you_mean
@@ -53,6 +54,7 @@ class Record:
     """The reason of `fault`, in one line."""
     traceback: str = ""
     """The traceback of a broken plugin whose import or card raised."""
+    _probed: list[Outcome[object]] = field(factory=list, init=False, repr=False, eq=False)
 
     @cached_property
     def status(self) -> Status:
@@ -62,19 +64,23 @@ class Record:
     @cached_property
     def reason(self) -> str:
         """The reason why the plugin is not available, else empty."""
-        if self.fault or self.card is None or self.card.probe is None:
+        if self.probe is None:
             return self.detail
-        try:
-            answer: object = CallTimeout()(self.card.probe)
-        except KeyboardInterrupt:
-            raise
-        except PluginTimeoutError as error:
+        _ask_probes([self])
+        answers, error = self._probed[0]
+        if isinstance(error, PluginTimeoutError):
             return f"its probe {error}"
-        except BaseException as error:  # a probe is third-party code; listing must survive it
+        if error is not None:
             return f"its probe raised {_summary(error)}"
+        (answer,) = answers
         if answer is None or isinstance(answer, str):
             return answer or ""
         return f"its probe gave {answer!r}, neither None nor a reason"
+
+    @property
+    def probe(self) -> Callable[[], object] | None:
+        """The probe of the card, unless something else is wrong."""
+        return None if self.fault or self.card is None else self.card.probe
 
     @property
     def origin(self) -> str:
@@ -82,20 +88,39 @@ class Record:
         return f"{self.distribution} {self.version}"
 
 
-@frozen
+@frozen(eq=False)
 class Discovery:
-    """All installed plugins; names are unique over all slots."""
+    """All installed plugins; names are unique over all slots.
 
-    records: tuple[Record, ...]
+    A card is imported when its name or its slot is asked for.
+    """
+
+    _found: Sequence[Record]
+    _targets: Mapping[int, str] = field(factory=dict)
+    """Position of a record -> the card to import for it."""
+    _whole: dict[int, Record] = field(factory=dict, init=False)
+    """Position of a record -> the record with its card."""
+    _timeout: CallTimeout = field(factory=CallTimeout, init=False)
+    """Shared, so that hanging cards in several slots cost no more than in one."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of all records; imports no card."""
+        return tuple(record.name for record in self._found)
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """All records; imports all their cards."""
+        return self._with_cards(lambda record: True)
 
     def get(self, name: str) -> Record | None:
         """Return the record of a name, if any; core's own wins a clash."""
-        records = [record for record in self.records if record.name == name]
+        records = self._with_cards(lambda record: record.name == name)
         return min(records, key=lambda record: record.fault == "conflict", default=None)
 
     def of(self, slot: str) -> tuple[Record, ...]:
         """Return the records of one slot, highest priority first, then by name."""
-        records = [record for record in self.records if record.slot == slot]
+        records = self._with_cards(lambda record: record.slot == slot)
         return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
     def answering(self, slot: str, word: str) -> tuple[Record, ...]:
@@ -107,13 +132,20 @@ class Discovery:
 
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
         """Return the plugins that `auto` may select, best first, without shadowed ones."""
-        usable = [
-            (record.card, record)
-            for record in self.of(slot)
-            if record.card and record.card.priority is not None and record.status == "available"
-        ]
+        named = [(record.card, record) for record in self.of(slot) if record.card]
+        wanted = [(card, record) for card, record in named if card.priority is not None]
+        _ask_probes([record for _, record in wanted])
+        usable = [(card, record) for card, record in wanted if record.status == "available"]
         shadowed = {name for card, _ in usable for name in card.shadows}
         return [(card, record) for card, record in usable if record.name not in shadowed]
+
+    def _with_cards(self, wanted: Callable[[Record], bool]) -> tuple[Record, ...]:
+        positions = [position for position, record in enumerate(self._found) if wanted(record)]
+        new = {at: self._targets[at] for at in positions if at in self._targets and at not in self._whole}
+        known = [target for at, target in new.items() if self._found[at].slot in SLOTS]
+        cards = _import_cards(known, self._timeout)
+        self._whole.update({at: _with_card(self._found[at], target, cards) for at, target in new.items()})
+        return tuple(self._whole.get(at, self._found[at]) for at in positions)
 
 
 def offering(word: str) -> str:
@@ -129,38 +161,51 @@ def plugin_status(name: str) -> str:
     return "missing" if record is None else record.status
 
 
+def _ask_probes(records: Iterable[Record]) -> None:
+    """Ask the probes that were not asked before, in one thread.
+
+    To start a thread costs more than to ask most of them.
+    """
+    asked = [(record, record.probe) for record in records if not record._probed]
+    pairs = [(record, probe) for record, probe in asked if probe is not None]
+    outcomes = CallTimeout().each([probe for _, probe in pairs])
+    for (record, _), outcome in zip(pairs, outcomes, strict=True):
+        record._probed.append(outcome)
+
+
 def _priority(record: Record) -> int:
     priority = record.card.priority if record.card else None
     return -1 if priority is None else priority
 
 
 def discover(environment: Mapping[str, str] | None = None) -> Discovery:
-    """Read the metadata of all installed distributions once, and import their cards.
+    """Read the metadata of all installed distributions once.
 
-    Names listed in ACCEL_PLUGINS_BLOCK (comma separated) are not imported; core's own plugins
+    Names listed in ACCEL_PLUGINS_BLOCK (comma separated) are never imported; core's own plugins
     cannot be blocked.
     """
     environment = os.environ if environment is None else environment
     blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
-    found = [
-        (evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}"), target)
+    found = list(_entry_points())
+    records = [
+        evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
         if record.name in blocked and not target.startswith(GROUP)
-        else (record, target)
-        for record, target in _entry_points()
+        else record
+        for record, target in found
     ]
-    cards = _import_cards([target for record, target in found if record.slot in SLOTS and not record.fault])
-    records = [record if record.fault else _with_card(record, target, cards) for record, target in found]
-    return Discovery(tuple(_refuse_clashes(records)))
+    records = list(_refuse_clashes(records))
+    targets = {at: target for at, (_, target) in enumerate(found) if not records[at].fault}
+    return Discovery(records, targets)
 
 
-def _import_cards(targets: Iterable[str]) -> Mapping[str, Outcome[Any]]:
+def _import_cards(targets: Iterable[str], timeout: CallTimeout) -> Mapping[str, Outcome[Any]]:
     """Import third-party cards that are not imported yet, in one thread.
 
     To start a thread costs more than to import most of them.
     """
     third_party = [target for target in dict.fromkeys(targets) if not target.startswith(GROUP)]
     wanted = [target for target in third_party if _imported(target) is None]
-    return dict(zip(wanted, CallTimeout().each([partial(_resolve, each) for each in wanted]), strict=True))
+    return dict(zip(wanted, timeout.each([partial(_resolve, each) for each in wanted]), strict=True))
 
 
 def _entry_points() -> Iterator[tuple[Record, str]]:
@@ -256,7 +301,7 @@ def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
         origins = sorted(rival.origin for rival in rivals)
         loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
         detail = f"{record.name!r} is provided by {' and '.join(origins)}; uninstall {loser}"
-        yield evolve(record, card=None, fault="conflict", detail=detail)
+        yield evolve(record, fault="conflict", detail=detail)
 
 
 def _summary(error: BaseException) -> str:

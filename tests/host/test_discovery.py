@@ -98,15 +98,19 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
     assert done.stdout == "broken importing toy_pony:CARD took longer than 4 s\n"
 
 
-def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch):
+@pytest.mark.parametrize("slots", [["device"], ["device", "strategy", "tracker"]])
+def test_many_that_hang_cost_at_most_twice_one(toy_distribution, monkeypatch, slots):
     monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 0.2)
     for number in range(6):
         toy_distribution(
             f"accel-pony-{number}",
-            entry_points={"accel_core.device": {f"pony-{number}": f"toy_pony_{number}:CARD"}},
+            entry_points={
+                f"accel_core.{slots[number % len(slots)]}": {f"pony-{number}": f"toy_pony_{number}:CARD"}
+            },
             modules={f"toy_pony_{number}": "import time\ntime.sleep(3)\n"},
         )
-    records = [record for record in discover({}).records if record.name.startswith("pony")]
+    discovery = discover({})
+    records = [each for slot in slots for each in discovery.of(slot) if each.name.startswith("pony")]
 
     assert {record.status for record in records} == {"broken"}
     waits = [float(re.search(r"longer than (\S+) s", record.reason).group(1)) for record in records]
@@ -135,7 +139,7 @@ def toys_of_one_distribution(toy_distribution: Callable[..., Path], **sources: s
 
 def test_one_thread_imports_all_cards_and_ends(toy_distribution):
     toys_of_one_distribution(toy_distribution, ass="", quits="raise SystemExit('no licence')\n", zebra="")
-    records = discover({})
+    records = {record.name: record for record in discover({}).records}
 
     assert [records.get(name).status for name in ("ass", "quits", "zebra")] == [
         "available",
@@ -154,7 +158,7 @@ def test_cards_after_one_that_hangs_are_found_in_another_thread(toy_distribution
     hangs = "import sys\nsys.toy_released.wait(60)\n"
     monkeypatch.setattr(sys, "toy_released", threading.Event(), raising=False)
     toys_of_one_distribution(toy_distribution, ass="", mule=hangs, pony="", zebra="")
-    records = discover({})
+    records = {record.name: record for record in discover({}).records}
     hung = sys.modules["toy_mule"].THREAD
 
     assert [records.get(name).status for name in ("ass", "mule", "pony", "zebra")] == [
@@ -178,7 +182,7 @@ def test_ctrl_c_leaves_the_cards_that_are_still_to_be_imported(toy_distribution,
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            discover({})
+            _ = discover({}).records
     finally:
         signal.signal(signal.SIGINT, before)
     sys.toy_released.set()
@@ -418,6 +422,20 @@ def test_a_probe_is_asked_once_and_only_when_the_status_is_wanted(toy_plugin):
 
     assert (record.status, record.reason, record.status) == ("available", "", "available")
     assert (asked_by_discovery, len(module.calls)) == (0, 1)
+
+
+def test_one_thread_asks_the_probes_of_a_slot_once(toy_plugin):
+    note = "import threading\nASKED = []\n"
+    for name in ("ass", "zebra"):
+        ask = "lambda: ASKED.append(threading.current_thread())"
+        source = note + card_source(name, "device", priority="1", probe=ask)
+        toy_plugin(name, "device", source=source)
+    discovery = discover({})
+
+    assert {"ass", "zebra"} <= {card.name for card, _ in discovery.usable("device")}
+    assert discovery.get("ass").status == discovery.get("zebra").status == "available"
+    (thread,) = sys.modules["toy_ass"].ASKED
+    assert sys.modules["toy_zebra"].ASKED == [thread] != [threading.main_thread()]
 
 
 def test_a_slot_lists_the_highest_priority_first_and_then_by_name(toy_plugin):

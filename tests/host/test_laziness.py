@@ -15,15 +15,20 @@ from accel_core.plugins.binding import Binder
 from accel_core.plugins.discovery import discover, load
 
 
-def test_discovery_imports_neither_configs_nor_implementations(tmp_path, monkeypatch):
+def test_a_look_at_a_slot_imports_its_cards_and_nothing_else(tmp_path, monkeypatch):
     for name in generate_backends(tmp_path / "fresh", count=2):
         package = f"accel_{name.replace('-', '_')}"
         for module in [loaded for loaded in sys.modules if loaded.startswith(package)]:
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.syspath_prepend(tmp_path / "fresh")
-    discover({})
+    discovery = discover({})
 
+    assert discovery.get("single").status == "available"
+    assert {"generated-0", "generated-1"} <= {*discovery.names}
+    assert not [name for name in sys.modules if name.startswith("accel_generated_")]
+    assert "generated-0" in {record.name for record in discovery.of("device")}
     assert "accel_generated_0.card" in sys.modules
+    assert "accel_generated_1.card" not in sys.modules
     assert not {"accel_generated_0.config", "accel_generated_0.plugin"} & set(sys.modules)
 
 
