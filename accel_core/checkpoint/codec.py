@@ -14,7 +14,7 @@ import operator
 import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta, timezone
 from decimal import Decimal
 from enum import Enum
@@ -128,6 +128,15 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
         raise CheckpointError(
             f"{about}\nload another checkpoint; `accel checkpoint list` names them"
         ) from error
+
+
+def stored_keys(value: Any) -> Iterator[str]:
+    """Yield the keys of the large tensors in tagged JSON, as `decode` asks for them."""
+    if isinstance(value, dict) and value.keys() == {"$stored"}:
+        yield value["$stored"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
 
 
 def key_text(key: Any, path: str) -> str:

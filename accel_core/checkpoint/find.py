@@ -5,14 +5,16 @@ from __future__ import annotations
 import logging
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
 from accel_core.checkpoint.commit import carry_back
 from accel_core.checkpoint.disks import locate_on_all_disks
-from accel_core.checkpoint.manifest import is_there
+from accel_core.checkpoint.manifest import is_there, manifest_if_any
+from accel_core.checkpoint.problems import MisfitError
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.stored import Place, UnreadableError, place
 from accel_core.checkpoint.votes import work_together
@@ -25,12 +27,19 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+Needed: TypeAlias = "Sequence[Callable[[Checkpoint], set[Block]]]"
+Told: TypeAlias = "tuple[str, set[Block] | None, set[Block]]"
+"""The folder of a rank, the blocks that it needs, and those that it has.
+
+None for the needed ones if the checkpoint does not fit.
+"""
+
 
 def find(
     run: Run,
     series: CheckpointSeries,
     directory: str | os.PathLike[str] | Place | None,
-    needed: Callable[[Checkpoint], set[Block]],
+    needed: Needed,
     *,
     missing_ok: bool,
     best: bool = False,
@@ -39,7 +48,7 @@ def find(
 
     Collective.
 
-    needed: returns the blocks that this rank reads; of a store, no others are.
+    needed: return the blocks that this rank reads, one after the other; of a store, no others are.
     None, with `missing_ok`, where there is none. What is damaged among the numbered is logged.
 
     Raises:
@@ -109,7 +118,7 @@ def _real(where: Place) -> Place:
     return Path(os.path.realpath(where)) if isinstance(where, Path) else where
 
 
-def _verified(run: Run, folder: Place, needed: Callable[[Checkpoint], set[Block]]) -> Checkpoint:
+def _verified(run: Run, folder: Place, needed: Needed) -> Checkpoint:
     """Open the checkpoint in `folder`, the same on all ranks, verified."""
     control, world = run.collectives("control"), run.world
     checkpoint = run_on_all_ranks(control, "load_state: open", lambda: Checkpoint.open(folder))
@@ -124,8 +133,10 @@ def _verified(run: Run, folder: Place, needed: Callable[[Checkpoint], set[Block]
     if not isinstance(folder, Path):
         try:
             _fetch(run, checkpoint, needed)
-        except BaseException:
+        except BaseException as error:
             checkpoint.node_copy.close()  # now, to have its room for another that is tried
+            if isinstance(error, CheckpointError) and not isinstance(error, UnreadableError):
+                run_on_all_ranks(control, "load_state: look again", lambda: _require_same(checkpoint))
             raise
         return checkpoint
     each_node = run.config.project.save_on_each_node
@@ -134,25 +145,51 @@ def _verified(run: Run, folder: Place, needed: Callable[[Checkpoint], set[Block]
     return checkpoint
 
 
-def _fetch(run: Run, checkpoint: Checkpoint, needed: Callable[[Checkpoint], set[Block]]) -> None:
+def _require_same(checkpoint: Checkpoint) -> None:
+    """Raise UnreadableError if another save has taken the checkpoint's place."""
+    now, save_id = manifest_if_any(checkpoint.folder), checkpoint.manifest.save_id
+    if now is not None and now.save_id != save_id:
+        raise UnreadableError(
+            f"{checkpoint.folder} was overwritten while it was read: its manifest is of save {now.save_id}"
+            f" now, and was of {save_id}\nload it again, once nothing else saves there",
+            path=str(checkpoint.folder),
+        )
+
+
+def _fetch(run: Run, checkpoint: Checkpoint, needed: Needed) -> None:
     """Bring the blocks that the ranks of a node need to its disk. Collective.
 
-    Each comes once, verified.
+    Each comes once, verified. The rest of one that does not fit stays where it is.
     """
     control, copy, node = run.collectives("control"), checkpoint.node_copy, platform.node()
     made = gather_from_all_ranks(control, "load_state: begin", lambda: (node, str(copy.folder)))
     copy.share(Path(next(folder for name, folder in made if name == node)))
 
-    def need() -> tuple[str, set[Block], set[Block]]:
-        try:
-            blocks = needed(checkpoint)
-        except Exception:  # it may be damaged: if it is whole, the same is raised where it is compared
-            blocks = {*checkpoint.blocks}
-        return str(copy.folder), blocks, checkpoint.fetched
+    for blocks_of in needed:
+        told = gather_from_all_ranks(
+            control, "load_state: plan", partial(_needed_here, checkpoint, blocks_of)
+        )
+        if any(blocks is None for _, blocks, _ in told):
+            return  # which is raised where it is compared
+        if any(blocks for _, blocks, _ in told):
+            _share_out(run, checkpoint, told)
 
-    told = gather_from_all_ranks(control, "load_state: plan", need)
-    here = [rank for rank, (folder, *_) in enumerate(told) if folder == str(copy.folder)]
-    wanted = {block for rank in here for block in told[rank][1]}
+
+def _needed_here(checkpoint: Checkpoint, blocks_of: Callable[[Checkpoint], set[Block]]) -> Told:
+    try:
+        blocks = blocks_of(checkpoint)
+    except MisfitError:
+        blocks = None
+    except Exception:  # it may be damaged: if it is whole, the same is raised where it is compared
+        blocks = {*checkpoint.blocks}
+    return str(checkpoint.node_copy.folder), blocks, checkpoint.fetched
+
+
+def _share_out(run: Run, checkpoint: Checkpoint, told: Sequence[Told]) -> None:
+    """Let each rank of a node bring a part of what is left to bring. Collective."""
+    control, folder = run.collectives("control"), told[run.world.rank][0]
+    here = [rank for rank, (other, *_) in enumerate(told) if other == folder]
+    wanted = {block for rank in here for block in told[rank][1] or ()}
     fetched = {block for rank in here for block in told[rank][2]}
     left, share = sorted(wanted - fetched), here.index(control.rank)
     # Asked before any rank writes: what is written is not needed twice.

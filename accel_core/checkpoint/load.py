@@ -26,6 +26,7 @@ from accel_core.checkpoint.problems import Action, Problems
 from accel_core.checkpoint.random_state import plan_random
 from accel_core.checkpoint.read import Checkpoint, fill
 from accel_core.checkpoint.saved_units import compare_state_of_tied, join_units, tensors_by_sort
+from accel_core.checkpoint.values import EncodedValues
 from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
@@ -64,13 +65,19 @@ def load(
                 made[:] = [Restoration(run, checkpoint, strict=strict)]
         return made[0]
 
-    checkpoint = find(
-        run, series, directory, lambda each: compared(each).blocks(), missing_ok=missing_ok, best=best
-    )
+    def decoded(checkpoint: Checkpoint) -> Restoration:
+        restoration = compared(checkpoint)
+        with understanding(checkpoint.folder, calls_plugins=True):
+            restoration.values.decode()
+        return restoration
+
+    # What does not fit is found before the rest is asked of a store.
+    needed = (lambda each: compared_blocks(run, each)), (lambda each: compared(each).blocks())
+    checkpoint = find(run, series, directory, needed, missing_ok=missing_ok, best=best)
     if checkpoint is None:
         return None
     try:
-        restoration = run_on_all_ranks(control, "load_state: compare", lambda: compared(checkpoint))
+        restoration = run_on_all_ranks(control, "load_state: compare", lambda: decoded(checkpoint))
         with show_progress(f"loading {checkpoint.folder.name}", restoration.measured()):
             run_on_all_ranks(control, "load_state: restore", restoration.apply)
     finally:
@@ -78,17 +85,40 @@ def load(
     return checkpoint.folder, checkpoint.manifest
 
 
+def compared_blocks(run: Run, checkpoint: Checkpoint) -> set[Block]:
+    """Return the blocks of values that `Restoration` looks at to compare."""
+    own = checkpoint.rank_state(_own_rank(run, checkpoint))
+    values = [own["loaders"], own["random"], checkpoint.rank_state(0)["random"]]
+    for part in (checkpoint.state, *checkpoint.ranks.values()):
+        for unit in part.get("units", {}).values():
+            values += [unit["optimizers"], unit["schedulers"]]
+    return checkpoint.blocks_of_values(values)
+
+
+def _own_rank(run: Run, checkpoint: Checkpoint) -> int:
+    """Return the rank whose own state this one takes."""
+    return run.world.rank if _is_same_world(run, checkpoint) else 0
+
+
+def _is_same_world(run: Run, checkpoint: Checkpoint) -> bool:
+    world = checkpoint.manifest.world
+    return (world["readers"], world["size"]) == (run.topology.readers, run.world.size)
+
+
 class Restoration:
     """The actions that bring a run into a checkpoint's state.
 
     Making one changes nothing.
 
+    values: to be decoded before `apply`.
+
     Raises:
-        CheckpointError: the checkpoint does not fit the run.
+        MisfitError: the checkpoint does not fit the run.
     """
 
     def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
         self.run, self.checkpoint = run, checkpoint
+        self.values = EncodedValues(checkpoint)
         self._problems = Problems(checkpoint.folder, strict)
         # By what they restore. First what other people's code does, which may fail; then what core copies.
         self._objects: list[Action] = []
@@ -97,8 +127,8 @@ class Restoration:
         self._optimizer_places: list[tuple[Stored, Leaf | None]] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
-        same_world = same_readers and world["size"] == run.world.size
-        self._own = checkpoint.rank_state(run.world.rank if same_world else 0)
+        same_world = _is_same_world(run, checkpoint)
+        self._own = checkpoint.rank_state(_own_rank(run, checkpoint))
         # Scope of plugins' entries -> the ranks to take them from, where they mean something in this world:
         # each from the first that has it, for pipeline stages have different ones.
         self._scopes: dict[Scope, Sequence[Any]] = {"replicated": [*ranks.values()]}
@@ -115,7 +145,8 @@ class Restoration:
         with self._understood("dataloaders"):
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
-        self._objects += [(what, partial(item.load_state_dict, state)) for what, item, state in registered]
+        for what, item, state in registered:
+            self._objects.append((what, self.values.handed(state, what, item.load_state_dict)))
         self._run_state(checkpoint.state.get("run", {}))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = join_units([part["units"] for part in parts if "units" in part])
@@ -144,8 +175,8 @@ class Restoration:
                     raise _mixed(self.checkpoint.folder, what, before, error) from error
 
     def blocks(self) -> set[Block]:
-        """Return the blocks that `apply` reads."""
-        return self.checkpoint.blocks_of([*self._places, *self._optimizer_places])
+        """Return the blocks that `apply` and `values` read."""
+        return self.values.blocks() | self.checkpoint.blocks_of([*self._places, *self._optimizer_places])
 
     def measured(self) -> Callable[[], tuple[int, int]]:
         """Return a measure of the bytes that `apply` reads, for `show_progress`.
@@ -168,7 +199,7 @@ class Restoration:
         for plugin, encoded in saved.items():
             what = f"state of plugin {plugin}"
             if plugin in loading:
-                self._objects.append((what, partial(loading[plugin], self.checkpoint.decode(encoded, what))))
+                self._objects.append((what, self.values.handed(encoded, what, loading[plugin])))
             else:
                 self._problems.warn(f"{what}, which is not in this stack, is left out")
 
@@ -192,7 +223,7 @@ class Restoration:
             plan.add_optimizer(optimizer)
         plan.note_unclaimed({name for name, leaf in leaves.items() if not leaf.shards})
         for what, scheduler, state in schedulers:
-            plan.add_scheduler(what, scheduler, state)
+            plan.add_scheduler(what, scheduler, self.checkpoint.decode(state, what))
         self._copies += plan.actions
         for name, stored, made in plan.places:
             leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
@@ -218,13 +249,12 @@ class Restoration:
             }
             here = [*(key for key in present if key.startswith(prefix)), *sorted(takeable)]
             self._problems.compare(f"{unit.name}: extra state ", keys.values(), here)
-            values = {
-                name: self.checkpoint.decode(saved[key], f"units.{unit.name}.{key}")
-                for name, key in keys.items()
-                if key in takeable
-            }
-            if values:
-                what = f"extra state of {unit.name}: {', '.join(values)} ({class_of(unit.models[number])})"
+            values: dict[str, Any] = {}
+            taken = {name: key for name, key in keys.items() if key in takeable}
+            for name, key in taken.items():
+                self.values.add(saved[key], f"units.{unit.name}.{key}", partial(values.__setitem__, name))
+            if taken:
+                what = f"extra state of {unit.name}: {', '.join(taken)} ({class_of(unit.models[number])})"
                 self._objects.append((what, partial(restore_extra, unit, number, values)))
 
     def _loaders(self) -> None:
@@ -260,16 +290,16 @@ class Restoration:
         return misfits
 
     def _pair(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-        """Objects, in words and themselves, and the states saved for them, by position.
+        """Objects, in words and themselves, and their saved states, encoded.
 
-        Those that are not of one class are noted, and left out.
+        By position. Those that are not of one class are noted, and left out.
         """
         pairs = []
         self._problems.compare(what, range(len(saved)), range(len(here)))
         for number, (described, item) in enumerate(zip(saved, here, strict=False)):
             if described["class"] == class_of(item):
                 name = f"{what}{number} ({class_of(item)})"
-                pairs.append((name, item, self.checkpoint.decode(described["state"], name)))
+                pairs.append((name, item, described["state"]))
             else:
                 classes = f"is a {described['class']} in the checkpoint, a {class_of(item)} here"
                 self._problems.fatal.append(f"{what}{number} {classes}")
@@ -302,9 +332,13 @@ class Restoration:
             self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
         for scope, plugin, encoded in self._plain_entries(unit):
             taken = restored.setdefault(plugin, {})
-            further = {name: value for name, value in encoded.items() if name not in taken}
-            decoded = self.checkpoint.decode(further, f"units.{unit.name}.{plugin}")
-            taken.update({name: Entry(value=value, scope=scope) for name, value in decoded.items()})
+            for name in [name for name in encoded if name not in taken]:
+                taken[name] = Entry(value=None, scope=scope)  # until it is decoded
+                self.values.add(
+                    encoded[name],
+                    f"units.{unit.name}.{plugin}.{name}",
+                    partial(_set_entry, taken, name, scope),
+                )
         loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
         for plugin, taken in restored.items():
             if plugin in loading:
@@ -330,6 +364,10 @@ class Restoration:
             raise
         except Exception as error:  # torch's, Python's and numpy's generators raise what they like
             self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
+
+
+def _set_entry(taken: dict[str, Entry], name: str, scope: Scope, value: Any) -> None:
+    taken[name] = Entry(value=value, scope=scope)
 
 
 def _mixed(folder: Place, what: str, done: Sequence[str], error: Exception) -> CheckpointError:

@@ -187,12 +187,19 @@ def intersect(one: Box, other: Box) -> Box | None:
     return Box(offset, shape) if min(shape, default=1) > 0 else None
 
 
-def raise_problems(problems: Sequence[str], what: str, remedy: str, *, path: str | None = None) -> None:
-    """Raise a CheckpointError that names the problems, if there is any."""
+def raise_problems(
+    problems: Sequence[str],
+    what: str,
+    remedy: str,
+    *,
+    path: str | None = None,
+    kind: type[CheckpointError] = CheckpointError,
+) -> None:
+    """Raise a CheckpointError of this kind that names the problems, if there is any."""
     if problems:
         more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
         lines = [f"{what}:", *(f"  {each}" for each in [*problems[:10], *more]), remedy]
-        raise CheckpointError("\n".join(lines), path=path)
+        raise kind("\n".join(lines), path=path)
 
 
 def _problem(held: Sequence[tuple[int, Declared]], holders: Mapping[Box, Sequence[int]]) -> str | None:

@@ -12,6 +12,7 @@ from attrs import field, frozen
 from accel_core.checkpoint.plan import raise_problems
 from accel_core.contract.state import Leaf
 from accel_core.distributed.tensor_bytes import DTYPES, name_of
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.read import Stored
@@ -21,6 +22,10 @@ Action = tuple[str, Callable[[], object]]
 """(name of what is restored, function that restores it)."""
 
 logger = logging.getLogger(__name__)
+
+
+class MisfitError(CheckpointError):
+    """The checkpoint does not fit the run, damaged or not."""
 
 
 @frozen
@@ -65,13 +70,14 @@ class Problems:
         logger.warning("%s: %s", self.folder, what)
 
     def raise_if_any(self) -> None:
-        """Raise CheckpointError if there are problems that count; the others are logged."""
+        """Raise MisfitError if there are problems that count; the others are logged."""
         remedy = "prepare what was prepared when it was saved"
         raise_problems(
             [*self.fatal, *(self.found if self.strict else ())],
             f"the checkpoint {self.folder} does not fit this run; nothing was loaded",
             remedy if self.fatal else f"{remedy}, or load what fits with strict=False",
             path=str(self.folder),
+            kind=MisfitError,
         )
         for each in self.found:
             self.warn(each)

@@ -17,7 +17,7 @@ from attrs import field, frozen
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from accel_core.checkpoint.codec import decode
+from accel_core.checkpoint.codec import decode, stored_keys
 from accel_core.checkpoint.files import BLOCK_BYTES, DataFile, damaged, understanding
 from accel_core.checkpoint.manifest import MANIFEST
 from accel_core.checkpoint.plan import Box, Key, intersect, tiling_problem
@@ -162,6 +162,10 @@ class Checkpoint(CheckpointFiles):
             for file, start, end in stored.parts(leaf)
             for number in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
         }
+
+    def blocks_of_values(self, encoded: Iterable[Any]) -> set[Block]:
+        """Return the blocks that `decode` reads of these values."""
+        return self.blocks_of((self.tensors["", key], None) for each in encoded for key in stored_keys(each))
 
     def decode(self, value: Any, path: str) -> Any:
         """Return the value that was encoded, its large tensors read from the data files."""

@@ -20,8 +20,11 @@ def made(width: int = 64, **options: Any) -> tuple[Accelerator, Any, Any]:
 
 
 def numbered(url: str, **options: Any) -> tuple[Accelerator, Any, Any]:
-    project = ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, **options)
-    return made(project_config=project)
+    return made(project_config=project(url, **options))
+
+
+def project(url: str, **options: Any) -> ProjectConfiguration:
+    return ProjectConfiguration(project_dir=url, automatic_checkpoint_naming=True, **options)
 
 
 def step(accelerator: Accelerator, model: Any, optimizer: Any) -> None:

@@ -1,0 +1,97 @@
+"""A run that holds large tensors beside its model's, as functions for processes of their own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import stored_job as job
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from accel_core import Accelerator
+
+SIZE = 1_100_000
+"""Numbers in each large tensor, of 4.4 MB."""
+WIDTH = 8192
+"""Of a model whose weight is 16 MB."""
+
+
+class Average:
+    """A registered object."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(SIZE)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.values = state["values"]
+
+
+class Reader(DataLoader[Any]):
+    """A loader with state of its own, different on each rank."""
+
+    values = torch.zeros(SIZE)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        type(self).values = state["values"]
+
+
+class WithExtra(nn.Linear):
+    """A model that adds a tensor to its state."""
+
+    extra = torch.zeros(1)
+
+    def get_extra_state(self) -> torch.Tensor:
+        return self.extra
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.extra = state
+
+
+class Remembering(torch.optim.SGD):
+    """An optimizer that keeps large tensors in a list, as LBFGS does."""
+
+
+def made(width: int = 64) -> tuple[Accelerator, Any, Any, Any, Average]:
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True)
+    model = WithExtra(width, 512)
+    optimizer = Remembering(model.parameters(), lr=0.1)
+    loader = Reader([torch.ones(width) for _ in range(64)], batch_size=4)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    average = Average()
+    accelerator.register_for_checkpointing(average)
+    return accelerator, model, optimizer, loader, average
+
+
+def saved(url: str, width: int = 64) -> None:
+    accelerator, model, optimizer, loader, average = made(width)
+    batches = iter(loader)
+    next(batches)
+    job.step(accelerator, model, optimizer)
+    inner = accelerator.unwrap_model(model)
+    inner.extra = torch.full((SIZE,), 3.0)
+    average.values.fill_(5.0)
+    Reader.values = torch.full((SIZE,), 10.0 + accelerator.process_index)
+    optimizer.state[inner.bias]["memory"] = [torch.full((SIZE,), 7.0)]
+    accelerator.save_state(url)
+    accelerator.end_training()
+
+
+def loaded(url: str, width: int = 64) -> list[float]:
+    """Return the numbers that the large tensors are filled with."""
+    accelerator, model, optimizer, loader, average = made(width)
+    accelerator.load_state(url)
+    next(iter(loader))
+    inner = accelerator.unwrap_model(model)
+    found = [inner.extra, average.values, Reader.values, optimizer.state[inner.bias]["memory"][0]]
+    assert all(len(each) == SIZE for each in found)
+    values = [float(each.unique()) for each in found]
+    accelerator.end_training()
+    return values

@@ -1,0 +1,93 @@
+"""Bytes of a store: once to a node, none for a run that does not fit, and not those of two saves."""
+
+from __future__ import annotations
+
+import held_job
+import pytest
+import stored_job as job
+import torch
+from s3_server import BUCKET, S3Server
+
+from accel_core import CheckpointError
+from accel_core.checkpoint.reader import CheckpointFiles
+from accel_testing import run_processes
+
+URL = f"s3://{BUCKET}/run/ck"
+
+
+def received(s3: S3Server) -> int:
+    return sum(size for request in s3.seen if request.method == "GET" for size in request.answered)
+
+
+def stored(s3: S3Server) -> int:
+    return sum(len(s3.content(key)) for key in s3.names())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_large_tensors_beside_the_models_come_once_to_a_node(s3: S3Server, world: int) -> None:
+    run_processes(held_job.saved, URL, world=world)
+    size = stored(s3)
+    s3.seen.clear()
+    found = run_processes(held_job.loaded, URL, world=world)
+    assert found == [[3.0, 5.0, 10.0 + rank, 7.0] for rank in range(world)]
+    assert received(s3) <= 1.01 * size
+
+
+def refused(url: str, width: int) -> str:
+    accelerator, model, *_ = held_job.made(width)
+    before = job.weight(accelerator, model)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(url)
+    assert torch.equal(job.weight(accelerator, model), before)
+    accelerator.end_training()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_run_that_does_not_fit_asks_for_no_weights_and_no_registered_object(
+    s3: S3Server, world: int
+) -> None:
+    held_job.saved(URL, held_job.WIDTH)
+    s3.seen.clear()
+    said = [refused(URL, 64)] if world == 1 else run_processes(refused, URL, 64, world=world)
+    for text in said:
+        assert f"weight has shape [512, {held_job.WIDTH}] in the checkpoint, [512, 64] here" in text
+    held_and_compared = 2 * 4 * held_job.SIZE  # the loader's state, and what lies in the optimizer's
+    assert received(s3) < held_and_compared + (9 << 20)
+
+
+def test_one_of_a_series_that_does_not_fit_is_not_passed_over_for_an_older(s3: S3Server) -> None:
+    """A load that took it would go on from another place than the newest, in silence."""
+    url = f"s3://{BUCKET}/run"
+    for width in (32, 64):
+        accelerator, *_ = job.made(width, project_config=job.project(url))
+        accelerator.save_state()
+        accelerator.end_training()
+    accelerator, *_ = job.made(32, project_config=job.project(url))
+    s3.seen.clear()
+    with pytest.raises(CheckpointError, match="checkpoint_1 does not fit this run"):
+        accelerator.load_state()
+    assert not [request for request in s3.seen if request.name.endswith(".safetensors")]
+    accelerator.end_training()
+
+
+def test_a_checkpoint_that_is_overwritten_while_it_is_read_is_called_so(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.saved(URL, 1)
+    accelerator, model, _ = job.made()
+    writer, *_ = job.made()
+    before, verify = job.weight(accelerator, model), CheckpointFiles.verify
+
+    def overwritten(self: CheckpointFiles, *given: int) -> None:
+        monkeypatch.setattr(CheckpointFiles, "verify", verify)
+        writer.save_state(URL)
+        verify(self, *given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(CheckpointFiles, "verify", overwritten)
+    with pytest.raises(CheckpointError, match=f"{URL} was overwritten while it was read.*\nload it again"):
+        accelerator.load_state(URL)
+    assert torch.equal(job.weight(accelerator, model), before)
+    accelerator.load_state(URL)
+    for each in (accelerator, writer):
+        each.end_training()
