@@ -34,7 +34,6 @@ class LineFile:
         self.close = weakref.finalize(self, os.close, self._file)
         """Close the file; it closes by itself with the last reference."""
         size = os.fstat(self._file).st_size
-        self.is_new = not size
         if size and self._byte(size - 1) != b"\n":  # a kill or a full disk cut the last run's line
             os.write(self._file, b"\n")
 
@@ -52,7 +51,9 @@ class LineFile:
         line = json.dumps({"time": round(time.time(), 3), **_plain(fields)}, ensure_ascii=False)
         content = f"{line}\n".encode(errors="backslashreplace")  # half a surrogate pair, as in odd file names
         if os.write(self._file, content) < len(content):
-            raise OSError(errno.ENOSPC, f"{self.path}: a line is cut, as on a full disk")
+            raise OSError(
+                errno.ENOSPC, f"{self.path}: only a part of a line was written; the disk may be full"
+            )
 
     def _byte(self, at: int) -> bytes:
         os.lseek(self._file, at, os.SEEK_SET)

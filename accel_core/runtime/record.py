@@ -15,6 +15,8 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+import torch
+
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.options import masked
@@ -50,7 +52,7 @@ def _harmless(method: M) -> M:
         if self.active:
             try:
                 method(self, *arguments)
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # no error of the record may end the training
                 self.fail(error)
 
     return call  # type: ignore[return-value]
@@ -203,7 +205,7 @@ class RunRecord:
             "explain": explain(run).splitlines(),
             "config": [*run.resolved.rows()],
             "notes": [*run.resolved.notes, *run.stack.notes],
-            "versions": {"python": platform.python_version(), "torch": _torch_version(), **stack},
+            "versions": {"python": platform.python_version(), "torch": str(torch.__version__), **stack},
             "git": _git_state(),
             "processes": run.world.size,
             "restarts": run.world.restart_count,
@@ -277,12 +279,6 @@ def _leave(record: weakref.ref[RunRecord]) -> None:
 
 def _is_local(folder: str | None) -> bool:
     return folder is not None and "://" not in folder
-
-
-def _torch_version() -> str:
-    import torch
-
-    return str(torch.__version__)
 
 
 def _git_state() -> str | None:

@@ -287,10 +287,6 @@ class ClearMLTracker(_WithTables):
         """
         self.library.log(_numbers(self.name, values), step=step, **kwargs)
 
-    def log_images(self, values: dict[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Log images, by name."""
-        self.library.log_images(values, step=step, **kwargs)
-
     def log_table(
         self,
         table_name: str,
