@@ -171,7 +171,7 @@ class States:
             return place(given)
         if not self.run.config.project.automatic_checkpoint_naming:
             raise CheckpointError(
-                f"{method} needs to know where\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
+                f"{method} was given no path\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
                 " project.automatic_checkpoint_naming"
             )
         return None

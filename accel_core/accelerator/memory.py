@@ -100,8 +100,8 @@ def find_executable_batch_size(
                 return result
             size = _next(size, reduce_batch_size_fn)
         raise AccelError(
-            f"find_executable_batch_size: {function.__qualname__} fits with no batch size; tried"
-            f" {', '.join(map(str, tried))}\n{reason}\n"
+            f"find_executable_batch_size: {function.__qualname__} ran out of memory with each batch size"
+            f" that was tried: {', '.join(map(str, tried))}\n{reason}\n"
             "take a smaller model or shorter inputs, or accumulate gradients over smaller batches"
         )
 
@@ -135,9 +135,9 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
             votes.append(store.get(f"batch_size/{attempt}/{rank}"))
         except RuntimeError as error:  # also of a store that went down with the rank that served it
             raise AccelError(
-                f"find_executable_batch_size: {'memory ran out' if lacks else 'all was done'} on rank"
-                f" {world.rank} at batch size {size}, but rank {rank} gave no answer in"
-                f" {limit.total_seconds():g} s; maybe it waits for others inside a collective\n"
+                f"find_executable_batch_size: {'memory ran out' if lacks else 'the function returned'} on"
+                f" rank {world.rank} at batch size {size}, but rank {rank} gave no answer in"
+                f" {limit.total_seconds():g} s; it may be waiting for others inside a collective\n"
                 "start with a smaller starting_batch_size"
             ) from error
     return b"lacks" in votes

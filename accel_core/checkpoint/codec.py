@@ -70,7 +70,7 @@ def require_plain(what: str, tensor: Tensor) -> None:
     if odd := not_plain(tensor):
         raise CheckpointError(
             f"{what} is {odd} and cannot be stored\n"
-            "make it an ordinary tensor, or a buffer with persistent=False that the model makes anew"
+            "make it an ordinary tensor, or a buffer with persistent=False that the model computes again"
         )
 
 

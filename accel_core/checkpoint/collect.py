@@ -74,8 +74,8 @@ class Collected:
             return encode(value, path, store)
         except RecursionError:
             raise CheckpointError(
-                f"{path} cannot be stored: it holds itself, or is nested without end\n"
-                "let state_dict() return what holds no more than a few levels"
+                f"{path} cannot be stored: it contains itself, or is nested too deeply\n"
+                "let state_dict() return a structure of a few levels"
             ) from None
 
     def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
@@ -138,7 +138,7 @@ def split_rank_state(control: Collectives, state: Collected) -> None:
 def _tell_of_others(number: int, kind: str, ranks: tuple[int, ...]) -> None:
     logger.warning(
         "registered object %d (%s) has other values on ranks %s than on rank 0, whose values are saved;"
-        " make them alike before save_state, by reduce for example",
+        " make them equal before save_state, by reduce for example",
         *(number, kind, ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")),
     )
 
@@ -216,7 +216,8 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
         names = ", ".join(one.plugin for one in saving if one.plugin in run.trackers.names)
         if names and alone:  # else rank 0 saves them
             logger.warning(
-                "save_state(alone=True): rank 0 has the runs of %s; one that loads this begins new ones",
+                "save_state(alone=True): only rank 0 knows the runs of %s; a run that loads this checkpoint"
+                " starts new ones",
                 names,
             )
         return {}

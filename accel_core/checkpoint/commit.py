@@ -105,7 +105,7 @@ def begin(target: Path, save_id: str, size: int) -> str | None:
         if not os.path.lexists(partial_folder(target, save_id)):  # Path's methods raise at a name too long
             raise CheckpointError(
                 f"{target} cannot be saved: {type(error).__name__}: {error}\n"
-                "save to a folder in which this process may make files",
+                "save to a folder in which this process may create files",
                 path=str(target),
             ) from error
         raise CheckpointError(
@@ -256,12 +256,12 @@ def _carry_over(old: Path, target: Path) -> None:
         try:
             target.mkdir(exist_ok=True)
             if os.path.lexists(target / path.name):
-                raise FileExistsError("there is another of that name by now")
+                raise FileExistsError("another file of that name exists by now")
             path.rename(target / path.name)
         except FileNotFoundError:  # another process moves it too
             continue
         except OSError as error:
-            logger.warning("%s belongs into %s, and cannot be moved there: %s", path, target, error)
+            logger.warning("%s should be in %s, and could not be moved there: %s", path, target, error)
 
 
 def _is_working_folder(target: Path) -> bool:
@@ -279,7 +279,7 @@ def _check_files(folder: Path, ranks: Collection[int]) -> None:
         path = folder / name
         if here and (not path.is_file() or path.stat().st_size != record.size):
             raise CheckpointError(
-                f"{path} is gone since it was written: something removes files of {folder.parent}\n"
+                f"{path} was removed after it was written: another program removes files of {folder.parent}\n"
                 "save to a folder of which nothing else removes files",
                 path=str(path),
             )
@@ -294,8 +294,8 @@ def _warn_once(left: Leftover) -> None:
     if is_of_another_machine(left.save_id) and left.path not in _told:
         _told.add(left.path)
         logger.warning(
-            "%s is of a process on another machine, or before this one was started again; it stays, since"
-            " that may be alive: remove it if it is not",
+            "%s was written by a process on another machine, or before this machine was restarted; it is"
+            " kept, as that process may be alive: remove it if the process has ended",
             left.path,
         )
 

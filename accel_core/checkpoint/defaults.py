@@ -189,8 +189,8 @@ def _require_present(unit: Unit) -> None:
         for hook in (hook for module in model.modules() for hook in module._forward_pre_hooks.values()):
             if name := getattr(hook, "weight_away", None):
                 raise CheckpointError(
-                    f"{name} of the {type(model).__name__} comes and goes, and strategy {unit.strategy!r}"
-                    f" would take it for empty\n{offering('streamed_weights')}"
+                    f"{name} of the {type(model).__name__} is loaded only while it is used, and strategy"
+                    f" {unit.strategy!r} would save it as empty\n{offering('streamed_weights')}"
                 )
 
 

@@ -72,8 +72,8 @@ def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
         odd.append("param_groups")
     if odd:
         raise CheckpointError(
-            f"{type(optimizer).__qualname__}.state_dict() tells of {odd[0]!r} otherwise than its state does,"
-            " and only what it keeps in `state`, in `param_groups`, or under keys of its own can be saved\n"
+            f"{type(optimizer).__qualname__}.state_dict() has another {odd[0]!r} than the"
+            " optimizer's attributes; only its `state`, its `param_groups` and further keys can be saved\n"
             "keep the rest under keys of its own in state_dict(), beside 'state' and 'param_groups'"
         )
 

@@ -73,13 +73,13 @@ class Preemption:
             for number in [*self._before]:
                 self._give_back(number)
         if first and not self._heard:
-            with suppress(RuntimeError):  # the store may be gone already, and then nobody asks
+            with suppress(RuntimeError):  # the store may have ended already; then no rank asks
                 # Others may hear yet: this rank does not keep them from stopping.
                 self._votes.publish(f"{self._rank}", {"step": self._steps + 1})
 
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._tell:
-            # None: it was not Python's. What it did cannot be had back.
+            # None: the handler was not Python's, and cannot be installed again.
             signal.signal(number, self._before[number] or signal.SIG_DFL)
 
     def _tell(self, number: int, frame: object) -> None:

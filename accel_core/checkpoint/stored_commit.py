@@ -64,8 +64,8 @@ def begin(path: StoredPath, save_id: str) -> int:
         ) from error
     path.store.remove_stored([claim])
     raise CheckpointError(
-        f"{path} cannot be saved: this store has created one file twice, so of two savers none would know\n"
-        "save to a store that heeds conditions (If-None-Match), or to a disk",
+        f"{path} cannot be saved: this store created one file twice, so two savers would not see each other\n"
+        "save to a store that supports conditional writes (If-None-Match), or to a disk",
         path=str(path),
     )
 
@@ -143,7 +143,7 @@ def publish(path: StoredPath, save_id: str, number: int) -> None:
     for name, record in manifest.files.items():
         if home.entries.get(name) != record.size:
             raise CheckpointError(
-                f"{home / name} is gone since it was written: something removes files of {path}\n"
+                f"{home / name} was removed after it was written: another program removes files of {path}\n"
                 "save to a folder of which nothing else removes files",
                 path=str(path),
             )

@@ -97,7 +97,7 @@ class Votes:
         ended = threading.Event()
 
         def say() -> None:
-            with suppress(RuntimeError):  # the process that serves the store is gone: nobody asks
+            with suppress(RuntimeError):  # the process that serves the store has ended: no rank asks
                 for beat in range(10 * BEATS):
                     self.publish(f"alive-{rank}", {"beat": beat})
                     if ended.wait(self.timeout / BEATS):

@@ -152,8 +152,8 @@ def submit(
     name, hooks = planned.config.launch.launcher, planned.launcher()
     if not hooks.implementations("submit"):
         raise LaunchError(
-            f"launcher {name} starts workers here and now, and hands no job over\n"
-            "name one that does, as in --launcher slurm, or use `accel launch`",
+            f"launcher {name} starts workers on this machine, and cannot submit a job\n"
+            "name a launcher that can, as in --launcher slurm, or use `accel launch`",
             exit_code=2,
         )
     if dry_run:

@@ -290,11 +290,13 @@ class LaunchConfig:
     def __attrs_post_init__(self) -> None:
         if self.node_rank >= self.nodes:
             ranks = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0 only"
-            raise ValueError(f"node_rank {self.node_rank} is none of {self.nodes} node(s); ranks are {ranks}")
+            raise ValueError(
+                f"node_rank is {self.node_rank}, but the ranks of {self.nodes} node(s) are {ranks}"
+            )
         if self.min_nodes and (self.min_nodes > self.nodes or not self.max_restarts):
             raise ValueError(
-                f"min_nodes {self.min_nodes} of nodes {self.nodes}, max_restarts {self.max_restarts}: a job"
-                " goes on with fewer nodes by restarting; give as nodes the most there may be, and restarts"
+                f"min_nodes is {self.min_nodes}, nodes {self.nodes}, max_restarts {self.max_restarts}: a job"
+                " goes on with fewer nodes by restarting; set max_restarts, and nodes to min_nodes or more"
             )
         if self.log_format == "json" and self.log_dir is None and self.tee == "none":
             raise ValueError("log_format json: nothing reads the lines of workers; give log_dir too, or tee")

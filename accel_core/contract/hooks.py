@@ -67,7 +67,7 @@ def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
 def visible_devices(config: RunConfig) -> tuple[str, int | None]:
     """(variable that masks devices, their number on this machine), without torch.
 
-    None: files do not tell, and core asks torch.
+    The number is None if no file tells it; core then asks torch.
     """
 
 
@@ -135,8 +135,8 @@ def seed(seed: int, topology: Topology) -> None:
 def capabilities(device: torch.device) -> frozenset[str]:
     """Capability words of this chip under this stack; at most the card's `offers`.
 
-    A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. A plugin of the
-    stack that needs a missing word is refused, in the name of the layer that took it away.
+    A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. If a plugin of the
+    stack needs a missing word, core refuses the stack, and names the layer that removed the word.
     """
 
 
@@ -149,8 +149,8 @@ def communication_backend(device: torch.device) -> Mapping[str, str]:
 def init_process_group(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
     """Make the default process group; True if this call did. Collective.
 
-    Called in worlds of two and more, without a group: core adopts one that exists. base: torch's rendezvous,
-    under a store prefix of its own per restart attempt and per group made in this process.
+    Called in a world of two or more ranks that has no group yet; core adopts an existing group. base: torch's
+    rendezvous, with a store prefix per restart attempt and per group made in this process.
     """
 
 
@@ -477,7 +477,7 @@ def mark_step(point: Point) -> None:
 
 @spec("owner")
 def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-    """Return a context in which ranks may run out of batches apart, or raise."""
+    """Return a context in which ranks may have unequally many batches, or raise."""
 
 
 @spec("owner")
@@ -565,8 +565,8 @@ def state_loaded(unit: Unit) -> None:
 def save_state(unit: Unit) -> Mapping[str, Entry]:
     """Return the plugin's own state: scales, counters, averages, never weights.
 
-    A load asks for it too, and copies into its leaves. A plugin of whose leaves the checkpoint has none
-    begins anew, as after `state_loaded`: an extension may join a run later.
+    A load calls this hook too, and copies into its leaves. If the checkpoint has none of the plugin's leaves,
+    the plugin keeps its initial state, as after `state_loaded`: an extension may join a run later.
     """
 
 
@@ -627,18 +627,18 @@ def device_specs(device: torch.device) -> Mapping[str, Json]:
 
     flops: dtype (float64, float32, bfloat16, float16 or float8) -> FLOP/s of dense matrix products, as the
     process is set up now. memory: bytes. bandwidth: bytes/s of that memory. source: the vendor's paper that
-    has them. A figure that the vendor does not state is left out: nobody guesses. base: empty.
+    has them. Leave out a figure that the vendor does not state. base: empty.
     """
 
 
 @spec("owner")
 def device_health(device: torch.device) -> Mapping[str, Json]:
-    """Return what the chip's sensors tell now; empty if it has none.
+    """Return the current readings of the chip's sensors; empty if it has none.
 
-    temperature: degrees Celsius. power: watts. clock: MHz. busy: part of the last moment in which it
-    computed. throttled: reasons why its clock is held down. memory_errors: uncorrected ones since its
-    driver started. What is unknown is left out. For the run's record, on its main process, once a second
-    at most: it must neither wait nor raise. base: empty.
+    temperature: degrees Celsius. power: watts. clock: MHz. busy: share of the last sampling interval in
+    which the chip computed. throttled: reasons why its clock is reduced. memory_errors: uncorrected ones
+    since its driver started. Leave out unknown readings. For the run's record, on its main process, once
+    per second at most: it must neither wait nor raise. base: empty.
     """
 
 
@@ -664,7 +664,7 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 def list_stored(url: str) -> Mapping[str, int | None]:
     """Return the entries of a folder: name -> bytes, None of a folder in it.
 
-    Of this moment, from no cache. Empty where nothing lies; FileNotFoundError if there is no such bucket.
+    The entries are current, not cached. Empty for an empty folder; FileNotFoundError for a missing bucket.
     All hooks of stores may be called from any thread, and raise OSError and its kinds only: PermissionError
     for missing rights and credentials, FileNotFoundError, FileExistsError.
     """
@@ -674,16 +674,16 @@ def list_stored(url: str) -> Mapping[str, int | None]:
 def read_stored(url: str, start: int, size: int) -> bytes:
     """Return exactly these bytes of a file.
 
-    Core asks for at most 64 MiB, but for the whole of a manifest, and never beyond the file's end.
+    Core asks for at most 64 MiB, except for a whole manifest, and never for bytes after the file's end.
     """
 
 
 @spec("owner")
 def create_stored(url: str, content: bytes) -> None:
-    """Write a small new file in one step: of two at once, one fails.
+    """Create a small file atomically: of two calls at once, one fails.
 
-    FileExistsError if there is one of this name; io.UnsupportedOperation if the store has no such step: it is
-    read then, and takes files of weights, but no checkpoints.
+    FileExistsError if the name exists; io.UnsupportedOperation if the store cannot create atomically: core
+    then reads the store, and writes files of weights to it, but no checkpoints.
     """
 
 
@@ -697,7 +697,7 @@ def send_stored(path: Path, url: str) -> None:
 
 @spec("owner")
 def remove_stored(urls: Sequence[str]) -> None:
-    """Remove files; one that is gone already is no error."""
+    """Remove files; a file that does not exist is not an error."""
 
 
 # -- observers and helpers -----------------------------------------------------------------------
@@ -712,8 +712,8 @@ def run_started(run_id: str, config: RunConfig) -> None:
 def checkpoint_committed(folder: Path | str, step: int | None) -> None:
     """Note that a save has become the checkpoint `folder`. Every rank, main thread.
 
-    A URL is text. A copy in `project.store` is the same checkpoint, and is not told.
-    At once after a save that waits; else when the rank next saves, waits for the checkpoint, or ends.
+    A URL is text. A copy in `project.store` is the same checkpoint, and gets no call of its own. Called at
+    once after a save that waits; otherwise when the rank next saves, waits for the checkpoint, or ends.
     """
 
 

@@ -71,8 +71,8 @@ class MeshDim:
     def _reserved(self) -> tuple[int, Splits]:
         if self.name not in RESERVED:
             raise ConfigError(
-                f"mesh dimension {self.name!r} says no position or not what it splits, and is none of"
-                f" {', '.join(RESERVED)}\ngive it both: MeshDim(name, size, position, splits)"
+                f"mesh dimension {self.name!r} lacks `position` or `splits`, which only"
+                f" {', '.join(RESERVED)} may leave out\ngive both: MeshDim(name, size, position, splits)"
             )
         return RESERVED[self.name]
 

@@ -170,8 +170,8 @@ class Unit:
     def pending(self) -> bool:
         """True while the unit has gradients that were neither applied nor cleared.
 
-        A loss that several units share counts for each of them inside a window only: at its boundary
-        nobody but the user knows whose it is.
+        A loss that several units share counts for each of them inside a window only: at the boundary, only
+        the user knows which unit steps.
         """
         return self.window.is_begun or bool(self.step_state.with_gradients)
 

@@ -105,8 +105,8 @@ class Window:
     def _count(self, items: Tensor | float | None) -> None:
         if items is None or self.items is None:
             raise AccelError(
-                "accumulate was told the items of some micro-batches of a window, and not of others\n"
-                "give items= to each (0 where there are none), or to none"
+                "accumulate was given items= for some micro-batches of a window, and not for others\n"
+                "give items= for each (0 where there are none), or for none"
             )
         self.items = self.items + items
 

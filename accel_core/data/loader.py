@@ -339,7 +339,7 @@ def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = T
     """Return this rank's loader: its reader's share, on the run's device. All ranks.
 
     Raises:
-        ConfigError: the `data` settings cannot be had for this loader; the message names the setting.
+        ConfigError: a `data` setting does not work with this loader; the message names the setting.
     """
     return loader if isinstance(loader, PreparedLoader) else PreparedLoader(loader, run, device_placement)
 

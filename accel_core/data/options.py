@@ -113,7 +113,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     """Return the plan by which this rank reads the loader. All ranks.
 
     Raises:
-        ConfigError: the settings cannot be had for this loader; the message names the setting.
+        ConfigError: a setting does not work with this loader; the message names the setting.
     """
     data, control = run.config.data, run.collectives("control")
     iterable = isinstance(loader.dataset, IterableDataset)
@@ -261,7 +261,7 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
 
 
 def _check(loader: DataLoader[Any], run: Run, *, iterable: bool, dispatches: bool) -> None:
-    """Refuse settings that cannot be had for this loader."""
+    """Refuse settings that do not work with this loader."""
     data, readers = run.config.data, run.topology.readers
     sampler = getattr(_batch_sampler(loader), "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:

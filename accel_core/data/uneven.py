@@ -33,7 +33,7 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
     raise AccelError(
         f"{what}{loader.place} of the dataloader of {type(loader.dataset).__name__}: not all of"
         f" {run.topology.readers} readers have this batch (data.even_batches is off), and {unit.strategy!r}"
-        f" would wait for the others in vain\n"
+        " would hang waiting for the others\n"
         "train inside `with accelerator.join_uneven_inputs([model]):`, or set data.even_batches; evaluate"
         " under torch.no_grad()"
     )

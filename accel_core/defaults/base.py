@@ -133,7 +133,7 @@ class Base(BaseState):
             raise AccelError(
                 f"prepare: {empty} of the {type(model).__name__} is on the meta device and has no values\n"
                 f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights;"
-                f" or, for a model that comes and goes, {offering('streamed_weights')}"
+                f" or, for weights that are loaded only while they are used, {offering('streamed_weights')}"
             )
         if places := next(filter(None, map(_placing_hook, model.modules())), None):
             first = next((name for name, _ in named), "the model")
@@ -273,7 +273,7 @@ class Base(BaseState):
         if self.run.world.size == 1:
             return nullcontext()
         raise ConfigError(
-            f"strategy {units[0].strategy!r} cannot train on ranks that run out of batches apart\n"
+            f"strategy {units[0].strategy!r} cannot train where ranks run out of batches at different times\n"
             f"leave even_batches=True; {offering('join')}"
         )
 

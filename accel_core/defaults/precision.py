@@ -223,8 +223,8 @@ def _named(unit: Unit) -> Iterator[None]:
         if "_scale is None" not in str(error):
             raise
         raise AccelError(
-            "mixed_precision fp16: gradients are to be unscaled, and no loss was scaled: loss.backward() does"
-            " not\ncall accelerator.backward(loss)"
+            "mixed_precision fp16: gradients cannot be unscaled, as no loss was scaled; loss.backward() does"
+            " not scale\ncall accelerator.backward(loss)"
         ) from error
     except ValueError as error:
         for reason in _half(unit.named_parameters().items()):

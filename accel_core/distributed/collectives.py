@@ -194,7 +194,7 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
     """
     run = run or current()
     if reduction not in get_args(Reduction):
-        raise ValueError(f"reduce: {reduction!r} is none of {', '.join(get_args(Reduction))}")
+        raise ValueError(f"reduce: {reduction!r} is not one of {', '.join(get_args(Reduction))}")
     if reduction == "none":
         return tensor
     with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:

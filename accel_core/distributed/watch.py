@@ -124,9 +124,9 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
             _Assembly(run, _watch.prefix, operation, brings).hold()
         except RuntimeError as error:
             raise CollectiveError(
-                f"{operation}: rank {run.world.rank} lost the store, by which ranks wait for each other\n"
+                f"{operation}: rank {run.world.rank} lost the store through which ranks wait for each other\n"
                 f"{str(error).partition(chr(10))[0]}\n"
-                "look whether the machine of rank 0 runs, and whether the network reaches it",
+                "check that the machine of rank 0 is running, and that the network reaches it",
                 operation=operation,
             ) from error
 
@@ -307,7 +307,7 @@ class Watch:
                 raise
             except Exception as error:
                 self.calls.remove(reference)
-                tell(f"accel: the watch calls {call} no more, which raised {error!r}\n")
+                tell(f"accel: the watch no longer calls {call}, which raised {error!r}\n")
 
     def _look(self) -> None:
         """Note since when the main thread stands still, answer a question, or speak up."""

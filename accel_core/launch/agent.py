@@ -77,8 +77,8 @@ class StaticRendezvous(StaticTCPRendezvous):
         if store.compare_set(f"accel/here/{node}", "", token) != token.encode():
             raise LaunchError(
                 f"two launchers at {place} say that they are node {node} of {nodes}\n"
-                "give each node a --node-rank of its own, from 0; one that was lost can join again where all"
-                " nodes have --min-nodes"
+                "give each node a --node-rank of its own, from 0; a lost node can rejoin only if all nodes"
+                " were started with --min-nodes"
             )
         if store.add("accel/here", 1) == nodes:
             store.set("accel/all", "")
@@ -235,7 +235,7 @@ class Agent(LocalElasticAgent):
             return
         first, _, rest = str(failure).partition("\n")
         text = f"{first}; {lost}\n{rest}".rstrip("\n")
-        told = f"{text}\nlook whether its machine runs, and whether the network reaches it"
+        told = f"{text}\ncheck that its machine is running, and that the network reaches it"
         self.failure = LaunchError(told, exit_code=failure.exit_code, rank=failure.rank)
 
     def _left_early(self) -> int | None:

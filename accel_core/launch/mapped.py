@@ -37,7 +37,7 @@ def cut_files(note: str) -> list[str]:
             with suppress(OSError):  # a file that is gone under its name stays whole under its mapping
                 status = Path(path).stat()
                 if status.st_ino == number and status.st_size < size:
-                    found.append(f"{path}, of {size} bytes, has {status.st_size} now")
+                    found.append(f"{path} had {size} bytes, and now has {status.st_size}")
     return list(dict.fromkeys(found))
 
 

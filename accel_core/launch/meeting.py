@@ -58,8 +58,8 @@ def agree_on_port(host: str, name: str, seconds: float, *, serves: bool) -> int:
             time.sleep(PAUSE_SECONDS)
     raise LaunchError(
         f"node 0 of {name} did not answer at {host} for {seconds:.0f} s\n"
-        f"see that it has started, and that ports {PORTS.start} to {PORTS.stop} of it can be reached; or name"
-        " a place with --rendezvous HOST:PORT"
+        f"check that it has started, and that its ports {PORTS.start} to {PORTS.stop} can be reached; or name"
+        " another address with --rendezvous HOST:PORT"
     )
 
 
@@ -90,7 +90,7 @@ def _bound(numbers: list[int]) -> socket.socket:
         bound.close()
     listed = ", ".join(map(str, sorted(numbers)[:DOORS]))
     raise LaunchError(
-        f"ports {listed} of this machine are all in use\nname a place with --rendezvous HOST:PORT"
+        f"ports {listed} of this machine are all in use\nname another port with --rendezvous HOST:PORT"
     )
 
 

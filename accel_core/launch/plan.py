@@ -99,8 +99,8 @@ class Launch:
         asked = resolved.settings.get(("launch", "nodes"))
         if asked and section.nodes == 1 < allocation.nodes and not allocation.processes_per_node:
             raise LaunchError(
-                f"1 node was asked for ({asked.origin}), and launcher {section.launcher} has been given"
-                f" {allocation.nodes}\nleave launch.nodes out, or name --launcher {NATIVE} to be alone"
+                f"1 node was asked for ({asked.origin}), but launcher {section.launcher} has an allocation of"
+                f" {allocation.nodes}\nleave launch.nodes out, or use this node alone by --launcher {NATIVE}"
             )
         settled = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
         if allocation.processes_per_node:

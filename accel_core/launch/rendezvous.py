@@ -46,7 +46,7 @@ def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
     """Raise LaunchError for several nodes without a rendezvous."""
     if rendezvous is None and nodes > 1:
         raise LaunchError(
-            f"{nodes} nodes were asked for, and no place to meet\n"
+            f"{nodes} nodes were asked for, without an address at which they meet\n"
             "add --rendezvous HOST:PORT, an address of node 0 and a free port there, on each node"
         )
 
@@ -64,8 +64,8 @@ def _resolve(host: str, job: Job, seconds: float) -> None:
             except OSError as error:
                 if time.monotonic() > deadline:
                     raise LaunchError(
-                        f"--rendezvous {job.rendezvous}: for {seconds:.0f} s this machine did not know"
-                        f" {host!r} ({error})\nname an address of node 0 that every node can reach"
+                        f"--rendezvous {job.rendezvous}: this machine could not resolve {host!r} for"
+                        f" {seconds:.0f} s ({error})\nname an address of node 0 that every node can reach"
                     ) from error
                 time.sleep(0.5)
             else:

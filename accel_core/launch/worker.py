@@ -76,7 +76,7 @@ def _check_world(least: int, most: int) -> None:
     if size.isdecimal() and not least <= int(size) <= most:
         asked = f"{most} processes" if least == most else f"{least} to {most} processes"
         raise LaunchError(
-            f"{asked} were asked for, and the launcher gave this one a world of {size} (WORLD_SIZE)\n"
+            f"{asked} were asked for, but the launcher started this one in a world of {size} (WORLD_SIZE)\n"
             "leave launch.launcher at torchrun, or have its plugin set RANK, WORLD_SIZE and LOCAL_RANK"
         )
 

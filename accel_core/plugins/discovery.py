@@ -338,7 +338,7 @@ def _takes(function: Callable[..., Any], *arguments: object) -> bool:
         inspect.signature(function).bind(*arguments)
     except TypeError:
         return False
-    except ValueError:  # no signature is to be had of what is written in C
+    except ValueError:  # functions written in C may have no signature
         return True
     return True
 

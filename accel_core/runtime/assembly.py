@@ -118,7 +118,8 @@ class Assembly:
         except AttributeError as error:
             raise PluginError(
                 f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
-                " the attribute `below`, which every plugin gets\ndeclare `below: Hooks` in it, not frozen",
+                " the attribute `below`, which every plugin gets\n"
+                "declare `below: Hooks` in a class that is not frozen",
                 plugin=chosen.name,
                 distribution=record.origin,
             ) from error

@@ -27,7 +27,7 @@ def end_runs() -> None:
         except CheckpointError as error:
             tell(f"accel: {error}\n")
             lost = True
-        except Exception:  # of a tracker, say: the other runs' turn comes
+        except Exception:  # of a tracker, for example; the other runs must end too
             traceback.print_exc()
             lost = True
     for process, said in unreported.values():

@@ -337,11 +337,11 @@ class Run:
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent.
 
-        A save that is under way is waited for; after a failure, when other ranks may be gone, not for
-        long, and the process group is left alone.
+        Waits for a save that is under way. After a failure other ranks may be gone: the wait is then short,
+        and the process group is kept.
 
         Raises:
-            CheckpointError: that save failed. What else fails is raised too, once everything had its turn.
+            CheckpointError: that save failed. Other errors are raised too, after all has been released.
         """
         if self.ended:
             return
@@ -368,7 +368,7 @@ class Run:
         for step in steps:
             try:
                 step()
-            except BaseException as error:  # whatever fails, the others' turn comes
+            except BaseException as error:  # raised below, after all other steps
                 problems.append(error)
         for first, then in pairwise(problems):
             first.__context__ = then

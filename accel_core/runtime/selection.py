@@ -141,7 +141,7 @@ class _Chooser:
         best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
             raise ConfigError(
-                f"strategy: auto found none for {processes} processes\n{strategy_hint(self.discovery)}"
+                f"strategy: auto found no strategy for {processes} processes\n{strategy_hint(self.discovery)}"
             )
         return best
 

@@ -130,7 +130,7 @@ class Trackers:
         """Close the trackers, while the run goes on. A second call does nothing.
 
         Raises:
-            Exception: a tracker failed, once all had their turn.
+            Exception: a tracker failed; raised after all have been closed.
         """
         if self.has_finished:
             return

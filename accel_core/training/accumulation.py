@@ -149,8 +149,8 @@ class Accumulation:
             tell_lost(self.run, "accumulate", error)
         if not entered and kind is None:
             raise AccelError(
-                "accumulate was entered within accumulate of the same models: both were counted\n"
-                "enter it once a micro-batch"
+                "accumulate was entered inside accumulate of the same models: one micro-batch counts as two\n"
+                "enter it once per micro-batch"
             )
 
 

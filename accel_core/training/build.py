@@ -40,8 +40,8 @@ def _all_or_nothing(unit: Unit, group: UnitGroup) -> Iterator[None]:
     attached = {id(detach) for other in (unit, *group.units) for detach in other.detach}
     try:
         yield
-    except BaseException:  # a plugin's, of any kind: it goes on
-        for detach in unit.detach:  # those of units that were to join stay
+    except BaseException:  # a plugin may raise anything
+        for detach in unit.detach:  # units that were to join keep their own
             if id(detach) not in attached:
                 detach()
         unit.restore(before)

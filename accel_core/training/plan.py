@@ -86,7 +86,7 @@ def plan_prepare(
     places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
     if len(places) != len(objects):
         raise ConfigError(
-            f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one each"
+            f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one per object"
         )
     of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     kinds = [_kind(run, thing, number) for number, thing in enumerate(objects, start=1)]
@@ -113,7 +113,7 @@ def _kind(run: Run, thing: Any, number: int) -> str | None:
         raise AccelError(
             f"prepare: argument {number} is a {type(thing).__module__}.{type(thing).__qualname__},"
             " which no plugin of this run knows how to prepare\n"
-            "leave it out and use it as it is; models, optimizers, schedulers and dataloaders go in"
+            "leave it out and use it as it is; prepare takes models, optimizers, schedulers and dataloaders"
         )
     return kind
 

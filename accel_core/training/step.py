@@ -237,8 +237,8 @@ def refuse_closure(unit: Unit) -> NoReturn:
     """Raise AccelError for a closure in a window of several micro-batches."""
     raise AccelError(
         f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
-        " micro-batches: it would step with the last one's alone\n"
-        "give it the whole batch without accumulate, or an optimizer that needs no closure"
+        " micro-batches: it would step with the gradients of the last one only\n"
+        "compute the whole batch in the closure, without accumulate, or take an optimizer without closure"
     )
 
 

@@ -225,7 +225,7 @@ def test_registered_state_that_holds_itself_is_refused_by_name(tmp_path):
 
     accelerator = Accelerator(device="cpu")
     accelerator.register_for_checkpointing(Loop())
-    with pytest.raises(CheckpointError, match=r"registered\[0\] .* cannot be stored: it holds itself"):
+    with pytest.raises(CheckpointError, match=r"registered\[0\] .* cannot be stored: it contains itself"):
         accelerator.save_state(tmp_path / "ck")
     accelerator.end_training()
 

@@ -120,7 +120,7 @@ def test_a_file_that_vanishes_before_the_commit_costs_that_save_only(saver, tmp_
         (folder / "state.json").unlink()
 
     monkeypatch.setattr(pending_save, "write_manifest", remove)
-    with pytest.raises(CheckpointError, match=r"state.json is gone since it was written"):
+    with pytest.raises(CheckpointError, match=r"state.json was removed after it was written"):
         saver.save(tmp_path / "here", 2)
     assert value_in(tmp_path / "here") == 1
     assert names(tmp_path) == ["here"]
@@ -179,4 +179,4 @@ def test_what_has_a_name_that_was_taken_meanwhile_is_kept_and_named(saver, tmp_p
     assert (here / "notes").read_text() == "new"
     (left,) = tmp_path.glob(".here.*/notes")
     assert left.read_text() == "old"
-    assert f"notes belongs into {here}, and cannot be moved there: there is another" in caplog.text
+    assert f"notes should be in {here}, and could not be moved there: another file" in caplog.text

@@ -492,7 +492,7 @@ def test_what_was_left_on_another_machine_stays_and_is_told_of_once(tmp_path, ca
         clean(tmp_path)
     assert left.exists(), "it may be alive there, whatever the id of its run"
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{left} is of a process on another machine" in said
+    assert f"{left} was written by a process on another machine" in said
 
 
 def test_a_process_number_that_was_given_anew_is_not_taken_for_the_writer(tmp_path):

@@ -223,8 +223,8 @@ def test_no_command_imports_torch(accel):
         pytest.param(
             "device: fat-away\n", "device: 'fat-away' .*; did you mean 'far-away'", marks=asks_torch
         ),
-        ("launch: {node_rank: 4}\n", "accel.yaml:1:10: launch: node_rank 4 is none of 1 node"),
-        ("launch: {nodes: 2, node_rank: 2}\n", "node_rank 2 is none of 2 node.*; ranks are 0 to 1"),
+        ("launch: {node_rank: 4}\n", "accel.yaml:1:10: launch: node_rank is 4, but the ranks of 1 node"),
+        ("launch: {nodes: 2, node_rank: 2}\n", "node_rank is 2, but the ranks of 2 node.* are 0 to 1"),
         ("mixed_precision: BF16\n", "did you mean 'bf16'"),
         ("MIXED_PRECISION: bf16\n", "unknown key; did you mean 'mixed_precision'"),
         (

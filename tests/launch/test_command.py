@@ -238,7 +238,7 @@ def test_fewer_nodes_will_do_only_if_there_are_fewer_and_restarts(tmp_path, monk
 def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path):
     told = refused(tmp_path, "--dry-run", "--nodes", "2", "train.py")
 
-    assert "2 nodes were asked for, and no place to meet" in told
+    assert "2 nodes were asked for, without an address at which they meet" in told
 
 
 def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path):
@@ -307,7 +307,7 @@ def test_a_launcher_that_starts_a_world_of_another_size_trains_nothing(herd):
 
     assert ended.returncode == 1
     assert "trains" not in ended.stdout
-    assert "2 processes were asked for, and the launcher gave this one a world of 1" in ended.stderr
+    assert "2 processes were asked for, but the launcher started this one in a world of 1" in ended.stderr
 
 
 @pytest.mark.parametrize(("gives", "found"), [("None", "a NoneType"), ("[1]", "1 value(s)")])

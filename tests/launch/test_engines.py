@@ -93,7 +93,7 @@ def test_one_node_that_is_asked_for_among_several_that_are_given_is_an_error(sta
     ended = accel("launch", "--nodes", "1", "-n", "1", "train.py", environment=environment, cwd=tmp_path)
 
     assert ended.returncode == 1
-    assert "1 node was asked for (flag --nodes), and launcher pony has been given 2" in ended.stderr
+    assert "1 node was asked for (flag --nodes), but launcher pony has an allocation of 2" in ended.stderr
     assert not ended.stdout
 
 
@@ -194,7 +194,7 @@ def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
 
     assert ended.returncode == 2
     assert ended.stderr.startswith(
-        "accel: launcher auto starts workers here and now, and hands no job over\n"
+        "accel: launcher auto starts workers on this machine, and cannot submit a job\n"
     )
 
 

@@ -89,7 +89,7 @@ def test_the_host_that_is_left_ends_and_names_the_one_that_died(hosts, tmp_path,
     left = hosts[1 - lost]
     assert left.ends() in (1, 128 + signal.SIGABRT)  # gloo now and then aborts for want of a peer
     assert f"; node {lost} ({hosts[lost].name}) does not answer\n" in left.said()
-    assert "look whether its machine runs, and whether the network reaches it\n" in left.said()
+    assert "check that its machine is running, and that the network reaches it\n" in left.said()
 
 
 def test_a_cut_that_is_shorter_than_the_time_out_is_trained_through(hosts, tmp_path):

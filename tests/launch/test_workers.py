@@ -287,7 +287,7 @@ def test_a_mapped_file_that_was_cut_is_named(tmp_path):
     report = ended.stderr[ended.stderr.index("accel: rank") :]
     assert report.splitlines() == [
         "accel: rank 1 (local 1) was killed by SIGBUS",
-        f"a mapped file was cut: {tmp_path / 'weights'}, of 100000 bytes, has 10 now",
+        f"a mapped file was cut: {tmp_path / 'weights'} had 100000 bytes, and now has 10",
     ]
 
 

@@ -165,4 +165,4 @@ def joined_beside_a_sharded_model() -> list[str]:
 def test_models_of_several_strategies_join_only_if_each_strategy_can() -> None:
     for said in run_processes(joined_beside_a_sharded_model, world=2):
         for text in said:
-            assert text.startswith("strategy 'fsdp' cannot train on ranks that run out of batches apart")
+            assert text.startswith("strategy 'fsdp' cannot train where ranks run out of batches at")

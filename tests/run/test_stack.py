@@ -143,14 +143,15 @@ def test_a_device_type_that_torch_lacks_here_is_an_error():
 
 def test_several_processes_without_a_strategy_say_what_to_install():
     with pytest.raises(
-        ConfigError, match=r"auto found none for 2 processes\nin a clone of.*pip install ./backends/ddp$"
+        ConfigError,
+        match=r"auto found no strategy for 2 processes\nin a clone of.*pip install ./backends/ddp$",
     ):
         stack_of(native_and(), 2, device="cpu")
 
 
 def test_several_processes_where_only_a_shy_strategy_is_installed_say_to_name_it():
     with pytest.raises(
-        ConfigError, match=r"found none for 2 processes\nshy is installed .*: --strategy shy$"
+        ConfigError, match=r"found no strategy for 2 processes\nshy is installed .*: --strategy shy$"
     ):
         stack_of(native_and(record("shy", "strategy")), 2, device="cpu")
 

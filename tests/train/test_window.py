@@ -523,7 +523,7 @@ def test_accumulate_within_that_of_the_same_models_is_refused(accelerator_of, bo
     model = accelerator.prepare(net())
     inner = accelerator.accumulate(*([] if both else [model]))
     with (
-        pytest.raises(AccelError, match="entered within accumulate of the same models(.|\n)*once a micro"),
+        pytest.raises(AccelError, match="entered inside accumulate of the same models(.|\n)*once per micro"),
         accelerator.accumulate(model),
         inner,
     ):

@@ -69,13 +69,14 @@ def test_the_rule_may_be_the_users_and_take_nothing(rule):
 
 
 def test_a_rule_that_does_not_reduce_ends():
-    with pytest.raises(AccelError, match="tried 100\n"):
+    with pytest.raises(AccelError, match="tried: 100\n"):
         find_executable_batch_size(fits(75, []), 100, lambda size: size)()
 
 
 def test_the_error_says_what_was_tried():
     with pytest.raises(
-        AccelError, match=r"function fits with no batch size; tried 4, 2, 1\nOutOfMemoryError: "
+        AccelError,
+        match=r"function ran out of memory with each batch size that was tried: 4, 2, 1\nOutOfMemoryError: ",
     ):
         find_executable_batch_size(fits(0, []), starting_batch_size=4)()
 
@@ -180,7 +181,7 @@ def test_ranks_agree_on_the_smallest():
 
 @pytest.mark.together
 def test_ranks_that_fit_say_so_too_if_no_size_fits():
-    with pytest.raises(ProcessError, match="tried 16, 8, 4, 2, 1\n"):
+    with pytest.raises(ProcessError, match="tried: 16, 8, 4, 2, 1\n"):
         run_processes(agree, (16, 0))
 
 

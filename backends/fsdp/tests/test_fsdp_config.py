@@ -250,7 +250,7 @@ def apart_and_uneven(version: int) -> list[str]:
 def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version: int) -> None:
     for local, uneven in run_processes(apart_and_uneven, version):
         assert "does not offer 'local_sgd'" in local
-        assert "cannot train on ranks that run out of batches apart" in uneven
+        assert "cannot train where ranks run out of batches at" in uneven
 
 
 def left_over(version: int, trains: bool) -> tuple[int, str]:

@@ -313,7 +313,7 @@ def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):
     said = capsys.readouterr().err
 
     assert "save_state: weights are always written by safetensors" in said
-    assert "load_state: arguments for torch.load mean nothing here" in said
+    assert "load_state: arguments for torch.load have no effect" in said
 
 
 def test_a_pickled_accelerator_is_itself_in_its_process_and_an_error_where_it_is_not():

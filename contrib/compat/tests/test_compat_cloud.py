@@ -74,7 +74,7 @@ def test_the_image_wins_over_versions_as_in_accelerate(file):
 
 def test_a_kind_that_is_not_served_is_refused(file):
     with pytest.raises(
-        ConfigError, match="distributed_type MODEL_PARALLEL of a job of SageMaker is none of NO, D"
+        ConfigError, match="distributed_type MODEL_PARALLEL of a job of SageMaker is not one of NO, D"
     ):
         read_file(file("MODEL_PARALLEL"))
 
@@ -83,7 +83,7 @@ def test_a_place_that_is_none_is_refused(tmp_path):
     (tmp_path / "cloud.yaml").write_text("compute_environment: AZURE\n")
 
     with pytest.raises(
-        ConfigError, match="compute_environment AZURE is none of LOCAL_MACHINE, AMAZON_SAGEMAKER"
+        ConfigError, match="compute_environment AZURE is not one of LOCAL_MACHINE, AMAZON_SAGEMAKER"
     ):
         read_file(str(tmp_path / "cloud.yaml"))
 

@@ -86,5 +86,5 @@ def test_the_library_that_the_launcher_names_is_taken(monkeypatch):
     with pytest.raises(NotImplementedError, match="MS-AMP is no longer maintained"):
         Accelerator(cpu=True)
     monkeypatch.setenv("ACCELERATE_FP8_BACKEND", "tee")
-    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND: tee is none of ao, te, msamp"):
+    with pytest.raises(ValueError, match="ACCELERATE_FP8_BACKEND: tee is not one of ao, te, msamp"):
         Accelerator(cpu=True)

@@ -153,7 +153,7 @@ def test_each_flag_tells_workers_what_it_tells_them_there(tmp_path, monkeypatch)
 def test_a_strategy_that_is_not_chosen_tells_workers_nothing(capsys):
     told = launching.environment({"fsdp_version": "2", "megatron_lm_tp_degree": 2, "zero_stage": 3})
     assert [name for name in told if "FSDP" in name or "MEGATRON" in name or "ZERO" in name] == []
-    assert "fsdp_version is nothing without --use_fsdp" in capsys.readouterr().err
+    assert "fsdp_version has no effect without --use_fsdp" in capsys.readouterr().err
 
 
 def test_each_flag_is_explained():

@@ -142,7 +142,7 @@ def test_machines_share_out_the_processes(tmp_path):
 
 
 def test_processes_that_cannot_be_shared_out_are_refused():
-    with pytest.raises(ConfigError, match="num_processes 3 cannot be shared out to num_machines 2"):
+    with pytest.raises(ConfigError, match="num_processes 3 is not a multiple of num_machines 2"):
         command(parse(["--num_processes", "3", "--num_machines", "2", "train.py"], None))
 
 
@@ -190,8 +190,8 @@ def test_unknown_keys_of_a_section_are_refused_with_line_and_nearest_name(tmp_pa
         "fsdp_config: [1]": "fsdp_config is [1], not a section of keys and values",
         "dynamo_backend: INDUCTR": "dynamo_backend is 'INDUCTR', not one of no, eager,",
         "dynamo_config: {dynamo_mode: fast}": "dynamo_config.dynamo_mode is 'fast', not one of default,",
-        "debug: [": "no YAML: expected the node content",
-        "debug: true\ndebug: false": "debug stands in line 2 already",
+        "debug: [": "this is not YAML: expected the node content",
+        "debug: true\ndebug: false": "debug is given on line 2 already",
     }.items(),
 )
 def test_wrong_values_are_refused_with_key_and_line(tmp_path, line, wanted):

@@ -108,7 +108,7 @@ def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
     device, told = said(code, ours=True, environment=variable, processes=2)
 
     assert device == "cpu"
-    assert told == ["ACCELERATE_TORCH_DEVICE=cpu:3: the number is left out; several processes share none"]
+    assert told == ["ACCELERATE_TORCH_DEVICE=cpu:3: the number is ignored, as each process has its own"]
 
 
 @pytest.mark.parametrize(

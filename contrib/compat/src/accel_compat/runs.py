@@ -91,7 +91,7 @@ def _place(run: Run) -> None:
     if not number or run.device.type != kind:
         return
     if run.world.size > 1:
-        warn_once(f"ACCELERATE_TORCH_DEVICE={asked}: the number is left out; several processes share none")
+        warn_once(f"ACCELERATE_TORCH_DEVICE={asked}: the number is ignored, as each process has its own")
         return
     import torch
 
@@ -115,7 +115,7 @@ def pickle_by_reference(thing: object) -> tuple[Any, ...]:
 def _itself(name: str) -> Any:
     if name not in _pickled:
         raise AccelError(
-            "an Accelerator, or its dataloader, is unpickled where it is not: it lives in one process\n"
+            "an Accelerator, or its dataloader, was unpickled in another process than its own\n"
             "make an Accelerator there, or send accelerator.process_index or the dataset instead"
         )
     return _pickled[name]

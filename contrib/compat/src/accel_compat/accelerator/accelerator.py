@@ -104,7 +104,7 @@ class Accelerator(Stepping):
         if asked.core["split_batches"] and self.num_processes > 1:
             warn_once(
                 "Accelerator(split_batches=True) splits each batch among the processes; Accelerate ignores "
-                "it. Leave it out for Accelerate's numbers; it counts on both in a DataLoaderConfiguration"
+                "it. Leave it out for Accelerate's numbers; a DataLoaderConfiguration's has effect in both"
             )
 
     # -- the run ---------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
         by_te = plugin_status("fp8-torchao") != "available" and plugin_status("fp8-te") == "available"
         word = os.environ.get(BACKEND, "te" if by_te else "ao").lower()
         if word not in _BACKENDS:
-            raise ValueError(f"the variable {BACKEND}: {word} is none of {', '.join(_BACKENDS)}")
+            raise ValueError(f"the variable {BACKEND}: {word} is not one of {', '.join(_BACKENDS)}")
         handlers.append(_BACKENDS[word]())
     fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
     return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
@@ -218,7 +218,7 @@ def _accumulation(given: Mapping[str, Any]) -> Any:
         return None
     found = _steps_of_variable() or steps
     if found != steps:
-        warn_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}; that counts")
+        warn_once(f"gradient_accumulation_steps is {steps} in the program, {found} by {STEPS}, which is used")
     return GradientAccumulationPlugin(num_steps=found)
 
 

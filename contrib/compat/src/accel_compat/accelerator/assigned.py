@@ -156,7 +156,7 @@ class Assignable(States):
         scaled = [unit for unit in self.run.units if unit.scaler is not None]
         if value is not None and value.is_enabled() and not scaled:
             raise NotServedError(
-                "accelerator.scaler: losses of this run are not scaled, and an enabled scaler would have to\n"
+                "accelerator.scaler: losses of this run are not scaled, so an enabled scaler cannot be used\n"
                 'make it Accelerator(mixed_precision="fp16"), and assign the scaler after `prepare`'
             )
         for unit in scaled if value is not None else ():

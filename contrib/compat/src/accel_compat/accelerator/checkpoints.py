@@ -111,9 +111,7 @@ class States(Ranks):
         """
         options = _taken(save_model_func_kwargs, ("step", "wait"))
         if not safe_serialization or save_model_func_kwargs:
-            warn_once(
-                "save_state: weights are always written by safetensors; other arguments mean nothing here"
-            )
+            warn_once("save_state: weights are always written by safetensors; other arguments have no effect")
         self._tell_the_run()
         target = self._target(output_dir)
         _logger.info("Saving current state to %s", target)
@@ -250,7 +248,7 @@ class States(Ranks):
         """Restore it. Collective."""
         options = _taken(load_model_func_kwargs, ("strict",))
         if load_kwargs or load_model_func_kwargs:
-            warn_once("load_state: arguments for torch.load mean nothing here; no pickle is read")
+            warn_once("load_state: arguments for torch.load have no effect; no pickle is read")
         self._tell_the_run()
         project = self.project_configuration
         if input_dir is None and not project.automatic_checkpoint_naming:

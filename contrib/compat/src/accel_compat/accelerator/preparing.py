@@ -109,7 +109,7 @@ class Preparing(accel_core.Accelerator):
         if isinstance(thing, (AcceleratedOptimizer, AcceleratedScheduler)):
             return thing
         if kind is None:
-            warn_once(f"prepare: a {type(thing).__name__} is nothing to prepare; it comes back as it is")
+            warn_once(f"prepare does not take a {type(thing).__name__}; it is returned unchanged")
             return thing
         if isinstance(thing, torch.optim.Optimizer) and self._is_loose(thing, args):
             return self._handed_out(thing)

@@ -58,7 +58,7 @@ class Stepping(Assignable):
     def join_uneven_inputs(
         self, joinables: Sequence[Any], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Give a context in which ranks may run out of batches apart. All ranks.
+        """Give a context in which ranks may have unequally many batches. All ranks.
 
         Models that are not prepared are left out: they wait for no other rank.
         """

@@ -159,4 +159,4 @@ def use_run_accumulation(plugin: Any, steps: int | None) -> None:
         each.deepspeed_config |= {"gradient_accumulation_steps": "auto", "train_batch_size": "auto"}
         if found not in (None, "auto", steps):
             where = f"{found} in DeepSpeed's config, {steps} in Accelerator's"
-            warn_once(f"gradient_accumulation_steps is {where}; the latter counts")
+            warn_once(f"gradient_accumulation_steps is {where}; the latter is used")

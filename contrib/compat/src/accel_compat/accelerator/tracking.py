@@ -90,7 +90,7 @@ class Tracking(Preparing):
         known = self.run.trackers.names
         for name in options or ():
             if name not in known:
-                warn_once(f"{where}: what is for {name!r} is left out, because log_with does not name it")
+                warn_once(f"{where}: the entry for {name!r} is ignored, because log_with does not name it")
         return {name: each for name, each in (options or {}).items() if name in known}
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:

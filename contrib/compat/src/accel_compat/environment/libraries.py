@@ -22,7 +22,7 @@ from accel_core import install_hint
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a version, or that of an installed distribution, to another."""
     if operation not in STR_OPERATION_TO_FUNC:
-        raise ValueError(f"operation {operation!r} is none of {', '.join(STR_OPERATION_TO_FUNC)}")
+        raise ValueError(f"operation {operation!r} is not one of {', '.join(STR_OPERATION_TO_FUNC)}")
     if isinstance(library_or_version, str):
         library_or_version = parse(metadata.version(library_or_version))
     return bool(STR_OPERATION_TO_FUNC[operation](library_or_version, parse(requirement_version)))
@@ -30,8 +30,6 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare torch's version to another."""
-    import torch
-
     return compare_versions(parse(torch.__version__), operation, version)
 
 

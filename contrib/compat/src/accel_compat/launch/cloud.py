@@ -24,7 +24,9 @@ def is_cloud(settings: Mapping[str, Any]) -> bool:
     place = settings.get("compute_environment", ComputeEnvironment.LOCAL_MACHINE.value)
     places = [each.value for each in ComputeEnvironment]
     if place not in places:
-        raise ConfigError(f"compute_environment {place} is none of {', '.join(places)}\nchoose one of these")
+        raise ConfigError(
+            f"compute_environment {place} is not one of {', '.join(places)}\nchoose one of these"
+        )
     return bool(place == ComputeEnvironment.AMAZON_SAGEMAKER.value)
 
 
@@ -37,7 +39,7 @@ def kind_of(word: str) -> str:
     served = [SageMakerDistributedType.NO.value, SageMakerDistributedType.DATA_PARALLEL.value]
     if word not in served:
         raise ConfigError(
-            f"distributed_type {word} of a job of SageMaker is none of {', '.join(served)}\n"
+            f"distributed_type {word} of a job of SageMaker is not one of {', '.join(served)}\n"
             "choose DATA_PARALLEL; a strategy that divides the model is chosen in the script"
         )
     return word

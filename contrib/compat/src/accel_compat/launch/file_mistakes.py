@@ -40,11 +40,13 @@ def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
         mark = getattr(error, "problem_mark", None)
         where = file if mark is None else f"{file}:{mark.line + 1}"
         problem = getattr(error, "problem", None) or error
-        raise ConfigError(f"{where}: no YAML: {problem}\ncorrect the line") from error
+        raise ConfigError(f"{where}: this is not YAML: {problem}\ncorrect the line") from error
     lines: dict[str, int] = {}
     for path, line in _keys(node):
         if path in lines:
-            raise ConfigError(f"{file}:{line}: {path} stands in line {lines[path]} already\nkeep one of them")
+            raise ConfigError(
+                f"{file}:{line}: {path} is given on line {lines[path]} already\nkeep one of them"
+            )
         lines[path] = line
     return content, lines
 
@@ -77,7 +79,7 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
         elif name != "distributed_type" and (wanted := unmet(known[name], value)):
             wrong.append(f"{where}: {path} is {value!r}, not {wanted}")
         elif name in _OF_JSON and "deepspeed_config.deepspeed_config_file" in found:
-            wrong.append(f"{where}: {path} stands beside deepspeed_config_file; only that file may say it")
+            wrong.append(f"{where}: {path} is given beside deepspeed_config_file; give it in that file only")
     if wrong:
         raise ConfigError("\n".join([*wrong, "correct these lines, or take them out"]))
 

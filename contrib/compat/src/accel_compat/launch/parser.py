@@ -71,7 +71,7 @@ def launch_parser() -> argparse.ArgumentParser:
 def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     name = setting.name.replace("tpu_use_cluster", "tpu_cluster")
     spellings = dict.fromkeys((*_SPELLINGS.get(name, ()), f"--{name}", f"--{name.replace('_', '-')}"))
-    about = f"Means nothing here: {setting.reason}" if setting.reason else setting.help
+    about = f"Has no effect: {setting.reason}" if setting.reason else setting.help
     options: dict[str, Any] = {"metavar": "VALUE", "type": _KINDS.get(setting.kind, str)}
     if setting.kind == "switch":
         options = {"nargs": 0, "const": True}

@@ -125,7 +125,7 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
         settings[DISTRIBUTED_TYPES[kind]] = True
     elif kind not in NO_STRATEGY:
         types = ", ".join((*NO_STRATEGY, *DISTRIBUTED_TYPES))
-        raise ConfigError(f"distributed_type {kind} is none of {types}\nchoose one of these")
+        raise ConfigError(f"distributed_type {kind} is not one of {types}\nchoose one of these")
     if settings.pop("use_cpu", False):
         settings["cpu"] = True
     bare = [name for name in ("mixed_precision", "dynamo_backend") if settings.get(name) is False]

@@ -37,7 +37,7 @@ def subcommand_parser(
 def env_command_parser(subparsers: Any = None) -> ArgumentParser:
     """Make the parser of `env`."""
     parser = subcommand_parser(subparsers, "env", "Show what accel-core finds on this machine.", env_command)
-    parser.add_argument("--config_file", "--config-file", help="Means nothing here")
+    parser.add_argument("--config_file", "--config-file", help="Has no effect")
     return parser
 
 

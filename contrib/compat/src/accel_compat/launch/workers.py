@@ -82,8 +82,8 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
         count = int(settings["num_processes"])
         if count % nodes:
             raise ConfigError(
-                f"num_processes {count} cannot be shared out to num_machines {nodes}\n"
-                "let num_processes, which counts those of all machines, be a multiple of it"
+                f"num_processes {count} is not a multiple of num_machines {nodes}\n"
+                "give in num_processes the number of processes of all machines together"
             )
         yield from ("-n", str(count // nodes))
     if nodes > 1:
@@ -142,5 +142,5 @@ def _in_use(told: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]
             del left[name]
             if setting is not None and given.get(name, setting.default) != setting.default:
                 flag = "--mixed_precision fp8" if needed == "fp8" else f"--{needed}"
-                warn_once(f"{name} is nothing without {flag}, as in Accelerate")
+                warn_once(f"{name} has no effect without {flag}, as in Accelerate")
     return left

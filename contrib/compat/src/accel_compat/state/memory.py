@@ -64,7 +64,7 @@ def find_executable_batch_size(
         try:
             return _find(noting, size, reduce_batch_size_fn or _nine_tenths)(*args, **kwargs)
         except AccelError as error:
-            if "fits with no batch size" not in str(error):
+            if "ran out of memory with each batch size" not in str(error):
                 raise
             raise RuntimeError("No executable batch size found, reached zero.") from error
 

@@ -225,7 +225,7 @@ def broadcast_object_list(object_list: Any, from_process: int = 0) -> Any:
 def reduce(tensor: Any, reduction: str = "mean", scale: float = 1.0) -> Any:
     """Sum or mean over all ranks. Collective.
 
-    scale: as there, of XLA devices only.
+    scale: counts on XLA devices only, as in Accelerate.
     """
     return reduced_over(runs.newest(), tensor, reduction, scale)
 
