@@ -189,7 +189,7 @@ def test_sizes_that_do_not_fill_the_world_spell_every_factor():
 
 
 def test_experts_that_do_not_divide_are_named_with_their_number():
-    assert "blocks.0.1.experts has 4 experts, which is no multiple of it" in refusal({"ep": 3}, world=3)
+    assert "blocks.0.1.experts has 4 experts, which is not a multiple of it" in refusal({"ep": 3}, world=3)
 
 
 def test_modules_that_do_not_exist_are_named_with_near_ones():
@@ -202,7 +202,7 @@ def test_a_list_of_experts_is_refused():
 
 
 def test_what_is_no_stack_of_experts_is_refused():
-    assert "experts has bias of shape (8,), and is no stack" in refusal({"ep": 2}, "dense")
+    assert "experts has bias of shape (8,), and is not a stack" in refusal({"ep": 2}, "dense")
 
 
 def test_a_call_of_another_kind_is_refused_with_its_shapes():

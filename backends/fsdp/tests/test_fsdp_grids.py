@@ -191,7 +191,7 @@ def test_sizes_that_do_not_fill_the_world_spell_every_factor():
 
 def test_a_weight_that_does_not_divide_is_named_with_its_shape():
     text = refusal({"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
-    assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is no multiple" in text
+    assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is not a multiple" in text
     assert "tensor-parallel.tp_size 3" in text
 
 
@@ -206,7 +206,7 @@ def test_a_model_without_a_plan_is_refused():
 
 def test_an_unknown_style_names_those_there_are():
     text = refusal({"tp": 2}, {"blocks.*.up": "colwide"})
-    assert "'colwide' for blocks.0.up is no style" in text
+    assert "'colwide' for blocks.0.up is not a known style" in text
     assert "colwise_rep" in text
 
 

@@ -173,7 +173,7 @@ def test_weights_are_gathered_in_float8_only_where_a_strategy_does_so() -> None:
 
 
 def test_a_pattern_that_is_none_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"fp8_torchao.skip: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"fp8_torchao.skip: '\(' is not a regular expression"):
         Float8Config(skip="(")
 
 

@@ -107,7 +107,7 @@ def test_options_that_contradict_each_other_are_refused() -> None:
         TransformerEngineConfig(recipe="current", margin=1)
     with pytest.raises(ValueError, match=r"te_recipe is given, and beside it margin"):
         TransformerEngineConfig(te_recipe=te_recipes.DelayedScaling(), margin=1)
-    with pytest.raises(ValueError, match=r"fp8_te.skip: '\(' is no regular expression"):
+    with pytest.raises(ValueError, match=r"fp8_te.skip: '\(' is not a regular expression"):
         TransformerEngineConfig(skip="(")
 
 

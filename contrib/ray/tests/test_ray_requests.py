@@ -110,7 +110,7 @@ def test_inside_of_a_job_the_config_is_named_in_the_folder_that_was_sent(monkeyp
     [
         (RayConfig(address="head:6379"), "head:6379 is not the address of a job server of Ray\nname it with"),
         (RayConfig(address="http://127.0.0.1:1"), "the job server of Ray at http://127.0.0.1:1 did not take"),
-        (RayConfig(working_dir="no/such"), "ray.working_dir no/such is no folder\nname another"),
+        (RayConfig(working_dir="no/such"), "ray.working_dir no/such is not a folder\nname another"),
     ],
     ids=["cluster", "nobody", "folder"],
 )

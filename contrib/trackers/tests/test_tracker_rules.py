@@ -145,7 +145,7 @@ def test_what_is_no_number_and_no_text_is_left_out_with_a_word(notes, caplog):
         tracker.log({"x": 1, "weights": torch.zeros(3)}, step, {})
 
     assert tracker.library.told[1::2] == [(0, {"x": 1}), (1, {"x": 1})]
-    assert warnings(caplog) == ["notes: 'weights' is a Tensor, which is no number or text: left out"]
+    assert warnings(caplog) == ["notes: 'weights' is a Tensor, which is neither a number nor text: left out"]
 
 
 def test_nothing_is_logged_to_a_run_that_has_ended(notes):

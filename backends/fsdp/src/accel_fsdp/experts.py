@@ -78,12 +78,12 @@ def _count(name: str, module: nn.Module, ranks: int) -> int:
     if odd is not None or not experts:
         found = f"{odd} of shape {shapes[odd]}" if odd else "no weights"
         raise ConfigError(
-            f"fsdp.ep_modules: {name} has {found}, and is no stack of {experts} experts\n"
+            f"fsdp.ep_modules: {name} has {found}, and is not a stack of {experts} experts\n"
             "name modules whose parameters all have one expert after the other along their first dimension"
         )
     if experts % ranks:
         raise ConfigError(
-            f"fsdp.ep_size {ranks}: {name} has {experts} experts, which is no multiple of it\n"
+            f"fsdp.ep_size {ranks}: {name} has {experts} experts, which is not a multiple of it\n"
             f"choose a divisor of {experts}"
         )
     return experts

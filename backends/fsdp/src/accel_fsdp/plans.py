@@ -135,7 +135,7 @@ def _planned(name: str, module: nn.Module, asked: Any, size: int, *, loss_parall
     known = {"style": ("colwise", "rowwise", "sequence", "gather"), "input": LAYOUTS, "output": LAYOUTS}
     if not isinstance(parts, Mapping) or any(parts[key] not in known.get(key, ()) for key in parts):
         raise ConfigError(
-            f"{OPTION}: {asked!r} for {name} is no style that is known here\n"
+            f"{OPTION}: {asked!r} for {name} is not a known style\n"
             f"choose among {', '.join(WORDS)}; a mapping {{style: colwise, input: sequence, output: whole}}"
             f" of the layouts {', '.join(LAYOUTS)}; an object of torch.distributed.tensor.parallel; or null,"
             f" which leaves it whole: {OPTION}: {{{name}: null}}"
@@ -173,7 +173,7 @@ def _refuse_uneven(name: str, module: nn.Module, style: ParallelStyle, size: int
         if tensor is not None and tensor.shape[dim] % size:
             raise ConfigError(
                 f"{name}.{key} of shape {tuple(tensor.shape)} is split along dimension {dim}, and"
-                f" {tensor.shape[dim]} is no multiple of tensor-parallel.tp_size {size}\n"
+                f" {tensor.shape[dim]} is not a multiple of tensor-parallel.tp_size {size}\n"
                 f"choose a tp_size that divides it, or leave it whole: {OPTION}: {{{name}: null}}"
             )
 

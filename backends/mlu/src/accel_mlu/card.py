@@ -59,7 +59,7 @@ def device_count() -> int:
     if visible is None:
         return there
     count = 0
-    for entry in map(str.strip, visible.split(",")):  # the first entry that is no MLU ends the list
+    for entry in map(str.strip, visible.split(",")):  # the first entry that is not an MLU ends the list
         if not entry.isdecimal() or int(entry) >= there:
             break
         count += 1

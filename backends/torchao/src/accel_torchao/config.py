@@ -57,9 +57,9 @@ class Float8Config(KwargsHandler):
             try:
                 re.compile(getattr(self, name) or "")
             except re.error as error:
-                value = getattr(self, name)
                 raise ValueError(
-                    f"fp8_torchao.{name}: {value!r} is no regular expression: {error}\nescape it, or mend it"
+                    f"fp8_torchao.{name}: {getattr(self, name)!r} is not a regular expression: {error}\n"
+                    "escape it, or fix it"
                 ) from None
 
     @property

@@ -162,7 +162,7 @@ def _config(scheme: Any) -> Any:
     if not isinstance(scheme, str):
         return scheme
     if scheme not in SCHEMES:
-        raise ConfigError(f"quantize: {scheme!r} is no scheme\nchoose among {', '.join(SCHEMES)}")
+        raise ConfigError(f"quantize: {scheme!r} is not a scheme\nchoose among {', '.join(SCHEMES)}")
     library, dtypes = _library(), vars(torch)  # torch's own stubs lack int4
     if scheme == "int4":
         return library.IntxWeightOnlyConfig(weight_dtype=dtypes["int4"])

@@ -80,7 +80,7 @@ class TransformerEngineConfig(KwargsHandler):
                 re.compile(pattern or "")
             except re.error as error:
                 raise ValueError(
-                    f"fp8_te.{name}: {pattern!r} is no regular expression: {error}\nescape it, or mend it"
+                    f"fp8_te.{name}: {pattern!r} is not a regular expression: {error}\nescape it, or fix it"
                 ) from None
 
     @property

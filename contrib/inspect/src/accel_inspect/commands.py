@@ -52,7 +52,7 @@ def _failing_with(code: int, call: Callable[[], int]) -> int:
 def _print(lines: Iterable[str]) -> None:
     """Print lines, what would move the cursor in names as escapes.
 
-    A reader that has read enough, such as `head`, is no error.
+    A reader that has read enough, such as `head`, is not an error.
     """
     text = "\n".join(
         "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in line)

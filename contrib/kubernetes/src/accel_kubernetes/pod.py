@@ -40,7 +40,7 @@ class Pod:
         """Return the pod around this process; None outside of a job of pods.
 
         Raises:
-            LaunchError: some variables of such a pod are there, and others are not, or are no numbers.
+            LaunchError: some variables of such a pod are there, and others are not, or are not numbers.
         """
         if "KUBERNETES_SERVICE_HOST" not in variables or NODES not in variables:
             return None

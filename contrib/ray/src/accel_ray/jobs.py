@@ -90,7 +90,7 @@ def sent_folder(config: RayConfig) -> Path | None:
     if config.working_dir is None:
         return None
     if not Path(config.working_dir).is_dir():
-        raise LaunchError(f"ray.working_dir {config.working_dir} is no folder\nname another")
+        raise LaunchError(f"ray.working_dir {config.working_dir} is not a folder\nname another")
     return Path(config.working_dir).absolute()
 
 

@@ -50,7 +50,7 @@ class Step:
         """Return the step around this process; None outside of a step.
 
         Raises:
-            LaunchError: some variables of a step are there, and others are not, or are no numbers.
+            LaunchError: some variables of a step are there, and others are not, or are not numbers.
         """
         if "SLURM_JOB_ID" not in variables or "SLURM_STEP_NODELIST" not in variables:
             return None

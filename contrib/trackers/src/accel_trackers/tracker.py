@@ -86,7 +86,9 @@ class LibraryTracker:
             if isinstance(value, (Number, str)):
                 taken[name] = value
             elif value is not None:
-                self._warn(f"{name!r} is a {type(value).__qualname__}, which is no number or text: left out")
+                self._warn(
+                    f"{name!r} is a {type(value).__qualname__}, which is neither a number nor text: left out"
+                )
         if taken and self._ready():
             self._log(taken, step, options)
 
