@@ -231,7 +231,8 @@ def test_nodes_of_two_jobs_meet_their_own_node_0_though_all_knock_at_the_same_do
     monkeypatch.setattr(
         "accel_core.launch.meeting.random.Random", lambda _: type("Same", (), {"sample": lambda *_: DOORS})()
     )
-    ports = {name: agree_on_port("127.0.0.1", name, 20, serves=True) for name in ("job a", "job b")}
+    names = [f"{job} of {os.getpid()}" for job in "ab"]  # another test run on this machine has its own
+    ports = {name: agree_on_port("127.0.0.1", name, 20, serves=True) for name in names}
     found: dict[str, int] = {}
     nodes = [
         threading.Thread(
@@ -251,7 +252,8 @@ DOORS = [20_000 + (os.getpid() * 7 + step) % 12_000 for step in range(8)]
 
 
 def test_the_greeting_of_another_service_is_no_answer():
-    doors = random.Random("greeted").sample(PORTS, 8)
+    name = f"greeted {os.getpid()}"  # another test run on this machine has its own
+    doors = random.Random(name).sample(PORTS, 8)
     service = next(taken for number in doors if (taken := _listening(number)))
 
     def greet() -> None:
@@ -261,9 +263,9 @@ def test_the_greeting_of_another_service_is_no_answer():
             caller.close()
 
     threading.Thread(target=greet, daemon=True).start()
-    port = agree_on_port("127.0.0.1", "greeted", 20, serves=True)
+    port = agree_on_port("127.0.0.1", name, 20, serves=True)
 
-    assert agree_on_port("127.0.0.1", "greeted", 20, serves=False) == port
+    assert agree_on_port("127.0.0.1", name, 20, serves=False) == port
 
 
 def _listening(number: int) -> socket.socket | None:
@@ -271,6 +273,7 @@ def _listening(number: int) -> socket.socket | None:
     try:
         service.bind(("", number))
     except OSError:
+        service.close()
         return None
     service.listen()
     return service
