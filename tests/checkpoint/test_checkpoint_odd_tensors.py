@@ -165,6 +165,7 @@ def test_large_tensors_of_keys_that_read_alike_are_kept_apart(accelerator, tmp_p
     assert (keeper.held["a.b"].sum(), keeper.held["a"]["b"].sum()) == (20000, 0)
 
 
+@pytest.mark.filterwarnings("ignore:Converting a tensor with requires_grad")  # LBFGS of torch 2.8
 def test_a_loop_with_a_closure_may_save_after_its_step(accelerator, tmp_path):
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.LBFGS(model.parameters()))

@@ -17,6 +17,11 @@ from accel_testing.simulated import write_distribution
 
 WAYS = [("whole", 1), ("whole", 2), ("shards", 2), ("shards", 3), ("tensor", 2), ("flat", 1), ("flat", 3)]
 
+NEEDS_MEANS = pytest.mark.skipif(
+    torch.__version__ < "2.9",  # torch compares its releases by their numbers
+    reason="fully_shard asks gloo for means and gets sums: pytorch#162338",
+)
+
 
 @pytest.fixture(autouse=True)
 def toys(tmp_path, monkeypatch):
@@ -43,11 +48,13 @@ def check_all_pairs(folder, optimizer, ways, exact=1e-6):
                 assert found == pytest.approx(expected[saved], abs=exact), f"{saved} -> {how}-{world}"
 
 
+@NEEDS_MEANS
 def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path):
     ways = {1: ["whole", "flat"], 2: ["whole", "shards", "tensor", "stages"], 3: ["shards", "flat", "stages"]}
     check_all_pairs(tmp_path, "SGD", ways)
 
 
+@NEEDS_MEANS
 @pytest.mark.parametrize(("optimizer", "exact"), [("AdamW", 1e-6), ("Muon", 1e-3)])  # Muon rounds to bf16
 def test_optimizers_of_dtensors(tmp_path, optimizer, exact):
     check_all_pairs(tmp_path, optimizer, {1: ["whole"], 2: ["shards"], 3: ["shards"]}, exact)
