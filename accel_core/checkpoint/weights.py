@@ -123,7 +123,7 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     unit = run.unit_of_model(model)
     if unit is None:
         unit = run.make_unit("unprepared", "single")
-        unit.add_models([model], [model])
+        unit.add_models([model])
         unit.wrapped.append(model)
     unit.drop_cut_ties()
     pairs = zip(unit.models, unit.wrapped, strict=True)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from attrs import define, field, frozen
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
 
     import torch
@@ -248,16 +248,14 @@ class Unit:
 
     # -- while it is prepared ---------------------------------------------------------------------
 
-    def add_models(
-        self, originals: Sequence[nn.Module], inner: Iterable[nn.Module]
-    ) -> dict[int, list[PartName]]:
+    def add_models(self, originals: Sequence[nn.Module]) -> dict[int, list[PartName]]:
         """Add models that are not wrapped yet; return the number and names of each.
 
         Tied weights are found again.
         """
         first = len(self.models)
         self.given.extend(originals)
-        self.models.extend(inner)
+        self.models.extend(map(inside, originals))
         if originals:
             self.record_aliases()
         return {
@@ -270,7 +268,7 @@ class Unit:
 
         Its parameters keep those names.
         """
-        self.models[number] = model
+        self.models[number] = model = inside(model)
         users: dict[int, list[str]] = {}
         for _, name, part in names:
             users.setdefault(id(part), []).append(name)
@@ -342,6 +340,12 @@ class Unit:
         renamed = self.renamed.get(self.models[number], {})
         name = renamed[name] if name in renamed else own_name(self.models[number], name)
         return name if len(self.models) == 1 else f"{number}.{name}"
+
+
+def inside(model: nn.Module) -> nn.Module:
+    """Return the module inside `torch.compile(model)`; any other as it is."""
+    compiled = type(model).__module__.startswith("torch._dynamo.")
+    return model._modules["_orig_mod"] or model if compiled else model
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:

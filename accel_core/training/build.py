@@ -11,7 +11,6 @@ from accel_core.distributed.progress import show_progress
 from accel_core.distributed.streams import fork, forward_context
 from accel_core.errors import AccelError
 from accel_core.training.autocast import attach
-from accel_core.training.compile import inside
 from accel_core.training.gradients import attach_gradient_transforms
 from accel_core.training.prior_state import carry
 
@@ -53,7 +52,7 @@ def _build(unit: Unit, group: UnitGroup, plan: PreparePlan) -> None:
     hooks, parameters = unit.hooks, unit.run.parameters
     for other in group.units[1:]:
         unit.merge(other)
-    before = unit.add_models(group.models, map(inside, group.models))
+    before = unit.add_models(group.models)
     original = dict(unit.all_names())
     unit.optimizers.extend(group.optimizers)
     if hooks.step("prepare_unit") is not None:
@@ -94,7 +93,7 @@ def _build_whole(
     )
     unit.configure(hooks.complete(unit.run.configs[unit.strategy], unit, loaders))
     for number, names in before.items():
-        unit.replace_model(number, inside(_transform(unit, unit.given[number])), names)
+        unit.replace_model(number, _transform(unit, unit.given[number]), names)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer)
     hooks.prepare_unit(unit, loaders)
@@ -124,12 +123,13 @@ def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
     """After wrapping: the last phase, the module inside, its names, its autocast."""
     hooks, run = unit.hooks, unit.run
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
-    inner = inside(hooks.unwrap_model(unit, wrapped, True))
-    unit.replace_model(number, inner, before)
+    unit.replace_model(number, hooks.unwrap_model(unit, wrapped, True), before)
     attach_gradient_transforms(unit, number)
     unit.use_stream(unit.stream or fork(unit))
     context = forward_context(unit, hooks.autocast(unit))
-    detach = attach(inner, context, run.device.type, outputs_to_fp32=run.config.autocast.outputs_to_fp32)
+    detach = attach(
+        unit.models[number], context, run.device.type, outputs_to_fp32=run.config.autocast.outputs_to_fp32
+    )
     if detach is not None:
         unit.detach.append(detach)
 

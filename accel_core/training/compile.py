@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from accel_core.contract.unit import inside
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.progress import show_progress
 
@@ -76,12 +77,6 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
         return module._call_impl(*args, **kwargs)
 
     return call
-
-
-def inside(model: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile(model)`; any other as it is."""
-    compiled = type(model).__module__.startswith("torch._dynamo.")
-    return model._modules["_orig_mod"] or model if compiled else model
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
