@@ -100,10 +100,8 @@ def image_models(folder: Path) -> None:
 def diffusion_models(folder: Path) -> None:
     import diffusers as df
 
-    words = {f"{word}</w>": n for n, word in enumerate([*WORDS, *PUNCTUATION])}
-    pieces = words | {word: len(words) + n for n, word in enumerate([*PUNCTUATION, *SPECIAL])}
-    for word in ("<|startoftext|>", "<|endoftext|>"):
-        pieces[word] = max(pieces.values()) + 1
+    words = [f"{word}</w>" for word in (*WORDS, *PUNCTUATION)]
+    pieces = {piece: n for n, piece in enumerate(dict.fromkeys([*words, *PUNCTUATION, *SPECIAL]))}
     parts = folder / "tiny-sd-tokenizer"
     parts.mkdir(exist_ok=True)
     parts.joinpath("vocab.json").write_text(json.dumps(pieces))
@@ -115,7 +113,7 @@ def diffusion_models(folder: Path) -> None:
     begin, end = pieces["<|startoftext|>"], pieces["<|endoftext|>"]
     ends = {"bos_token_id": begin, "eos_token_id": end, "pad_token_id": end}
     text = tf.CLIPTextConfig(
-        vocab_size=max(pieces.values()) + 1, max_position_embeddings=16, **SMALL, **ends, projection_dim=16
+        vocab_size=len(pieces), max_position_embeddings=16, **SMALL, **ends, projection_dim=16
     )
     blocks = {"block_out_channels": (8, 8), "layers_per_block": 1, "norm_num_groups": 4}
     unet = df.UNet2DConditionModel(
@@ -130,8 +128,28 @@ def diffusion_models(folder: Path) -> None:
     df.UNet2DModel(sample_size=16, **plain, **blocks).save_config(folder / "tiny-unet")
     kinds = {"down_block_types": ["DownEncoderBlock2D"] * 2, "up_block_types": ["UpDecoderBlock2D"] * 2}
     vae = df.AutoencoderKL(latent_channels=4, sample_size=16, **kinds, **blocks)
+    diffusion_pipeline(unet, vae, text, clip).save_pretrained(folder / "tiny-sd")
+    # kohya's trainers have a network of their own: four blocks of two layers, and groups of 32 channels.
+    wide = {"block_out_channels": (32,) * 4, "norm_num_groups": 32}
+    unet = df.UNet2DConditionModel(sample_size=8, cross_attention_dim=16, attention_head_dim=2, **wide)
+    vae = df.AutoencoderKL(
+        latent_channels=4,
+        sample_size=64,
+        down_block_types=["DownEncoderBlock2D"] * 4,
+        up_block_types=["UpDecoderBlock2D"] * 4,
+        block_out_channels=(8,) * 4,
+        layers_per_block=1,
+        norm_num_groups=4,
+    )
+    diffusion_pipeline(unet, vae, text, clip).save_pretrained(folder / "kohya-sd")
+    clip.save_pretrained(folder / "openai/clip-vit-large-patch14")
+
+
+def diffusion_pipeline(unet: Any, vae: Any, text: Any, clip: Any) -> Any:
+    import diffusers as df
+
     beta = {"beta_start": 0.00085, "beta_end": 0.012, "beta_schedule": "scaled_linear"}
-    df.StableDiffusionPipeline(
+    return df.StableDiffusionPipeline(
         vae=vae,
         text_encoder=tf.CLIPTextModel(text),
         tokenizer=clip,
@@ -140,7 +158,7 @@ def diffusion_models(folder: Path) -> None:
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
-    ).save_pretrained(folder / "tiny-sd")
+    )
 
 
 def text_data(folder: Path) -> None:
@@ -177,7 +195,9 @@ def text_data(folder: Path) -> None:
     jsonl(data / "swag.json", 40, row_of_choices)
     data.joinpath("qa.json").write_text(json.dumps({"data": [row_of_question(n) for n in range(40)]}))
     for name, row in {"sft": {"text": 20}, "prompts": {"prompt": 5}}.items():
-        jsonl(data / name / "train.jsonl", 48, lambda n, row=row: {k: sentence(v) for k, v in row.items()})
+        for split in ("train", "test"):
+            path = data / name / f"{split}.jsonl"
+            jsonl(path, 48, lambda n, row=row: {k: sentence(v) for k, v in row.items()})
     preference = {"prompt": 5, "chosen": 9, "rejected": 7}
     jsonl(data / "preference/train.jsonl", 48, lambda n: {k: sentence(v) for k, v in preference.items()})
     kto = {"prompt": 5, "completion": 9}
@@ -223,6 +243,8 @@ def image_data(folder: Path) -> None:
         picture(folder / "classes/validation" / ("cat", "dog")[n % 2] / f"{n}.png")
     for n in range(100):
         picture(folder / "instance" / f"{n}.png", size=16)
+    for n in range(8):
+        picture(folder / "subjects/2_cat" / f"{n}.png", size=64)
     captions = []
     for n in range(12):
         picture(folder / "captions/train" / f"{n}.png")

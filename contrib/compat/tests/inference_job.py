@@ -15,19 +15,25 @@ from accel_compat.configs import translation  # noqa: E402
 from accel_core import PluginError  # noqa: E402
 
 
+class Cache:
+    """No tensor: transformers' decoders return such objects."""
+
+
 class Net(nn.Module):
     """Numbers (B, 4) and a mask (B, 1) -> {"out": (B, 3)}."""
 
-    def __init__(self) -> None:
+    def __init__(self, cached: bool = False) -> None:
         super().__init__()
         torch.manual_seed(0)
+        self.cached = cached
         self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
         self.head = nn.Linear(4, 3)
 
     def forward(self, x, mask=None):
         for block in self.blocks:
             x = block(x).relu()
-        return {"out": self.head(x) * (1 if mask is None else mask)}
+        out = {"out": self.head(x) * (1 if mask is None else mask)}
+        return out | {"past_key_values": Cache()} if self.cached else out
 
 
 def inputs(rows: int) -> dict[str, torch.Tensor]:
@@ -48,6 +54,12 @@ def staged(
         out = model(given["x"], mask=given["mask"]) if state.is_main_process else model()
         seen.append(None if out is None else out["out"])
     return model.hf_split_points, seen
+
+
+def with_a_cache() -> list[str]:
+    state = PartialState(cpu=True)
+    model = prepare_pippy(Net(cached=True).eval(), ["blocks.2"], gather_output=True)
+    return list(model(inputs(4)["x"]) if state.is_main_process else model())
 
 
 def by_hand(points, gather: bool, rows: int, chunks: int) -> torch.Tensor | None:

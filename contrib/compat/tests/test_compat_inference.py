@@ -6,7 +6,7 @@ import pytest
 import torch
 from accelerate import prepare_pippy
 from accelerate.inference import build_pipeline, find_pippy_batch_size, pippy_forward
-from inference_job import Net, by_hand, inputs, staged, without_a_pipeline
+from inference_job import Net, by_hand, inputs, staged, with_a_cache, without_a_pipeline
 from peers import needs_accelerate, said
 
 from accel_testing import run_processes
@@ -37,6 +37,12 @@ def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather):
 
     torch.testing.assert_close(last, want)
     assert (first is not None) == gather
+
+
+def test_a_cache_is_left_out_of_the_output():
+    pytest.importorskip("accel_fsdp")
+
+    assert run_processes(with_a_cache, world=2) == [["out"]] * 2
 
 
 def test_one_process_has_the_model_as_it_is():

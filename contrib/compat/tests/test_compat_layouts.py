@@ -27,6 +27,7 @@ accelerator = Accelerator(cpu=True, parallelism_config=mesh, fsdp_plugin=fsdp)
 torch.manual_seed(0)
 sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "intermediate_size": 64}
 model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+SPLIT
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 ids = torch.randint(0, 64, (16, 16), generator=torch.Generator().manual_seed(1))
 loader = torch.utils.data.DataLoader(ids, batch_size=8 // mesh.data_parallel_size)
@@ -43,9 +44,11 @@ for _ in range(2):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        mean = loss.detach() / accelerator.num_processes
-        if accelerator.use_distributed:
-            torch.distributed.all_reduce(mean)
+        mean = loss.detach().clone()
+        if mesh.dp_cp_dim_names:  # the ranks with other samples or tokens
+            group = accelerator.torch_device_mesh["dp_cp"].get_group()
+            torch.distributed.all_reduce(mean, torch.distributed.ReduceOp.SUM, group)
+            mean /= group.size()
         losses.append(mean.item())
 if accelerator.is_main_process:
     dims = accelerator.torch_device_mesh
@@ -53,8 +56,26 @@ if accelerator.is_main_process:
 """
 
 
-def llama(processes: int, **sizes: int) -> list:
-    return said(LLAMA.replace("SIZES", repr(sizes)), ours=True, processes=processes)
+BY_TRANSFORMERS = """
+import os
+folder = os.environ["PYTEST_TMP"]
+if accelerator.is_main_process:
+    model.save_pretrained(folder)
+accelerator.wait_for_everyone()
+model = LlamaForCausalLM.from_pretrained(folder, tp_plan="auto", tp_size=2)
+"""
+BY_TORCH = """
+from torch.distributed.tensor import parallel
+plan = {name: parallel.ColwiseParallel() for name in ("gate_proj", "up_proj")}
+plan["down_proj"] = parallel.RowwiseParallel()
+for layer in model.model.layers:
+    parallel.parallelize_module(layer.mlp, accelerator.torch_device_mesh["tp"], plan)
+"""
+
+
+def llama(processes: int, split: str = "", **sizes: int) -> list:
+    code = LLAMA.replace("SIZES", repr(sizes)).replace("SPLIT", split)
+    return said(code, ours=True, processes=processes)
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +105,23 @@ def test_a_mesh_trains_with_the_losses_of_one_process(
 
     assert found == kind
     assert losses == pytest.approx(alone, rel=1e-4)
-    assert {name.removesuffix("_size") for name in sizes} <= set(dims or ["dp_replicate"])
+    assert {name.removesuffix("_size") for name in sizes} <= set(dims)
+
+
+@needs["accel_fsdp"]
+@needs["transformers"]
+@pytest.mark.parametrize(
+    ("processes", "split", "sizes"),
+    [(2, BY_TRANSFORMERS, {}), (2, BY_TORCH, {}), (4, BY_TORCH, {"dp_shard_size": 2})],
+    ids=["transformers", "torch", "torch, sharded"],
+)
+def test_a_model_that_the_program_splits_itself_trains_with_the_losses_of_one_process(
+    tmp_path: Path, monkeypatch, alone, processes, split, sizes
+):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    losses, *_ = llama(processes, split=split, tp_size=2, **sizes)
+
+    assert losses == pytest.approx(alone, rel=1e-4)
 
 
 TWO = """

@@ -67,6 +67,8 @@ class TensorParallel:
         if phase != "parallelize" or unit.mesh is None or size == 1:
             return model
         mesh, config = unit.mesh.device_mesh["tp"], self.config
+        if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            return self._accept(model, mesh)
         plan = plan_of(model, config.parallelize_plan, size, loss_parallel=config.loss_parallel)
         _draw_without_agreement(mesh)
         ties = _ties(model)
@@ -78,6 +80,28 @@ class TensorParallel:
                 planned.module.register_forward_hook(self._whole_without_gradient)
         for (module, key), first in ties.items():
             module._parameters[key] = first[0]._parameters[first[1]]
+        model.register_forward_hook(_give_no_views)
+        return model
+
+    def _accept(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+        """Keep a model as the program split it, by `tp_plan="auto"` for example.
+
+        Collective.
+        """
+        name, option = type(model).__name__, "tensor-parallel.parallelize_plan"
+        if self.config.parallelize_plan or self.config.loss_parallel:
+            option = option if self.config.parallelize_plan else "tensor-parallel.loss_parallel"
+            raise AccelError(
+                f"{option} is set, but this {name} is split already, by the program\n"
+                "leave out one of the two: the option, or what splits the model before prepare"
+            )
+        for key, parameter in model.named_parameters():
+            if isinstance(parameter, DTensor) and parameter.device_mesh != mesh:
+                raise AccelError(
+                    f"{key} of this {name} is split over {parameter.device_mesh}, not over the run's {mesh}\n"
+                    "split the model over accelerator.run.mesh.device_mesh['tp']"
+                )
+        _agree(model, mesh.get_group())
         model.register_forward_hook(_give_no_views)
         return model
 
@@ -151,7 +175,7 @@ def _draw_without_agreement(mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def _agree(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """All ranks begin with what the first has; each then keeps its part."""
+    """Give all ranks what the first has, but for parts that they hold."""
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.is_meta:
+        if not tensor.is_meta and not isinstance(tensor, DTensor):
             dist.broadcast(tensor, group=group, group_src=0)

@@ -84,6 +84,13 @@ class Accelerator(Stepping):
         self._save_model_state_pre_hook = OrderedDict()
         self._load_model_state_pre_hook = OrderedDict()
 
+    def _lay_out(self, sizes: Any) -> Any:
+        """Return torch's mesh, with the names of a ParallelismConfig. Collective."""
+        mesh = self.run.mesh and self.run.mesh.device_mesh
+        if sizes is not None:
+            sizes.device_mesh = sizes.name_joint(mesh) if mesh else sizes.build_device_mesh(self.device.type)
+        return mesh if sizes is None else sizes.device_mesh
+
     def _record_states(self, asked: Asked) -> None:
         """Let the process-wide states say what this Accelerator found."""
         PartialState._reset_state()
@@ -95,7 +102,7 @@ class Accelerator(Stepping):
             deepspeed_plugin=asked.deepspeed,
             _from_accelerator=True,
         )
-        self.state.device_mesh = self.torch_device_mesh
+        self.state.device_mesh = self._lay_out(asked.kept.get("parallelism_config"))
         steps = self.run.accumulation_steps
         GradientState()
         self.gradient_state = GradientState.of(self.run)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from attrs import evolve
 from torch.utils.hooks import RemovableHandle
 
+import accel_core
 from accel_compat.accelerator import rank_files as _rank_states
 from accel_compat.accelerator.ranks import Ranks
 from accel_compat.configs.enums import DistributedType
@@ -23,7 +24,7 @@ from accel_compat.configs.translation import field_names
 from accel_compat.notices import warn_once
 from accel_compat.state.output import get_logger
 from accel_compat.unsupported import NotServedError
-from accel_core import CheckpointError, CheckpointFiles
+from accel_core import CheckpointError
 
 _logger = get_logger("accelerate.accelerator")
 _PATIENCE_SECONDS = 600.0
@@ -280,7 +281,7 @@ class States(Ranks):
             raise NoStateError(text, path=str(input_dir)) from error
         finally:
             self.run.keep_apart(self._apart)
-        self._count = int(CheckpointFiles.open(loaded).manifest.members["step"] or 0)
+        self._count = int(accel_core.CheckpointFiles.open(loaded).manifest.members["step"] or 0)
         project.iteration = self.run.checkpoints.series.next_number
         if self._saves_alone(loaded) and isinstance(loaded, Path):
             _rank_states.read(self.run, loaded)

@@ -74,8 +74,9 @@ class Ranks(Tracking):
 
     @property
     def torch_device_mesh(self) -> Any:
-        """torch's mesh of the run, if it has one."""
-        return None if self.run.mesh is None else self.run.mesh.device_mesh
+        """torch's mesh of the run, or of a ParallelismConfig that only replicates."""
+        sizes = getattr(self.state, "parallelism_config", None)
+        return getattr(sizes, "device_mesh", None) if self.run.mesh is None else self.run.mesh.device_mesh
 
     tensor_parallel_rank = _rank_along("tp")
     pipeline_parallel_rank = _rank_along("pp")

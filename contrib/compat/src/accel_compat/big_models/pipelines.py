@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from accel_compat.big_models.device_maps import infer_auto_device_map
 from accel_compat.configs.translation import load
 from accel_compat.modeling.sizes import calculate_maximum_sizes
 from accel_compat.modeling.wrappers import convert_bytes
+from accel_compat.notices import warn_once
 from accel_compat.state.operations import ignorant_find_batch_size, pad_input_tensors
 from accel_core import Accelerator, ops
 
@@ -209,7 +210,8 @@ class Pipeline:
             self.running = False
         if self.accelerator.process_index != last:
             return None
-        return _map(ops.concatenate(list(found.outputs)), lambda tensor: tensor[:size])
+        outputs = [_without_caches(output) for output in found.outputs]
+        return _map(ops.concatenate(outputs), lambda tensor: tensor[:size])
 
     def _cut(self, inputs: Any, size: int) -> list[Any]:
         """Cut the tensors of a batch's size along their first dimension.
@@ -226,6 +228,21 @@ class Pipeline:
             )
 
         return [_map(inputs, part(number)) for number in range(self.chunks)]
+
+
+def _without_caches(output: Any) -> Any:
+    """Leave out what is no tensor, such as the cache of transformers' decoders."""
+    if not isinstance(output, Mapping):
+        return output
+    lost = [key for key, value in output.items() if not isinstance(value, (Tensor, Mapping, list, tuple))]
+    if not lost:
+        return output
+    warn_once(
+        f"prepare_pippy: the output has no {', '.join(map(str, lost))}: this process has its own layers'"
+        " alone, for one chunk. Give the model use_cache=False"
+    )
+    kept = {key: value for key, value in output.items() if key not in lost}
+    return type(output)(**kept)  # a ModelOutput takes its fields
 
 
 def _map(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:

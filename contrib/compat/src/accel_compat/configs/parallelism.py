@@ -179,7 +179,10 @@ class ParallelismConfig:
         if not named or self.sp_enabled:
             return None
         names, sizes = named
-        mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+        return self.name_joint(init_device_mesh(device_type, sizes, mesh_dim_names=names))
+
+    def name_joint(self, mesh: Any) -> Any:
+        """Name the joint dimensions of a mesh, as Accelerate's programs do. Collective."""
         joint = {
             "dp": self.dp_dim_names,
             "dp_shard_cp": self.dp_shard_cp_dim_names,

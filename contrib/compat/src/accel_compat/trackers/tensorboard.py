@@ -11,8 +11,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
 
-import yaml
-
 from accel_compat.state.operations import listify
 from accel_compat.trackers.base import GeneralTracker, library_tracker
 
@@ -51,6 +49,8 @@ class TensorBoardTracker(GeneralTracker):
         shown = {name: each if isinstance(each, plain) else str(each) for name, each in values.items()}
         self.writer.add_hparams(shown, metric_dict={})
         self.writer.flush()
+        import yaml
+
         folder = Path(self.logging_dir, str(time.time()))
         folder.mkdir(parents=True, exist_ok=True)
         folder.joinpath("hparams.yml").write_text(yaml.dump(values), encoding="utf-8")
