@@ -28,12 +28,14 @@ from accel_core.checkpoint import stored_commit, unreported
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.manifest import commits_in, read_manifest
-from accel_core.checkpoint.pending_save import LOOK_SECONDS, PendingSave, Share
+from accel_core.checkpoint.pending_save import PendingSave, Share
+from accel_core.checkpoint.sending import Sending
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.stored_target import StoredTarget
 from accel_core.checkpoint.target import SaveTarget
 from accel_core.checkpoint.votes import Votes
 from accel_core.checkpoint.writer import begin_writing, is_over
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -145,6 +147,9 @@ class Copies:
         self._last: int | None = None
         """Number of the last checkpoint whose copy was due."""
         self._error: Exception | None = None
+        self._making: _Source | None = None
+        """The copy that the thread makes, or made last."""
+        self._sending: Sending | None = None
         self._done = threading.Event()
         self._done.set()
 
@@ -175,7 +180,8 @@ class Copies:
         is_owed = first.is_idle and first.owed is not None and {plan.owed for plan in plans} == {first.owed}
         if self._series.copies is None or not (is_due or is_owed):
             return
-        self.join()
+        if not self.wait_quietly():
+            return  # the next save looks again
         before, source = (self._owed, self._last), self._owed
         if is_due:
             source = _Source(target.number, target.save_id, save.manifest)
@@ -209,7 +215,9 @@ class Copies:
         """Let a thread make a copy, once its save is committed."""
         self._forget_error()
         self._series.hold({each.number for each in (self._owed, source) if each is not None})
+        self._making = source
         self._done = threading.Event()
+        self._sending = Sending(self._done, votes.patience)
         arguments = source, before, save, disks, votes.under(f"copy/{source.save_id}")
         # Daemon thread: the run's atexit handler waits for it.
         threading.Thread(target=self._run, args=arguments, name="copy", daemon=True).start()
@@ -251,26 +259,43 @@ class Copies:
         copy.wait()
 
     def join(self, patience: float | None = None) -> bool:
-        """Return True once no copy is being made; False after `patience` seconds."""
-        deadline = None if patience is None else time.monotonic() + patience
-        while not self._done.wait(LOOK_SECONDS):
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-        return True
+        """Return True once no copy is being made.
+
+        False after `patience` seconds. Unset: after `Votes.patience`, for a store that hangs is not told
+        from a slow one.
+        """
+        if self._done.is_set() or self._making is None or self._sending is None:
+            return True
+        store = self._series.run.config.project.store
+        with show_progress(f"copying checkpoint_{self._making.number} to {store}"):
+            return self._sending.join(patience)
+
+    def wait_quietly(self) -> bool:
+        """Return as `join` without `patience`, and log that it takes too long."""
+        if not (is_over := self.join()):
+            logger.warning("%s", self._not_over())
+        return is_over
 
     def wait(self, patience: float | None = None) -> None:
         """Return once no copy is being made.
 
         Raises:
-            CheckpointError: the last one failed, or is not over after `patience` seconds; raised once.
+            CheckpointError: the last one failed, or is not over after `patience` seconds, as `join` waits.
         """
         if not self.join(patience):
-            raise CheckpointError(
-                f"a copy to {self._series.run.config.project.store} was not over after {patience:g} s\n"
-                "the checkpoint is on the local disk"
-            )
+            raise self._not_over(patience)
         if (error := self._forget_error()) is not None:
             raise error
+
+    def _not_over(self, patience: float | None = None) -> CheckpointError:
+        seconds = Votes.of(self._series.run, alone=True).patience if patience is None else patience
+        run, number = self._series.run, self._making.number if self._making else -1
+        local, store = Path(str(self._series.folder)) / f"checkpoint_{number}", run.config.project.store
+        return CheckpointError(
+            f"the copy of checkpoint_{number} to {store} was not over after {seconds:g} s\n"
+            f"{local} is whole; look after the store, and the start that loads this checkpoint copies it",
+            path=str(local),
+        )
 
     def _forget_error(self) -> Exception | None:
         error, self._error = self._error, None

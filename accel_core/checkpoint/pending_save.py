@@ -34,6 +34,8 @@ from accel_core.checkpoint import unreported
 from accel_core.checkpoint.disks import answer, ask_other_disks
 from accel_core.checkpoint.files import FileRecord, as_json, sync_folder, write_file
 from accel_core.checkpoint.manifest import is_ours, manifest_of, write_manifest
+from accel_core.checkpoint.sending import LOOK_SECONDS, Sending
+from accel_core.checkpoint.stored import StoredPath
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
 
@@ -44,8 +46,6 @@ if TYPE_CHECKING:
 
 HEARD_SECONDS: Final = 10.0
 """Seconds that rank 0 waits for the others to hear the verdict."""
-LOOK_SECONDS: Final = 0.5
-"""Between two looks at a save that is waited for; Ctrl-C is heard then."""
 SAID_RANKS: Final = 10
 SAID_BYTES: Final = 500
 """Length of a rank's error in its vote: a vote stays below 1 KiB."""
@@ -113,11 +113,15 @@ class PendingSave:
     """The error of this rank's part."""
     _thread: threading.Thread | None = field(default=None, init=False)
     _done: threading.Event = field(factory=threading.Event, init=False)
+    _sending: Sending | None = field(default=None, init=False)
+    """In a thread, to a store."""
 
     def start(self) -> None:
         """Let a thread do it."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
         self._thread = threading.Thread(target=self.run, name=f"save {self.target.path.name}", daemon=True)
+        if isinstance(self.target.path, StoredPath):
+            self._sending = Sending(self._done, self.votes.patience)
         self._thread.start()
 
     def run(self) -> None:
@@ -172,17 +176,21 @@ class PendingSave:
         """Return once it is over.
 
         Raises:
-            CheckpointError: it failed on some rank, or is not over after `patience` seconds.
+            CheckpointError: it failed on some rank, or is not over after `patience` seconds. Unset: a save
+                to a store after `Votes.patience`, for a store that hangs is not told from a slow one.
         """
         with nullcontext() if self.is_over else self.shown():
             if not self.join(patience):
-                self._failure = f"it was not over after {patience:g} s"
+                seconds = self.votes.patience if patience is None else patience
+                self._failure = f"it was not over after {seconds:g} s"
         unreported.pop(self.target.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.target.path)) from self.cause
 
     def join(self, patience: float | None = None) -> bool:
         """Return True once it is over; False after `patience` seconds."""
+        if self._sending is not None:
+            return self._sending.join(patience)
         deadline = None if patience is None else time.monotonic() + patience
         while not self.is_over:
             if deadline is not None and time.monotonic() > deadline:

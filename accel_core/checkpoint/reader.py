@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, Final, TypeAlias
 
 from attrs import frozen
@@ -141,10 +144,37 @@ class CheckpointFiles:
         """Bring blocks from a store, by several requests at a time."""
         groups = groupby(blocks, lambda block: (block[0], block[1] // FETCHED_BLOCKS))
         requests = [(rank, [number for _, number in group]) for (rank, _), group in groups]
-        with ThreadPoolExecutor(AT_ONCE) as pool:
-            try:
-                for _ in pool.map(lambda request: self.shares[request[0]][0].fetch(request[1]), requests):
-                    pass
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        _do_at_once([partial(self.shares[rank][0].fetch, numbers) for rank, numbers in requests])
+
+
+def _do_at_once(actions: Iterable[Callable[[], object]]) -> None:
+    """Do all of these, some at a time; raise the first error.
+
+    Nothing waits for a store then: neither this, nor the end of the process, as with a pool of threads.
+    """
+    left = deque(actions)
+    ended: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def next_one() -> Callable[[], object] | None:
+        with suppress(IndexError):
+            return left.popleft()
+        return None
+
+    def work() -> None:
+        error = None
+        try:
+            while (action := next_one()) is not None:
+                action()
+        except BaseException as raised:  # the caller waits for it
+            error = raised
+        ended.put(error)
+
+    threads = min(AT_ONCE, len(left))
+    try:
+        for _ in range(threads):
+            Thread(target=work, name="fetch", daemon=True).start()
+        for _ in range(threads):
+            if (error := ended.get()) is not None:
+                raise error
+    finally:
+        left.clear()

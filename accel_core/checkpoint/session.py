@@ -61,7 +61,10 @@ class CheckpointSession:
         if is_url:
             self.series.folder.exists()
         else:
-            self._prepare_copies().plan()  # which looks at the store
+            from accel_core.distributed.progress import show_progress  # late: start-up need not wait for it
+
+            with show_progress(f"looking at {project.store}"):
+                self._prepare_copies().plan()
 
     def save(
         self,
@@ -144,7 +147,7 @@ class CheckpointSession:
             run.collectives("control"), "load_state: wait for the save before", self._wait_for_save
         )
         if self._copies is not None:
-            self._copies.join()  # it may be what is loaded; its error stays for `wait`
+            self._copies.wait_quietly()  # it may be what is loaded; its error stays for `wait`
         with without_collecting_garbage():  # until `load` has dropped what it made
             loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok, best=best)
         if loaded is None:
@@ -159,7 +162,8 @@ class CheckpointSession:
     def wait(self, patience: float | None = None) -> None:
         """Wait for the save that is under way and then for its copy.
 
-        Not collective. `patience`: the most seconds to wait for each.
+        Not collective. `patience`: the most seconds to wait for each. Unset: what goes to a store is waited
+        for up to ten times `process_group.timeout`.
 
         Raises:
             CheckpointError: one of them failed; raised once. If both did, the copy's is raised next.
@@ -195,6 +199,14 @@ class CheckpointSession:
         # A checkpoint holds no gradients: within a window there is nothing to ask yet.
         self._is_preempted = all(unit.window.boundary for unit in self.run.units) and self._preemption.due()
         return self._is_preempted
+
+    def hear_signals(self) -> None:
+        """Let a signal end the process again, unless it is stopping for one.
+
+        Launcher and scheduler may both tell it to.
+        """
+        if not self._is_preempted:
+            self.end_watch()
 
     def end_watch(self) -> None:
         """Watch for signals no more."""

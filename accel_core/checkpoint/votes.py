@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 POLL_SECONDS: Final = 0.05
+TIMEOUTS: Final = 10
+"""Times process_group.timeout that what is at work is waited for."""
 BEATS: Final = 4
 """Times per timeout that a rank at work says so."""
 Message = Mapping[str, Any]
@@ -72,6 +74,11 @@ class Votes:
         store: Any = run.world.store  # torch's stub lacks `clone`
         return cls(HashStore() if store is None or alone else store.clone(), timeout.total_seconds())
 
+    @property
+    def patience(self) -> float:
+        """Seconds that what is at work is waited for."""
+        return TIMEOUTS * self.timeout
+
     def under(self, prefix: str) -> Votes:
         """Return the same, with keys of their own."""
         return evolve(self, prefix=prefix)
@@ -98,7 +105,7 @@ class Votes:
 
         def say() -> None:
             with suppress(RuntimeError):  # the process that serves the store has ended: no rank asks
-                for beat in range(10 * BEATS):
+                for beat in range(TIMEOUTS * BEATS):
                     self.publish(f"alive-{rank}", {"beat": beat})
                     if ended.wait(self.timeout / BEATS):
                         return

@@ -348,6 +348,7 @@ class Run:
         if not (failed or self._profile_is_used or self.world.rank):
             tell("".join(f"accel: {note}\n" for note in unused_profile_options(self.resolved)))
         problems: list[BaseException] = []
+        self.checkpoints.hear_signals()
         try:
             self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
         except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there

@@ -33,7 +33,7 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
     "sagemaker": "sagemaker",
 }
-PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_run_exitfuncs"}
+PYTHONS = {"_actions", "_current_frames", "_exit", "_getframe", "_register_atexit", "_run_exitfuncs"}
 """Of the standard library."""
 RECORD = json.loads((WORKSPACE / "tests" / "sources" / "torch_names.json").read_text(encoding="utf-8"))
 NEWER = {name.rpartition(".")[2] for name in RECORD["guarded"]}

@@ -1,0 +1,78 @@
+"""Waits for what goes to a store: they end, though the store may hang."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextlib import suppress
+from functools import cache
+from typing import Final
+from weakref import WeakSet
+
+from accel_core.errors import uncaught_error
+
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at what is waited for; Ctrl-C is heard then."""
+FAILED_SECONDS: Final = 60.0
+"""Seconds that a process that failed waits."""
+_sendings: Final[WeakSet[Sending]] = WeakSet()
+
+
+class Sending:
+    """A work on a store, done by a daemon thread of this process.
+
+    done: is set once it is over. patience: the most seconds that all waits for it last together.
+    """
+
+    def __init__(self, done: threading.Event, patience: float) -> None:
+        self._done, self._patience = done, patience
+        self._deadline: float | None = None
+        self._is_interrupted = False
+        self._process = os.getpid()
+        _wait_at_exit()
+        _sendings.add(self)
+
+    def join(self, patience: float | None = None) -> bool:
+        """Return True once it is over; False after `patience` seconds.
+
+        False, too, after those of all waits. After one that Ctrl-C ended, only one without `patience` waits
+        again.
+        """
+        now = time.monotonic()
+        self._deadline = now + self._patience if self._deadline is None else self._deadline
+        if self._is_interrupted and patience is not None:
+            patience = 0
+        deadline = self._deadline if patience is None else min(self._deadline, now + patience)
+        try:
+            while not self._done.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+                if time.monotonic() >= deadline:
+                    return False
+        except KeyboardInterrupt:
+            self._is_interrupted = True
+            raise
+        return True
+
+    def join_at_exit(self) -> None:
+        """Wait for the last time."""
+        if self._process == os.getpid():
+            with suppress(KeyboardInterrupt):
+                self.join(None if uncaught_error() is None else FAILED_SECONDS)
+            self._deadline = 0.0
+
+
+@cache
+def _wait_at_exit() -> None:
+    """Let the process wait before Python ends pools of threads.
+
+    Stores' libraries need these, to look up a host for instance: `atexit` is too late.
+    """
+    import concurrent.futures.thread  # noqa: F401 - its own end was registered before, and comes after
+
+    with suppress(RuntimeError):  # it ends already
+        threading._register_atexit(_join_all)  # type: ignore[attr-defined]
+
+
+def _join_all() -> None:
+    for sending in [*_sendings]:
+        sending.join_at_exit()

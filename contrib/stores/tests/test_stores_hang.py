@@ -1,0 +1,201 @@
+"""A store that accepts connections and never answers: waits end, and so does the process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import stored_job as job
+import tiers_job
+import torch
+from s3_server import BUCKET, Request, S3Server
+
+STORE = f"s3://{BUCKET}/run"
+SCRIPT = """
+    import os, sys
+    from datetime import timedelta
+    sys.path.insert(0, {tests!r})
+    import s3fs, stored_job as job, tiers_job
+    from accel_core import InitProcessGroupKwargs, ProjectConfiguration
+    quick = [InitProcessGroupKwargs(timeout=timedelta(seconds=1))]
+
+    def hang():
+        os.environ["AWS_ENDPOINT_URL"] = {silent!r}
+        s3fs.S3FileSystem.clear_instance_cache()
+
+    def made(store, folder):
+        named = dict(automatic_checkpoint_naming=True, record_every=0)
+        project = ProjectConfiguration(project_dir=folder, store=store, **named)
+        return job.made(project_config=project, kwargs_handlers=quick)
+
+    {script}
+"""
+COPIED = """
+    accelerator, model, optimizer = made({store!r}, {folder!r})
+    job.step(accelerator, model, optimizer)
+    hang()
+    accelerator.save_state()
+"""
+
+
+@pytest.fixture
+def silent() -> Iterator[str]:
+    """Give the URL of a server that accepts, and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        accepted = list[socket.socket]()
+
+        def accept() -> None:
+            while True:
+                try:
+                    accepted.append(server.accept()[0])
+                except OSError:
+                    return
+
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{server.getsockname()[1]}"
+        for each in accepted:
+            each.close()
+
+
+def started(script: str, silent: str, tmp_path: Path) -> subprocess.Popen[str]:
+    script = textwrap.dedent(script.format(store=STORE, folder=str(tmp_path)))
+    text = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), silent=silent, script=script)
+    command = [sys.executable, "-u", "-c", text]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def waiting(process: subprocess.Popen[str]) -> None:
+    """Return a while after the script says that it waits."""
+    assert process.stdout is not None
+    assert process.stdout.readline() == "waits\n"
+    time.sleep(2)
+
+
+def ended(process: subprocess.Popen[str], seconds: float) -> str:
+    """Return what the process has said on stderr; it ends in this time."""
+    begun = time.monotonic()
+    try:
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert time.monotonic() - begun < seconds
+    return said
+
+
+@pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
+def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
+    s3: S3Server, silent: str, tmp_path: Path, last: str
+) -> None:
+    process = started(f'{COPIED}\n    print("waits")\n    {last}\n', silent, tmp_path)
+    waiting(process)
+    said = ended(process, 30)
+    assert process.returncode == 1
+    assert f"the copy of checkpoint_0 to {STORE} was not over after 10 s" in said
+    assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
+    place, _ = tiers_job.resumed(str(tmp_path), STORE)
+    assert place == f"{tmp_path}/checkpoints/checkpoint_0"
+    assert any(key.startswith("run/checkpoints/checkpoint_0/manifest-") for key in s3.names()), "made up"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
+    s3: S3Server, silent: str, tmp_path: Path, number: signal.Signals
+) -> None:
+    script = (
+        COPIED + '    accelerator.save_on_preemption()\n    print("waits")\n    accelerator.end_training()\n'
+    )
+    process = started(script.replace("hang()", "quick and hang()"), silent, tmp_path)
+    waiting(process)
+    process.send_signal(number)
+    said = ended(process, 5)
+    assert process.returncode not in (0, None)
+    if number == signal.SIGINT:
+        assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
+
+
+def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
+    s3: S3Server, silent: str, tmp_path: Path
+) -> None:
+    script = COPIED + '    print("waits")\n    accelerator.save_state()\n    accelerator.end_training()\n'
+    process = started(script, silent, tmp_path)
+    waiting(process)
+    said = ended(process, 40)
+    assert said.count("was not over after 10 s") >= 2, "the save's warning, and the end's error"
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_0",
+        "checkpoint_1",
+    ]
+
+
+def test_a_save_to_a_store_that_gets_no_answer_is_given_up(s3: S3Server, silent: str, tmp_path: Path) -> None:
+    script = """
+    accelerator, model, optimizer = job.made(kwargs_handlers=quick)
+    accelerator.save_state("{store}/ck")
+    from accel_core.checkpoint import stored_target
+    write = stored_target.StoredTarget.write
+    def hanging(*given):
+        hang()
+        return write(*given)
+    stored_target.StoredTarget.write = hanging
+    job.step(accelerator, model, optimizer)
+    accelerator.save_state("{store}/ck", wait=False)
+    print("waits")
+    accelerator.end_training()
+    """
+    process = started(script, silent, tmp_path)
+    waiting(process)
+    said = ended(process, 30)
+    assert process.returncode == 1
+    assert f"the save to {STORE}/ck failed; a checkpoint that was there is still whole" in said
+    assert "it was not over after 10 s" in said
+    assert torch.equal(job.loaded(f"{STORE}/ck"), job.weight(*job.made()[:2]))
+
+
+def test_an_interrupted_load_waits_for_no_answer(s3: S3Server, silent: str, tmp_path: Path) -> None:
+    job.saved(f"{STORE}/ck", 1)
+    asked, over = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.method == "GET" and request.name.endswith(".safetensors"):
+            asked.set()
+            over.wait(30)
+
+    s3.fault = hold
+    process = started('    job.made()[0].load_state("{store}/ck")\n', silent, tmp_path)
+    assert asked.wait(60)
+    os.kill(process.pid, signal.SIGINT)
+    ended(process, 5)
+    over.set()
+
+
+@pytest.mark.parametrize("project", ["{store!r}", "None"])
+def test_a_script_that_just_ends_sends_all_though_the_library_needs_threads(
+    s3: S3Server, silent: str, tmp_path: Path, project: str
+) -> None:
+    """As s3fs does, to look up a host: Python ends pools of threads before `atexit`."""
+    script = """
+    from concurrent.futures import ThreadPoolExecutor
+    import time
+    from accel_stores import store
+    opened = store._opened
+    def slowly(url):
+        time.sleep(0.3)
+        return ThreadPoolExecutor(1).submit(opened, url).result()
+    accelerator, model, optimizer = made(PROJECT, {folder!r})
+    store._opened = slowly
+    accelerator.save_state(None if PROJECT else "{store}/checkpoints/checkpoint_0", wait=False)
+    print("waits")
+    """
+    process = started(script.replace("PROJECT", project), silent, tmp_path)
+    said = ended(process, 60)
+    assert (process.returncode, said) == (0, "")
+    assert "manifest-00000001.json" in [key.rpartition("/")[2] for key in s3.names()]
