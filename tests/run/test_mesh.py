@@ -117,8 +117,8 @@ def test_one_name_with_two_sizes_is_refused():
     ("arguments", "words"),
     [
         (("tp", 0), "size 0"),
-        (("mine", 2), "none of pp, dp_replicate, dp_shard, cp, tp, ep"),
-        (("mine", 2, 150), "or not what it splits"),
+        (("mine", 2), "only pp, dp_replicate, dp_shard, cp, tp, ep may"),
+        (("mine", 2, 150), "lacks `position` or `splits`"),
         (("tp", 2, 501), "reserved for"),
         (("world", 2, 150, "model"), "cannot be called 'world'"),
         (("a+b", 2, 150, "model"), "cannot be called 'a+b'"),

@@ -46,5 +46,5 @@ def test_a_call_that_raises_is_told_and_made_no_more():
     for (first, broken, last), said in run_processes(job):
         assert (min(first, last) >= 3, broken) == (True, 1)
         (line,) = [line for line in said.splitlines() if "watch" in line]
-        assert line.startswith("accel: the watch calls <bound method Observer.look of ")
-        assert line.endswith(" no more, which raised TypeError('no number')")
+        assert line.startswith("accel: the watch no longer calls <bound method Observer.look of ")
+        assert line.endswith(", which raised TypeError('no number')")

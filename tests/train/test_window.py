@@ -496,7 +496,7 @@ def test_refused_items_do_not_count_their_micro_batch(accelerator_of):
     model, optimizer = one_weight(accelerator)
     with accelerator.accumulate(model, items=1):
         accelerator.backward(model(ONE).sum())
-    with pytest.raises(AccelError, match="items of some micro-batches"), accelerator.accumulate(model):
+    with pytest.raises(AccelError, match="items= for some micro-batches"), accelerator.accumulate(model):
         pass
     assert accelerator.window.index == 0
     with accelerator.accumulate(model, items=1):
@@ -512,7 +512,7 @@ def test_a_refused_micro_batch_of_several_models_counts_for_none(accelerator_of,
     with accelerator.accumulate(models[refusing], items=1):
         accelerator.backward(models[refusing](ONE).sum())
     before = [unit.window.snapshot() for unit in accelerator.run.units]
-    with pytest.raises(AccelError, match="items of some micro-batches"), accelerator.accumulate(*models):
+    with pytest.raises(AccelError, match="items= for some micro-batches"), accelerator.accumulate(*models):
         pass
     assert [unit.window.snapshot() for unit in accelerator.run.units] == before
 

@@ -203,7 +203,7 @@ def test_wrong_values_are_refused_with_key_and_line(tmp_path, line, wanted):
 
 def test_what_deepspeeds_own_file_says_is_said_nowhere_else(tmp_path):
     file = written(tmp_path, "deepspeed_config:\n  deepspeed_config_file: ds.json\n  zero_stage: 3\n")
-    with pytest.raises(ConfigError, match=r"yaml:3: deepspeed_config.zero_stage stands beside"):
+    with pytest.raises(ConfigError, match=r"yaml:3: deepspeed_config.zero_stage is given beside"):
         read_file(file)
 
 

@@ -69,7 +69,7 @@ def test_a_file_of_another_writer_is_not_written_over(hub: HubServer, store: Fss
 
 def test_a_hub_that_ignores_the_parent_is_refused_before_anything_is_sent(hub: HubServer) -> None:
     hub.judges = False
-    with pytest.raises(CheckpointError, match="this store has created one file twice"):
+    with pytest.raises(CheckpointError, match="this store created one file twice"):
         job.saved(URL, 1)
     assert [commit.names for commit in hub.seen] == [["claim"]] * 3, "two creates, and the removal"
     assert hub.names == []

@@ -50,7 +50,7 @@ def test_a_second_create_is_refused_and_the_first_stays(s3: S3Server) -> None:
 
 def test_a_server_that_accepts_a_second_create_is_refused_before_anything_is_sent(s3: S3Server) -> None:
     s3.fault = lambda request: "accept" if request.is_conditional else None
-    with pytest.raises(CheckpointError, match=r"this store has created one file twice.*\n.*If-None-Match"):
+    with pytest.raises(CheckpointError, match=r"this store created one file twice.*\n.*If-None-Match"):
         job.saved(URL, 1)
     assert s3.names() == []
     assert len(writes(s3)) == 2
