@@ -27,11 +27,8 @@ hf_cache_home = os.path.expanduser(
     os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
 )
 cache_dir = os.path.join(hf_cache_home, "accelerate")
-default_json_config_file = os.path.join(cache_dir, "default_config.yaml")
-default_yaml_config_file = os.path.join(cache_dir, "default_config.yaml")
-default_config_file = (
-    default_yaml_config_file if os.path.isfile(default_yaml_config_file) else default_json_config_file
-)
+default_config_file = os.path.join(cache_dir, "default_config.yaml")
+default_json_config_file = default_yaml_config_file = default_config_file  # one file there too
 
 
 @dataclass
