@@ -1,4 +1,4 @@
-"""Local SGD: ranks step alone, and average their weights now and then."""
+"""Local SGD: ranks step alone, and average their weights periodically."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class LocalSGD:
-    """Context in which ranks step alone and average weights now and then.
+    """Context in which ranks step alone and average weights periodically.
 
     Gradients are not reduced inside; weights are averaged every `local_sgd_steps` steps.
 

@@ -231,7 +231,7 @@ def remove_leftovers(parent: Path, over: Collection[str], *, keep_complete: bool
 
     | save | folder | what is done |
     | --- | --- | --- |
-    | not in `over`: its process may live | any | stays; said once, if nobody here can know |
+    | not in `over`: its process may live | any | stays; a warning, if this machine cannot tell |
     | in `over` | complete, and `keep_complete`: another disk may need this save | stays |
     | in `over` | `replaced`, and no folder has the target's name | gets the name back |
     | in `over` | any other | removed; what no save wrote moves to the target |

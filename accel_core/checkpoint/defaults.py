@@ -232,7 +232,7 @@ def _kind(value: Tensor, shape: torch.Size, *, packed: bool) -> Kind:
     """Return the kind of leaf for state of a parameter of this shape."""
     if value.ndim == 0:
         return "scalar"
-    if packed:  # in some code of the optimizer's own, which nobody else can read or cut into parts
+    if packed:  # in an encoding of the optimizer's own, which cannot be split
         return "opaque"
     return "like_param" if value.shape == shape else "factored"
 

@@ -250,7 +250,7 @@ def _commit(save: PendingSave, heard: Sequence[Message | None]) -> list[str]:
             failures = ask_other_disks(save.votes, others, "publish")
         if not failures:
             target.remove_replaced()
-    except BaseException as error:  # whatever it is, the other ranks are waiting for the verdict
+    except BaseException as error:  # of any kind: the other ranks wait for the verdict
         save.cause = error
         return [f"rank 0: {type(error).__name__}: {error}"]
     return failures

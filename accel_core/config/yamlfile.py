@@ -87,7 +87,7 @@ class _Values(yaml.SafeLoader):
         return self.construct_yaml_int(node) if whole else self.construct_yaml_float(node)
 
 
-# YAML 1.1 wants a point and a sign, 1.0e-4, and takes 1e-4 for text.
+# YAML 1.1 needs a point and a sign, as in 1.0e-4, and reads 1e-4 as text.
 _EXPONENT: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
 _Values.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+.0123456789"))
 for _kind in ("int", "float"):

@@ -1,4 +1,4 @@
-"""A hook before each step of an optimizer, of whatever make."""
+"""A hook before each step of any optimizer."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class UnitRun(Protocol):
     accumulation: Any
     """The innermost `accumulate` that is entered."""
     step: Callable[..., bool]
-    """The call of an optimizer's `step` at a boundary: (unit, optimizer, closure)."""
+    """Called as (unit, optimizer, closure) for an optimizer's `step` at a boundary."""
     trackers: Any
     record: Any
     """The record that the run keeps of itself."""

@@ -193,8 +193,8 @@ class Shuffle:
 def _apart(items: Iterable[Any]) -> Iterator[Any]:
     """Yield items of a sampler that may draw while it runs.
 
-    Each is drawn from the state that the one before has left. Else what the ranks draw meanwhile would part
-    their orders.
+    Each is drawn from the state that the one before has left. Otherwise, other draws of a rank in between
+    would change its order.
     """
     generator, iterator = torch.default_generator, iter(items)
     state = generator.get_state()

@@ -60,7 +60,7 @@ Integers converted back wrap around as in their own dtype.
 def gather(tensor: Any, *, run: Run | None = None) -> Any:
     """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
 
-    Parts stand in reader order.
+    Parts are in reader order.
 
     A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes
     them so.

@@ -171,7 +171,7 @@ def _spelled(backends: Mapping[str, str]) -> str:
 def destroy() -> None:
     """Undo `create`.
 
-    A control group that is still referenced at exit would abort the process now and then.
+    A control group that is still referenced at exit may abort the process.
     """
     _control.clear()
     dist.destroy_process_group()

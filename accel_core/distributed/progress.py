@@ -1,4 +1,4 @@
-"""Progress where people wait: on a terminal as it goes, in a log now and then."""
+"""Progress of long operations: live on a terminal, a line per minute in a log."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 def tell(text: str) -> None:
     """Write to stderr, if there is one.
 
-    It may be None, closed, a pipe that nobody reads, a full disk, or an object of the user's own.
+    It may be None, closed, a pipe without a reader, a full disk, or an object of the user's own.
     """
     with suppress(Exception):
         sys.stderr.write(text)

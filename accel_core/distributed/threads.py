@@ -12,12 +12,13 @@ FINISH_SECONDS: Final = 0.1
 
 
 def let_threads_finish() -> None:
-    """Let this process's other threads run until none of them wants to.
+    """Let this process's other threads run until none of them is runnable.
 
-    Returns after a moment in any case.
+    Returns after `FINISH_SECONDS` in any case.
 
-    A thread of a process group drops the tensors of a collective after it told who waits for it, and needs
-    the interpreter's lock for that. One that comes to it while the interpreter ends aborts the process.
+    A thread of a process group drops the tensors of a collective after it has told those that wait for it,
+    and needs the interpreter's lock for that. A thread that takes the lock while the interpreter ends
+    aborts the process.
     """
     until = time.monotonic() + FINISH_SECONDS
     while time.monotonic() < until:

@@ -109,7 +109,7 @@ class StepSampler:
             if self._marks is not None or self.count == self._next:
                 try:
                     self._turn(unit, optimizer, applied)
-                except Exception as error:  # whatever it is, training goes on
+                except Exception as error:  # no error of the record may end the training
                     self._fail(error)
         return applied
 
@@ -123,7 +123,7 @@ class StepSampler:
     # -- a sample ---------------------------------------------------------------------------------
 
     def _arm(self) -> None:
-        """Sample the next step, unless the last sample was a moment ago."""
+        """Sample the next step, unless the last sample is too recent."""
         self._release()
         done = self.count + 1
         self._next = (done // self._every + 1) * self._every - 1
@@ -162,14 +162,14 @@ class StepSampler:
                     self._release()
                 else:
                     self._marks.append((ended, self._now()))
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # no error of the record may end the training
                 self._fail(error)
 
     def _note(self, name: str, unit: Unit, value: Any) -> None:
         if self._marks is not None:
             try:
                 self._noted.append((name, unit, self.copied(value)))
-            except Exception as error:  # whatever it is, training goes on
+            except Exception as error:  # no error of the record may end the training
                 self._fail(error)
 
     def _backward(self, plain: Callable[..., None], unit: Unit, loss: Any, *rest: Any) -> None:

@@ -120,7 +120,7 @@ def _transform(unit: Unit, model: nn.Module) -> nn.Module:
 
 
 def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
-    """After wrapping: the last phase, the module inside, its names, its autocast."""
+    """Run what follows the wrapping: the last phase, names, gradients, autocast."""
     hooks, run = unit.hooks, unit.run
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.replace_model(number, hooks.unwrap_model(unit, wrapped, True), before)

@@ -76,7 +76,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     Inside a window a mean is divided by the window's size; a sum over items is divided at the boundary.
 
     Raises:
-        AccelError: nothing requires a gradient, or several strategies want to do it.
+        AccelError: nothing requires a gradient, or several strategies own the backward.
     """
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
