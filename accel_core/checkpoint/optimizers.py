@@ -153,14 +153,17 @@ class OptimizerPlan:
         fit = {name: saved for name, saved in mine.items() if name not in self._misfits}
         if not problems.strict and (odd := sorted(mine.keys() - fit.keys())):
             problems.warn(f"{unit.name}: {algorithm} begins anew with {', '.join(odd)}, which do not fit")
-        stored = {key: each for key, each in self._tensors.items() if key.rpartition("/")[0] in fit}
-        self.places += [(key.rpartition("/")[0], each, leaves.get(key)) for key, each in stored.items()]
         plain = {name: saved.plain for name, saved in fit.items() if saved.plain}
+        stored: dict[str, Stored] = {}
         template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
-        for key, tensor in stored.items():
+        for key, each in self._tensors.items():
             name, _, part = key.rpartition("/")
-            kind, shape, dtype, layout = tensor.kind, tensor.shape, tensor.dtype, tensor.layout
-            template[name][part] = TensorTemplate(kind, shape, dtype, layout, tensor.number)
+            if name in fit:
+                stored[key] = each
+                self.places.append((name, each, leaves.get(key)))
+                template[name][part] = TensorTemplate(
+                    each.kind, each.shape, each.dtype, each.layout, each.number
+                )
         reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)
         problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
         self.actions.append((what, partial(_fill_state, unit, optimizer, stored, template, plain)))

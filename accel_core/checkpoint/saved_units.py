@@ -34,18 +34,19 @@ def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
 def tensors_by_sort(unit: Unit, checkpoint: Checkpoint, problems: Problems) -> dict[str, dict[str, Stored]]:
     """Return the unit's stored tensors by sort, named as this run names tied weights."""
     tensors: dict[str, dict[str, Stored]] = {"model": {}, "optimizer": {}, "plugins": {}}
-    first_keys: dict[str, str] = {}
+    first_keys: dict[tuple[str, str], str] = {}
     for (name, key), stored in checkpoint.tensors.items():
         if name != unit.name:
             continue
-        sort, _, rest = key.partition("/")
-        owner, slash, part = rest.rpartition("/") if sort == "optimizer" else (rest, "", "")
-        here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
-        known = tensors[sort].setdefault(here, stored)
-        first = first_keys.setdefault(f"{sort}/{here}", key)
-        if first != key and not _is_alike(known, stored):
-            differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
-            problems.found.append(f"{unit.name}: {differ}")
+        sort, _, here = key.partition("/")
+        if unit.aliases:
+            owner, slash, part = here.rpartition("/") if sort == "optimizer" else (here, "", "")
+            here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
+            known, first = tensors[sort].get(here, stored), first_keys.setdefault((sort, here), key)
+            if first != key and not _is_alike(known, stored):
+                differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
+                problems.found.append(f"{unit.name}: {differ}")
+        tensors[sort].setdefault(here, stored)
     return tensors
 
 
