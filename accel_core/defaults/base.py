@@ -30,7 +30,6 @@ from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import no_op
 from accel_core.plugins.discovery import offering
-from accel_core.training.compile import compile_model, run_eagerly, uncompiled
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -122,6 +121,9 @@ class Base(BaseState):
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
+            # late: start-up need not wait for it
+            from accel_core.training.compile import compile_model, run_eagerly
+
             compiled = compile_model(model, self.run.config.compile, unit.hooks.compile_options())
             unit.detach.extend(partial(run_eagerly, module) for module in compiled)
         return model
@@ -172,6 +174,8 @@ class Base(BaseState):
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+        from accel_core.training.compile import uncompiled  # late: start-up need not wait for it
+
         return model if keep_compiled else uncompiled(model)
 
     @implements(hooks.checkpoint_function)

@@ -20,12 +20,8 @@ import torch
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.options import masked
-from accel_core.defaults.lines import LineFile
 from accel_core.errors import AccelError
-from accel_core.runtime.explain import explain
-from accel_core.runtime.pace import Pace
 from accel_core.runtime.sampling import Reads, StepSampler
-from accel_core.runtime.utilization import utilization
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -34,6 +30,8 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.state import Json
     from accel_core.data.loader import PreparedLoader
+    from accel_core.defaults.lines import LineFile
+    from accel_core.runtime.pace import Pace
 
 FOLDER: Final = "records"
 """In the project's folder."""
@@ -137,6 +135,8 @@ class RunRecord:
                 "metrics() has the values of the run's record, and this run keeps none\n"
                 "set project_dir to a local folder, and project.record_every above 0"
             )
+        from accel_core.runtime.utilization import utilization  # late: start-up need not wait for it
+
         sample = self._latest
         found = {name: sample.get(name) for name in METRICS}
         found |= {f"{part}_seconds": seconds for part, seconds in sample.get("split", {}).items()}
@@ -178,6 +178,8 @@ class RunRecord:
 
     def _opened(self) -> LineFile:
         """Open the file; another one beside it, if a process that lives writes to it."""
+        from accel_core.defaults.lines import LineFile  # late: start-up need not wait for it
+
         folder, number = Path(str(self.run.config.project.project_dir), FOLDER), 1
         while True:
             file = LineFile(folder / f"{self._name}{f'-{number}' if number > 1 else ''}.jsonl")
@@ -194,6 +196,8 @@ class RunRecord:
             return file
 
     def _heading(self) -> dict[str, Any]:
+        from accel_core.runtime.explain import explain  # late: start-up need not wait for it
+
         run = self.run
         stack = {chosen.name: chosen.record.origin for chosen in run.stack.members()}
         module = sys.modules.get(f"torch.{run.device.type}")
@@ -221,6 +225,8 @@ class RunRecord:
     @_harmless
     def run_started(self, run_id: str, config: RunConfig) -> None:
         if self.run.world.size > 1:
+            from accel_core.runtime.pace import Pace  # late: start-up need not wait for it
+
             self._pace = Pace(self.run.world)
 
     @implements(hooks.tracking_started)
