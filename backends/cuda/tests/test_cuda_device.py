@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,6 +146,19 @@ def test_an_option_that_may_come_too_late_is_told(
     run.select_device(World())
 
     assert ("make it first" in caplog.text) == warned
+
+
+def test_tf32_is_off_where_a_script_has_switched_it_on_for_all_by_the_newer_name() -> None:
+    if not hasattr(torch.backends, "fp32_precision"):
+        pytest.skip("this torch has the older names alone")
+    code = (
+        "import torch; from accel_cuda import CudaConfig, device; torch.backends.fp32_precision = 'tf32';"
+        "device._set_switches(CudaConfig(tf32=False)); cudnn = torch.backends.cudnn;"
+        "print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32, device._uses_tf32())"
+    )  # the newer names have no way back: in a process of its own
+    result = subprocess.run([sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True)
+
+    assert result.stdout.split() == ["ieee", "ieee", "False", "False"], result.stderr
 
 
 def test_tf32_can_be_switched_off() -> None:

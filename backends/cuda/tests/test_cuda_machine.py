@@ -236,6 +236,15 @@ def test_options_set_what_libraries_read_when_they_are_first_used(
     assert machine.CudaLaunch().launch_environment(config, World()) == variables
 
 
+def test_what_a_user_says_of_the_allocator_by_its_newer_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = "max_split_size_mb:512,expandable_segments:True"
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", theirs)
+    config: Any = SimpleNamespace(plugins={"cuda": CudaConfig(expandable_segments=True)})
+
+    # torch reads the older name alone where it is set
+    assert machine.CudaLaunch().launch_environment(config, World()) == {"PYTORCH_CUDA_ALLOC_CONF": theirs}
+
+
 @pytest.mark.parametrize(
     ("options", "variables", "told"),
     [

@@ -191,11 +191,16 @@ def _uses_tf32() -> bool | None:
 
 def _set_switches(config: CudaConfig) -> None:
     # Not torch's newer `fp32_precision`: once that is used, reading the older names raises, and much
-    # code reads them. These set both.
+    # code reads them. These set both, but for the one below.
     cudnn = torch.backends.cudnn
     if config.tf32 is not None:
         torch.set_float32_matmul_precision("high" if config.tf32 else "highest")
         cudnn.allow_tf32 = config.tf32
+        if not config.tf32:  # else a script's torch.backends.fp32_precision = "tf32" holds for convolutions
+            parts: list[Any] = [getattr(cudnn, name, None) for name in ("conv", "rnn")]
+            for part in parts:
+                if hasattr(part, "fp32_precision"):  # torch 2.9 and later
+                    part.fp32_precision = "ieee"
     if config.cudnn_benchmark is not None:
         cudnn.benchmark = config.cudnn_benchmark
     if config.reduced_precision_reduction is not None:

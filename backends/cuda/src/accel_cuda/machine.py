@@ -40,7 +40,8 @@ By the documentation of torch.use_deterministic_algorithms.
 """
 ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
 """The name that every torch since 2.8 reads, when it first allocates."""
-OF_ALLOCATOR = (ALLOCATOR, "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+OF_ALLOCATOR = (ALLOCATOR, "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Of these torch reads the first that is set, alone."""
 ROOT = Path("/")
 """Root of /proc and /dev; tests use a tree of their own."""
 
@@ -163,7 +164,9 @@ class CudaLaunch:
             wanted[WORKSPACE] = DETERMINISTIC[0]  # cuBLAS reads it when it is first used
         expandable = getattr(options, "expandable_segments", None)
         if expandable is not None:
-            wanted[ALLOCATOR] = f"expandable_segments:{expandable}"
+            # What the user has in another name has this option too (contradicted), and more.
+            theirs = (os.environ[name] for name in OF_ALLOCATOR if name in os.environ)
+            wanted[ALLOCATOR] = next(theirs, f"expandable_segments:{expandable}")
         if world.size > 1:
             # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
             wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
