@@ -120,6 +120,7 @@ def spool(size: int) -> Iterator[Path]:
     root.mkdir(mode=0o700, exist_ok=True)
     if os.name != "nt" and (root.is_symlink() or root.stat().st_uid != user):
         raise UnreadableError(f"{root}, {_SPOOL}, is not this user's\nset TMPDIR to a folder of your own")
+    root.chmod(0o700)  # what an earlier program or a user's umask left open to others
     require_room(root, size)
     with workshop(root) as beside:
         yield beside

@@ -67,6 +67,10 @@ class HubServer:
         """Commit, as another client does."""
         self._advance(files, [])
 
+    def remove(self, names: list[str]) -> None:
+        """Commit that these are gone, as another client does."""
+        self._advance({}, names)
+
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()

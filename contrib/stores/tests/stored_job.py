@@ -107,3 +107,23 @@ def endless(endpoint: str, url: str) -> None:
         with torch.no_grad():
             accelerator.unwrap_model(model).weight.fill_(accelerator.save_iteration)
         accelerator.save_state(wait=False)
+
+
+def series(url: str, losses: list[float]) -> None:
+    """Go on from the newest, and save one checkpoint per loss, with weights of this number."""
+    accelerator, model, _ = numbered(url, total_limit=1, keep_best="loss")
+    accelerator.load_state(missing_ok=True)
+    for number, loss in enumerate(losses):
+        with torch.no_grad():
+            accelerator.unwrap_model(model).weight.fill_(loss)
+        accelerator.save_state(wait=bool(number % 2), metrics={"loss": loss})
+    accelerator.end_training()
+
+
+def loaded_of_series(url: str, best: bool) -> tuple[str, float]:
+    """Return the place and the number in the weights of the newest or the best."""
+    accelerator, model, _ = numbered(url, total_limit=1, keep_best="loss")
+    place = str(accelerator.load_state(best=best))
+    found = float(weight(accelerator, model)[0, 0])
+    accelerator.end_training()
+    return place, found

@@ -88,6 +88,20 @@ def test_a_folder_that_cannot_be_made_is_told_and_no_older_one_is_taken(spool: P
     accelerator.end_training()
 
 
+def test_the_folder_is_closed_to_other_users_and_theirs_is_not_used(
+    spool: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job.saved("memory://bucket/ck", 1)
+    (root,) = spool.glob("accel-*")
+    root.chmod(0o777)
+    job.loaded("memory://bucket/ck")
+    assert root.stat().st_mode & 0o777 == 0o700
+    root.rmdir()
+    root.symlink_to(spool)
+    with pytest.raises(CheckpointError, match=r"is not this user's\nset TMPDIR"):
+        job.loaded("memory://bucket/ck")
+
+
 def late(url: str, free: int) -> bool:
     """Load on a disk with this room; rank 1 comes late, and rank 0 has written its share."""
     accelerator, *_ = job.made(WIDTH)

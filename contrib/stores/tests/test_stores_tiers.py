@@ -368,6 +368,31 @@ def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it
 
 
 @ranks
+def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
+    s3: S3Server, tmp_path: Path, world: int
+) -> None:
+    weight = run(tiers_job.trained, str(tmp_path), STORE, 1, world=world)[0][0]
+    for key in [key for key in s3.names() if "/checkpoint_0/" in key]:
+        s3.client.delete_object(Bucket=BUCKET, Key=key)
+    for name in ("rank-00000.safetensors", "manifest.json", "manifest-00000001.json"):
+
+        def kill(request: Request, name: str = name) -> None:
+            if request.method == "PUT" and request.name == name:
+                os.kill(int(s3.content("pid")), signal.SIGKILL)
+
+        s3.fault = kill
+        with pytest.raises(ProcessError):
+            run_processes(tiers_job.restarted, s3.url, str(tmp_path), STORE, world=world)
+        s3.fault = lambda request: None
+        s3.wait_until_idle()
+        assert (name == "manifest-00000001.json") == bool(copied(s3)), "its request was done all the same"
+    run(tiers_job.resumed, str(tmp_path), STORE, world=world)
+    assert list(copied(s3)) == named(0)
+    assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_0"), weight)
+    assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2, "nothing is left"
+
+
+@ranks
 def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
     s3: S3Server, tmp_path: Path, world: int
 ) -> None:

@@ -1,0 +1,104 @@
+"""Numbered checkpoints at a URL, and copies, in S3 and in a repository of the hub: newest, best, limits."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import stored_job as job
+import tiers_job
+import torch
+from hub_server import REPOSITORY, HubServer
+from s3_server import BUCKET, S3Server
+
+from accel_core import CheckpointError
+from accel_testing import run_processes
+
+HUB, S3 = f"hf://{REPOSITORY}/run", f"s3://{BUCKET}/run"
+ranks = pytest.mark.parametrize("world", [1, 2])
+
+
+def run(function: Callable[..., Any], *arguments: Any, world: int) -> list[Any]:
+    """Call a function here, or in several processes."""
+    return [function(*arguments)] if world == 1 else run_processes(function, *arguments, world=world)
+
+
+def numbers(names: list[str]) -> list[int]:
+    """Return the numbers of all folders; each of them is a whole checkpoint."""
+    folders = {name.split("/")[2] for name in names if name.startswith("run/checkpoints/")}
+    for folder in folders:
+        assert f"run/checkpoints/{folder}/manifest-00000001.json" in names
+    return sorted(int(folder.partition("_")[2]) for folder in folders)
+
+
+@ranks
+def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(s3: S3Server, world: int) -> None:
+    run(job.series, S3, [0.75, 0.25, 0.5], world=world)
+    assert numbers(s3.names()) == [1, 2]
+    assert (
+        run(job.loaded_of_series, S3, True, world=world) == [(f"{S3}/checkpoints/checkpoint_1", 0.25)] * world
+    )
+    run(job.series, S3, [0.625, 0.125, 0.875], world=world)
+    assert numbers(s3.names()) == [4, 5]
+    assert (
+        run(job.loaded_of_series, S3, True, world=world)
+        == [(f"{S3}/checkpoints/checkpoint_4", 0.125)] * world
+    )
+    assert run(job.loaded_of_series, S3, False, world=world)[0] == (f"{S3}/checkpoints/checkpoint_5", 0.875)
+
+
+@ranks
+def test_a_series_in_a_repository_keeps_its_limit_and_its_best(hub: HubServer, world: int) -> None:
+    run(job.series, HUB, [0.75, 0.25, 0.5], world=world)
+    assert numbers(hub.names) == [1, 2]
+    run(job.series, HUB, [0.625], world=world)
+    assert numbers(hub.names) == [1, 3]
+    assert (
+        run(job.loaded_of_series, HUB, True, world=world)
+        == [(f"{HUB}/checkpoints/checkpoint_1", 0.25)] * world
+    )
+    assert run(job.loaded_of_series, HUB, False, world=world)[0] == (f"{HUB}/checkpoints/checkpoint_3", 0.625)
+
+
+@ranks
+def test_copies_in_a_repository_bring_a_fresh_machine_on(hub: HubServer, tmp_path: Path, world: int) -> None:
+    options = {"store_every": 2, "total_limit": 2}
+    weights = run(tiers_job.trained, str(tmp_path / "a"), HUB, 5, options, world=world)[0]
+    assert numbers(hub.names) == [2, 4]
+    shutil.rmtree(tmp_path / "a")
+    for place, weight in run(tiers_job.resumed, str(tmp_path / "b"), HUB, world=world):
+        assert place == f"{HUB}/checkpoints/checkpoint_4"
+        assert torch.equal(weight, weights[4])
+
+
+def test_a_copy_that_a_repository_lacks_is_made_up_and_what_is_left_of_it_removed(
+    hub: HubServer, tmp_path: Path
+) -> None:
+    (weight,) = tiers_job.trained(str(tmp_path), HUB, 1)
+    hub.remove([name for name in hub.names if "manifest-" in name])
+    tiers_job.resumed(str(tmp_path), HUB)
+    assert numbers(hub.names) == [0]
+    assert len({name.split("/")[3] for name in hub.names}) == 2
+    assert torch.equal(job.loaded(f"{HUB}/checkpoints/checkpoint_0"), weight)
+
+
+def test_a_copy_that_a_repository_refuses_is_made_by_the_next_save(hub: HubServer, tmp_path: Path) -> None:
+    accelerator, *_ = tiers_job.tiered(str(tmp_path), HUB, store_every=9, total_limit=1)
+    hub.refuses = lambda method, path: 403 if "/commit/" in path else None
+    accelerator.save_state()
+    with pytest.raises(CheckpointError, match="the copy to .*checkpoint_0 failed"):
+        accelerator.wait_for_checkpoint()
+    hub.refuses = lambda method, path: None
+    accelerator.save_state()
+    accelerator.end_training()
+    assert numbers(hub.names) == [0]
+
+
+def test_a_repository_that_is_not_there_is_told_before_training(hub: HubServer, tmp_path: Path) -> None:
+    with pytest.raises(
+        CheckpointError, match="hf://owner/none/run/checkpoints cannot be reached: FileNotFound"
+    ):
+        tiers_job.tiered(str(tmp_path), "hf://owner/none/run")
