@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from attrs import evolve
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
+
+_FOLDERS: Final = ("project.logging_dir", "project.project_dir")
+_logger = logging.getLogger(__name__)
 
 
 def join_world(run: Run) -> tuple[int, World]:
@@ -111,6 +115,8 @@ def _timeout_of(device: torch.device) -> timedelta | None:
 def agree_on_run(run: Run) -> str:
     """Return the id of the run, the same on all ranks. Collective.
 
+    Rank 0's folders of the project hold for all ranks: scripts name them by the time.
+
     Raises:
         ConfigError: the ranks differ in stack or config.
     """
@@ -124,10 +130,29 @@ def agree_on_run(run: Run) -> str:
     else:
         trees = [dict(flat(tree)) for tree in control.all_gather_object(run.resolved.tree)]
         paths = sorted({path for tree in trees for path in tree})
-        different = next(path for path in paths if len({repr(tree.get(path)) for tree in trees}) > 1)
+        differing = [path for path in paths if len({repr(tree.get(path)) for tree in trees}) > 1]
+        if not set(differing).difference(_FOLDERS):
+            _use_folders(run, trees[0])
+            return run.world.run_id or ranks[0][0]
+        different = next(path for path in differing if path not in _FOLDERS)
         values = [repr(tree.get(different)) for tree in trees]
     listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(values))
     raise ConfigError(
         f"the ranks of this world do not agree on {different}: {listed}\n"
         "start all nodes with the same config, packages and Accelerator(...) arguments"
     )
+
+
+def _use_folders(run: Run, first: Mapping[str, Any]) -> None:
+    """Use rank 0's folders of the project on this rank."""
+    project = run.config.project
+    named = {path.rpartition(".")[2]: first.get(path) for path in _FOLDERS}
+    theirs = evolve(project, **named)
+    if theirs != project:
+        _logger.warning(
+            "rank %s uses rank 0's %s in place of its own %s",
+            run.world.rank,
+            " and ".join(f"{name} {folder!r}" for name, folder in named.items()),
+            " and ".join(repr(getattr(project, name)) for name in named),
+        )
+        run.reconfigure(project=theirs)

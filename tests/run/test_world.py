@@ -109,6 +109,18 @@ def test_ranks_with_different_settings_name_the_first_that_differs():
         run_processes(different_settings)
 
 
+def folders_named_by_the_time(folder):
+    accelerator = Accelerator(cpu=True, project_dir=f"{folder}/run-{os.environ['RANK']}")
+    return accelerator.project_dir, accelerator.logging_dir
+
+
+@pytest.mark.together
+def test_the_first_ranks_folders_hold_for_all(tmp_path):
+    first = str(tmp_path / "run-0")
+
+    assert run_processes(folders_named_by_the_time, str(tmp_path)) == [(first, first)] * 2
+
+
 def trigger():
     accelerator = Accelerator(cpu=True)
     if accelerator.is_last_process:
