@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
+    from accel_core.runtime.run import Run as OwnRun
 
 _FOLDERS: Final = ("project.logging_dir", "project.project_dir")
 _logger = logging.getLogger(__name__)
@@ -112,7 +113,7 @@ def _timeout_of(device: torch.device) -> timedelta | None:
     return found
 
 
-def agree_on_run(run: Run) -> str:
+def agree_on_run(run: OwnRun) -> str:
     """Return the id of the run, the same on all ranks. Collective.
 
     Rank 0's folders of the project hold for all ranks: scripts name them by the time.
@@ -143,10 +144,10 @@ def agree_on_run(run: Run) -> str:
     )
 
 
-def _use_folders(run: Run, first: Mapping[str, Any]) -> None:
+def _use_folders(run: OwnRun, first: Mapping[str, Any]) -> None:
     """Use rank 0's folders of the project on this rank."""
     project = run.config.project
-    named = {path.rpartition(".")[2]: first.get(path) for path in _FOLDERS}
+    named: dict[str, Any] = {path.rpartition(".")[2]: first.get(path) for path in _FOLDERS}
     theirs = evolve(project, **named)
     if theirs != project:
         _logger.warning(
