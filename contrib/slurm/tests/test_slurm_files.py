@@ -111,16 +111,52 @@ def test_variables_of_a_step_that_are_left_over_are_named(name):
         Step.around({key: text for key, text in STEP.items() if key != name})
 
 
-def test_a_rank_hands_over_a_job_whose_launchers_are_none(variables, tmp_path):
-    sbatch = tmp_path / "sbatch"
-    sbatch.write_text(f"#!/bin/sh\nenv > {tmp_path}/sent\necho 5\n")
-    sbatch.chmod(0o755)
-    variables(PATH=f"{tmp_path}:{os.environ['PATH']}", RANK="0", WORLD_SIZE="2", ACCEL_KEPT="1")
+@pytest.fixture
+def slurms_programs(tmp_path, variables):
+    """Make a function that puts Slurm's programs on PATH, each a shell script of these words."""
+
+    def put(**programs: str) -> None:
+        for name, words in programs.items():
+            (tmp_path / name).write_text(f"#!/bin/sh\n{words}\n")
+            (tmp_path / name).chmod(0o755)
+        variables(PATH=f"{tmp_path}:{os.environ['PATH']}")
+
+    return put
+
+
+def test_a_rank_hands_over_a_job_whose_launchers_are_none(variables, slurms_programs, tmp_path):
+    slurms_programs(sbatch=f"env > {tmp_path}/sent; echo 5")
+    variables(RANK="0", WORLD_SIZE="2", ACCEL_KEPT="1")
 
     assert SlurmLauncher(SlurmConfig(), None).submit(JOB).id == "5"
 
     sent = dict(line.partition("=")[::2] for line in (tmp_path / "sent").read_text().splitlines())
     assert sent.keys() & {"RANK", "WORLD_SIZE", "ACCEL_KEPT"} == {"ACCEL_KEPT"}
+
+
+def test_a_job_of_another_cluster_is_not_taken_for_the_one_with_its_number_here(slurms_programs):
+    slurms_programs(
+        sbatch="echo '5;far'", scontrol='[ "$1" = --clusters=far ] && echo StdOut=/far/slurm-5.out'
+    )
+
+    job = SlurmLauncher(SlurmConfig(), None).submit(JOB)
+
+    assert (job.id, job.logs) == ("5", "/far/slurm-5.out")
+    assert job.watch == "squeue --clusters=far --jobs 5"
+    assert job.cancel == "scancel --clusters=far 5"
+
+
+def test_an_sbatch_that_tells_no_job_has_sent_none(slurms_programs):
+    slurms_programs(sbatch="echo 'sbatch: Job 7 to start at noon' >&2")
+
+    with pytest.raises(LaunchError, match="refused the job: sbatch: Job 7 to start at noon"):
+        SlurmLauncher(SlurmConfig(), None).submit(JOB)
+
+
+def test_a_job_that_failed_while_sbatch_waited_was_not_refused(slurms_programs):
+    slurms_programs(sbatch="echo 5; exit 7")  # SBATCH_WAIT
+
+    assert SlurmLauncher(SlurmConfig(), None).submit(JOB).id == "5"
 
 
 def test_other_tasks_per_node_than_asked_for_are_refused(variables):
@@ -162,10 +198,22 @@ def test_without_a_warning_a_job_is_not_requeued_by_its_script():
     assert "scontrol" not in text
 
 
-@pytest.mark.parametrize("options", ["--nodes=3", "-N3", "-n 8", "--signal=USR1@5", "--mem=1G --wrap ls"])
-def test_an_option_that_the_batch_file_sets_is_refused(options):
-    with pytest.raises(ValueError, match="which the batch file sets; use"):
+@pytest.mark.parametrize(
+    "options",
+    [
+        *("--nodes=3", "-N3", "-n 8", "--signal=USR1@5", "--mem=1G --wrap ls", "--tasks-per-node=4"),
+        *("--sig=USR1@5", "--export=NONE", "--test-only", "--wait", "-W"),
+    ],
+)
+def test_an_option_that_is_not_the_users_is_refused(options):
+    with pytest.raises(ValueError, match="which accel submit decides; use"):
         SlurmConfig(options=options)
+
+
+def test_other_options_are_the_users():
+    options = "-J name -p gpu -w n1 --nodelist=n1 --no-kill --nice=3 --wait-all-nodes=1 --export-file=f"
+
+    assert SlurmConfig(options=options).options == options
 
 
 def test_options_that_are_none_are_refused():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Callable
 from typing import Final
 
 from attrs import frozen
@@ -17,13 +18,21 @@ OURS: Final = {
     "--ntasks": "launch.processes_per_node",
     "-n": "launch.processes_per_node",
     "--ntasks-per-node": "launch.processes_per_node",
+    "--tasks-per-node": "launch.processes_per_node",
     "--signal": "slurm.warning_seconds",
     "--requeue": "slurm.requeue",
     "--no-requeue": "slurm.requeue",
     "--parsable": "accel submit",
     "--wrap": "accel submit",
+    "--export": "variables of the shell",
+    "--test-only": "accel submit --dry-run",
+    "--wait": "the command that accel submit prints",
+    "-W": "the command that accel submit prints",
 }
-"""Options of sbatch that the batch file sets: its setting here."""
+"""Options of sbatch that the batch file sets, or that are not for jobs which are handed over.
+
+Each with what does the same here.
+"""
 
 
 @frozen(kw_only=True)
@@ -46,6 +55,13 @@ class SlurmConfig:
         if "\n" in self.options or (words and not words[0].startswith("-")):
             raise ValueError(f"options {self.options!r} are not one line of options; write --partition=gpu")
         for word in words:
-            if word in OURS or word[:2] in ("-N", "-n"):
-                setting = OURS.get(word) or OURS[word[:2]]
-                raise ValueError(f"options have {word}, which the batch file sets; use {setting} instead")
+            found = word[:2] if word[:2] in OURS else next(filter(_names(word), OURS), None)
+            if found is not None:
+                raise ValueError(
+                    f"options have {word}, which accel submit decides; use {OURS[found]} instead"
+                )
+
+
+def _names(word: str) -> Callable[[str], bool]:
+    """Return a test of options: sbatch takes a long one by its first letters too."""
+    return lambda option: len(word) > 2 and option.startswith(word)

@@ -88,14 +88,19 @@ class SlurmLauncher:
         sent = subprocess.run(  # noqa: S603  fixed words
             SEND, input=text, env=environment, capture_output=True, text=True, check=False
         )
-        if sent.returncode:
+        number, _, cluster = sent.stdout.strip().partition(";")  # a job of another cluster: number;cluster
+        if not number.isdecimal():
             raise LaunchError(
-                f"sbatch refused the job: {sent.stderr.strip()}\n"
+                f"sbatch refused the job: {(sent.stderr or sent.stdout).strip()}\n"
                 "change slurm.options or launch.nodes; `accel submit --dry-run` shows the batch file"
             )
-        number = sent.stdout.strip().partition(";")[0]  # of federated clusters: number;cluster
+        # Without its cluster the number is that of another job here.
+        where = f"--clusters={cluster} " if cluster else ""
         return SubmittedJob(
-            id=number, watch=f"squeue --jobs {number}", cancel=f"scancel {number}", logs=_output_of(number)
+            id=number,
+            watch=f"squeue {where}--jobs {number}",
+            cancel=f"scancel {where}{number}",
+            logs=_output_of(number, cluster),
         )
 
 
@@ -136,11 +141,12 @@ def _refuse_other_size(step: Step, launch: LaunchConfig) -> None:
         )
 
 
-def _output_of(number: str) -> str:
+def _output_of(number: str, cluster: str) -> str:
     """Return the file that the job writes; empty if Slurm does not tell."""
     if shutil.which("scontrol") is None:
         return ""
-    command = ["scontrol", "--oneliner", "show", "job", number]
+    where = [f"--clusters={cluster}"] if cluster else []
+    command = ["scontrol", *where, "--oneliner", "show", "job", number]
     told = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603  Slurm's own number
     found = re.search(r"\bStdOut=(\S+)", told)
     return found[1].replace(ANY_TASK, "*") if found else ""
