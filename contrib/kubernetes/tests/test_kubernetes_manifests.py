@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any, Final
 
 import pytest
 import yaml
@@ -223,3 +224,41 @@ def test_options_that_contradict_are_refused(options, said):
 
 def _pods(text: str) -> dict:
     return yaml.safe_load(text)["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+
+
+GO: Final = re.compile(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?|0[obx][0-9a-fA-F]+|[yYnN]")
+"""Plain words that kubectl's YAML reads as a number or a truth value, and PyYAML as text."""
+
+
+class KubectlLoader(yaml.SafeLoader):
+    """Reads a manifest's plain words as kubectl does."""
+
+
+KubectlLoader.yaml_implicit_resolvers = {
+    key: [*value] for key, value in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+KubectlLoader.add_implicit_resolver("tag:kubectl,2002:no-text", re.compile(rf"^({GO.pattern})$"), None)
+KubectlLoader.add_constructor("tag:kubectl,2002:no-text", lambda *_: None)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize(
+    "word", ["1e-4", "1E5", "-1e3", ".5e3", "+1", "0o17", "0b1", "y", "N", "no", "~", "1:30"]
+)
+def test_words_stay_text_for_kubectl(kind, word, monkeypatch):
+    monkeypatch.setenv("ACCEL_WORD", word)
+    job = Job(argv=(), command=(*COMMAND, word), nodes=2)
+
+    text = manifest(job, KubernetesConfig(kind=kind, image="train:1", resources=f"memory={word}"))
+    made = yaml.load(text, KubectlLoader)
+
+    assert _values(made, "command")[0][-1] == word
+    assert {"name": "ACCEL_WORD", "value": word} in _values(made, "env")[0]
+    assert _values(made, "limits")[0]["memory"] == word
+
+
+def _values(node: object, key: str) -> list[Any]:
+    """Return the values of a key, wherever it is."""
+    nodes = [*node.values()] if isinstance(node, dict) else node if isinstance(node, list) else []
+    found = [node[key]] if isinstance(node, dict) and key in node else []
+    return found + [value for each in nodes for value in _values(each, key)]

@@ -47,8 +47,21 @@ def manifest(job: Job, config: KubernetesConfig) -> str:
         LaunchError: an option that the job needs is not set, or the pods' file is none.
     """
     made = _jobset(job, config) if config.kind == "jobset" else _trainjob(job, config)
-    text: str = yaml.safe_dump(made, sort_keys=False, width=1000)
+    text: str = yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=1000)
     return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes the words that kubectl would read as a number or a truth value."""
+
+
+def _as_text(dumper: _Dumper, text: str) -> yaml.ScalarNode:
+    # Its YAML has other plain numbers than PyYAML, such as 1e-4 and 0o17, and y and n.
+    style = "'" if len(text) == 1 or text[:1] in "0123456789.+-" else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _as_text)
 
 
 def _jobset(job: Job, config: KubernetesConfig) -> Document:
