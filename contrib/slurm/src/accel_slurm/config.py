@@ -29,10 +29,7 @@ OURS: Final = {
     "--wait": "the command that accel submit prints",
     "-W": "the command that accel submit prints",
 }
-"""Options of sbatch that the batch file sets, or that are not for jobs which are handed over.
-
-Each with what does the same here.
-"""
+"""Options of sbatch that are not the user's: what does the same here."""
 
 
 @frozen(kw_only=True)
