@@ -101,8 +101,9 @@ def ours(causal=True, batch_size=4, epochs=7, form="accumulate", accelerator=Non
         for batch in loader:
             if form == "by hand":
                 where = torch.arange(LENGTH).repeat(len(batch["targets"]), 1)
-                shared = [batch["input_ids"], batch["targets"], where]
-                with accelerator.maybe_context_parallel(shared, [1, 1, 1], {shared[0], where}):
+                targets = batch["targets"]  # twice, as programs name one tensor `labels` and `shift_labels`
+                shared = [batch["input_ids"], targets, where, targets]
+                with accelerator.maybe_context_parallel(shared, [1, 1, 1, 1], {shared[0], where}):
                     loss, _ = loss_of(model, {**batch, "position_ids": where})
                     accelerator.backward(loss)
                 assert batch["targets"].shape[1] == LENGTH

@@ -159,8 +159,8 @@ class ContextParallel:
         named = {str(number): buffer for number, buffer in enumerate(buffers)}
         length = length_of(named, dict(zip(named, dims, strict=True)), self.ranks)
         whole = [buffer.data for buffer in buffers]
-        for buffer, dim in zip(buffers, dims, strict=True):
-            buffer.data = part(buffer.data, dim, self.run.mesh.index("cp"), self.ranks)
+        for buffer, data, dim in zip(buffers, whole, dims, strict=True):  # one may be there twice
+            buffer.data = part(data, dim, self.run.mesh.index("cp"), self.ranks)
         try:
             with self._attend(length):
                 yield
