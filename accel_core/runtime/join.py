@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
     import torch
 
+    from accel_core.contract.config import ProjectConfiguration
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
-    from accel_core.runtime.run import Run as OwnRun
 
 _FOLDERS: Final = ("project.logging_dir", "project.project_dir")
 _logger = logging.getLogger(__name__)
@@ -113,10 +113,10 @@ def _timeout_of(device: torch.device) -> timedelta | None:
     return found
 
 
-def agree_on_run(run: OwnRun) -> str:
-    """Return the id of the run, the same on all ranks. Collective.
+def agree_on_run(run: Run) -> tuple[str, ProjectConfiguration]:
+    """Return the id of the run and its folders, the same on all ranks. Collective.
 
-    Rank 0's folders of the project hold for all ranks: scripts name them by the time.
+    Rank 0's folders hold for all: scripts name them by the time.
 
     Raises:
         ConfigError: the ranks differ in stack or config.
@@ -124,7 +124,7 @@ def agree_on_run(run: OwnRun) -> str:
     control = run.collectives("control")
     ranks = control.all_gather_object((run.run_id, str(run.stack), run.resolved.digest()))
     if len({rank[1:] for rank in ranks}) == 1:
-        return run.world.run_id or ranks[0][0]
+        return run.world.run_id or ranks[0][0], run.config.project
     stacks = [rank[1] for rank in ranks]
     if len(set(stacks)) > 1:
         different, values = "stack", stacks
@@ -133,8 +133,7 @@ def agree_on_run(run: OwnRun) -> str:
         paths = sorted({path for tree in trees for path in tree})
         differing = [path for path in paths if len({repr(tree.get(path)) for tree in trees}) > 1]
         if not set(differing).difference(_FOLDERS):
-            _use_folders(run, trees[0])
-            return run.world.run_id or ranks[0][0]
+            return run.world.run_id or ranks[0][0], _with_folders(run, trees[0])
         different = next(path for path in differing if path not in _FOLDERS)
         values = [repr(tree.get(different)) for tree in trees]
     listed = "; ".join(f"rank {number}: {value}" for number, value in enumerate(values))
@@ -144,8 +143,8 @@ def agree_on_run(run: OwnRun) -> str:
     )
 
 
-def _use_folders(run: OwnRun, first: Mapping[str, Any]) -> None:
-    """Use rank 0's folders of the project on this rank."""
+def _with_folders(run: Run, first: Mapping[str, Any]) -> ProjectConfiguration:
+    """Return the project's options with rank 0's folders; say where they differ."""
     project = run.config.project
     named: dict[str, Any] = {path.rpartition(".")[2]: first.get(path) for path in _FOLDERS}
     theirs = evolve(project, **named)
@@ -156,4 +155,4 @@ def _use_folders(run: OwnRun, first: Mapping[str, Any]) -> None:
             " and ".join(f"{name} {folder!r}" for name, folder in named.items()),
             " and ".join(repr(getattr(project, name)) for name in named),
         )
-        run.reconfigure(project=theirs)
+    return theirs

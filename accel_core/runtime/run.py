@@ -137,7 +137,8 @@ class Run:
         if self.world.size > 1:
             self.group, self.world = join_world(self)
             try:
-                self.run_id = agree_on_run(self)
+                self.run_id, project = agree_on_run(self)
+                self.reconfigure(project=project)
             except ConfigError:
                 leave_world(self)
                 raise
