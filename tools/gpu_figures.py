@@ -42,16 +42,24 @@ def read(file: Path) -> Proof:
     try:
         proof = json.loads(file.read_text(encoding="utf-8"))
         device, parts = proof["device"], proof["parts"]
-        complete = parts and all(
-            {"name", "result", "seconds", "detail", "tables"} <= {*part} for part in parts
-        )
+        whole = all(isinstance(word, str) for word in (device, proof["torch"], proof.get("date", "")))
+        complete = whole and parts and all(map(_is_whole, parts))
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise SystemExit(f"{file} is no proof.json of tools/gpu_proof.py: {error!r}") from error
     if not complete:
         raise SystemExit(f"{file} is no proof.json of tools/gpu_proof.py: it has no whole parts")
+    if END in json.dumps(proof):
+        raise SystemExit(f"{file} holds {END}, which ends the figures of a page")
     if device in REHEARSALS:
         raise SystemExit(f"{file} is of a rehearsal on {device!r}, which shows nothing of a GPU")
     return proof
+
+
+def _is_whole(part: Mapping[str, Any]) -> bool:
+    """Return whether a part has all that a page shows of it."""
+    words = [part["name"], part["result"], part["detail"], *part["tables"]]
+    in_lines = isinstance(part["tables"], list) and all(isinstance(word, str) for word in words)
+    return in_lines and isinstance(part["seconds"], float | int) and not any("\n" in word for word in words)
 
 
 def merged(files: Sequence[Path]) -> Proof | None:
@@ -66,6 +74,8 @@ def merged(files: Sequence[Path]) -> Proof | None:
     for part in (part for proof in proofs for part in proof["parts"]):
         if part["name"] not in parts or part["result"] not in NOT_RUN:
             parts[part["name"]] = part
+    if all(part["result"] in NOT_RUN for part in parts.values()):
+        raise SystemExit(f"{files[-1]} shows nothing of a GPU: of {len(parts)} parts none ran")
     return {**proofs[-1], "parts": [*parts.values()]}
 
 

@@ -172,7 +172,7 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     state.unscaled.clear()
     if unit.window.items is not None:
         state.refuse_edited(unit.window, unit.named_parameters())
-        items = state.note_items(_items_of_all_ranks(unit.run, unit.window.items))
+        items = state.note_items(_items_of_all_ranks(unit, unit.window.items))
         unit.hooks.reduce_gradients(unit, items)
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
@@ -186,9 +186,11 @@ def _note_undivided(units: Iterable[Unit]) -> None:
             unit.step_state.note_undivided(unit.window, unit.named_parameters().values())
 
 
-def _items_of_all_ranks(run: UnitRun, items: Tensor | float) -> Tensor:
+def _items_of_all_ranks(unit: Unit, items: Tensor | float) -> Tensor:
     """Return all ranks' items; ranks with the same loss count once."""
-    dtype = torch.float64 if "float64" in run.stack.device.card.offers else torch.float32  # counts are exact
+    run = unit.run
+    # Counts are exact. Of the chips that a card is for, some may lack float64.
+    dtype = torch.float64 if "float64" in unit.hooks.capabilities(run.device) else torch.float32
     if isinstance(items, torch.Tensor):
         count = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
     else:

@@ -132,7 +132,12 @@ def test_a_page_that_was_edited_is_stale(checkout: Path) -> None:
     [
         ({"device": "cpu"}, "rehearsal on 'cpu'"),
         ({"parts": []}, "no whole parts"),
-        ({"parts": [{}]}, "no whole parts"),
+        ({"parts": [{}]}, "is no proof.json"),
+        ({"torch": None}, "no whole parts"),
+        ({"parts": [part("Llama", "ok") | {"tables": "| a |"}]}, "no whole parts"),
+        ({"parts": [part("Llama", "ok", "a\nb")]}, "no whole parts"),
+        ({"parts": [part("Llama", "ok", "<!-- /gpu -->")]}, "ends the figures of a page"),
+        ({"parts": [part("Llama", "out of time"), part("float8", "not here")]}, "of 2 parts none ran"),
     ],
 )
 def test_what_shows_nothing_of_a_gpu_is_refused(checkout: Path, about: dict[str, Any], words: str) -> None:

@@ -247,7 +247,19 @@ def test_more_items_than_float32_counts_are_counted_exactly(accelerator_of):
     accelerator = accelerator_of()
     accelerator.prepare(net())
     for items in (2**24 + 1, torch.tensor(2**24 + 1)):
-        assert _items_of_all_ranks(accelerator.run, items).item() == 2**24 + 1
+        assert _items_of_all_ranks(accelerator.run.units[0], items).item() == 2**24 + 1
+
+
+def test_items_are_counted_without_float64_on_a_chip_that_lacks_it():
+    run = SimpleNamespace(
+        device=torch.device("cpu"),
+        stack=SimpleNamespace(device=SimpleNamespace(card=SimpleNamespace(offers={"float64"}))),
+        topology=SimpleNamespace(losses=2),
+        collectives=lambda _: SimpleNamespace(all_reduce=lambda count, how: count),
+    )
+    hooks = SimpleNamespace(capabilities=lambda _: frozenset())  # less than the card: an Arc of Intel
+    total = _items_of_all_ranks(SimpleNamespace(run=run, hooks=hooks), 3.0)
+    assert (total.dtype, total.item()) == (torch.float32, 6.0)
 
 
 def test_a_refused_micro_batch_leaves_the_windows_in_use_as_they_were(accelerator_of):
