@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -127,6 +128,7 @@ def launch(
     several = len(planned.discovery.of("strategy")) > 1
     shown = processes or "auto"
     notes = [f"accel: {note}" for note in planned.no_strategy(shown) if several]
+    notes += _alone_by_variables() if section.nodes == 1 else []
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
         print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
     sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
@@ -182,6 +184,16 @@ def _planned(
     given = [f"--config={Path(file).absolute()}"] if file else []
     given += [f"--{path if '.' in path else path.replace('_', '-')}={value}" for path, value in flags.items()]
     return planned, words, (sys.executable, "-m", "accel_core", "launch", *given, *words)
+
+
+def _alone_by_variables() -> list[str]:
+    """Return a note if variables that no launcher has set keep this one alone."""
+    rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
+    is_started = {"TORCHELASTIC_RUN_ID", "ACCEL_LAUNCH_CONFIG"} & os.environ.keys()
+    if rank is None or not size.isdecimal() or int(size) < 2 or is_started:
+        return []
+    found = f"RANK={rank} and WORLD_SIZE={size} are set, as in a rank, so this launch trains alone"
+    return [f"accel: {found}; to join the others, unset both (env -u RANK -u WORLD_SIZE)"]
 
 
 def _asked(planned: Launch) -> int:

@@ -109,6 +109,12 @@ def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
     ended = accel("launch", "-n", "1", "train.py", environment=within, cwd=tmp_path)
 
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+    assert "RANK=1 and WORLD_SIZE=2 are set, as in a rank, so this launch trains alone" in ended.stderr
+
+    started = {**within, "TORCHELASTIC_RUN_ID": "7"}
+    ended = accel("launch", "-n", "1", "train.py", environment=started, cwd=tmp_path)
+
+    assert "are set" not in ended.stderr
 
 
 def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_path):
