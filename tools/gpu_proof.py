@@ -159,7 +159,10 @@ def read_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--wheels", type=Path, help="folder with wheels to install first, without a network")
     parser.add_argument("-k", default="", help="only what has these words in its name")
-    return parser.parse_args()
+    given = parser.parse_args()
+    if given.out is not None and given.out.exists() and not given.out.is_dir():
+        parser.error(f"--out {given.out} is a file: name a folder")
+    return given
 
 
 def main() -> int:
@@ -173,13 +176,14 @@ def main() -> int:
     import torch
 
     found = torch.accelerator.current_accelerator(check_available=True)
-    if arguments.device == "auto" and found is None:
+    here = found.type if found is not None else ""
+    device = here if arguments.device == "auto" else arguments.device
+    if device not in filter(None, ("cpu", "sim", here)):
         print(
-            f"no accelerator: torch {torch.__version__} sees none on this machine\n"
+            f"no {device or 'accelerator'}: torch {torch.__version__} sees {here or 'none'} on this machine\n"
             "run this where there is one, or rehearse with --device cpu"
         )
         return NOTHING_TO_DO
-    device = arguments.device if found is None or arguments.device != "auto" else found.type
     name = torch.cuda.get_device_name() if device == "cuda" else device
     about = {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]}
     proof = Proof(folder, {**about, "date": time.strftime("%Y-%m-%d", time.gmtime())})

@@ -34,6 +34,22 @@ def test_without_an_accelerator_it_says_so(tmp_path):
     assert ended.stdout.startswith("no accelerator: torch ")
 
 
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
+@pytest.mark.parametrize("device", ["cuda", "typo"])
+def test_a_device_that_this_machine_lacks_is_named(tmp_path, device):
+    ended = prove(tmp_path, "--device", device)
+    assert (ended.returncode, ended.stderr) == (2, "")
+    assert ended.stdout.startswith(f"no {device}: torch {torch.__version__} sees none on this machine\n")
+
+
+def test_a_file_in_the_place_of_its_folder_is_left_alone(tmp_path):
+    (tmp_path / "notes").write_text("mine")
+    ended = prove(tmp_path / "notes")
+    assert ended.returncode == 2
+    assert ended.stderr.endswith("notes is a file: name a folder\n")
+    assert (tmp_path / "notes").read_text() == "mine"
+
+
 @pytest.mark.simulated
 def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path):
     ended = prove(tmp_path, "--device", "sim", "-k", "a step waits for nothing")
