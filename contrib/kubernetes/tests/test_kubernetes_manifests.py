@@ -79,7 +79,35 @@ def test_a_jobset_is_one_indexed_job_whose_pods_know_pod_0_by_the_headless_servi
     assert "job-completion-index" in variables["PET_NODE_RANK"]["valueFrom"]["fieldRef"]["fieldPath"]
     assert container["command"] == ["python3", *COMMAND[1:]]
     assert container["resources"] == {"limits": {"nvidia.com/gpu": "8", "memory": "64Gi"}}
-    assert {"name": "checkpoints", "mountPath": "/checkpoints"} in container["volumeMounts"]
+    assert {"name": "claim-0", "mountPath": "/checkpoints"} in container["volumeMounts"]
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+@pytest.mark.parametrize("claims", ["data.v1", "shm"])  # volumes: no dots, and one is shm
+def test_a_claim_may_have_a_name_that_no_volume_may_have(kind, claims):
+    config = KubernetesConfig(kind=kind, **{**WHOLE, "volumes": f"{claims}:/first,other:/second"})
+    made = yaml.safe_load(manifest(JOB, config))
+
+    (pod,) = [found for found in dicts_in(made) if "containers" in found and "volumes" in found]
+    claimed = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in pod["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    mounts = [mount for container in pod["containers"] for mount in container["volumeMounts"]]
+    assert {claimed[mount["name"]]: mount["mountPath"] for mount in mounts if mount["name"] in claimed} == {
+        claims: "/first",
+        "other": "/second",
+    }
+    assert len({volume["name"] for volume in pod["volumes"]}) == len(pod["volumes"])
+    assert all(re.fullmatch("[a-z0-9-]+", volume["name"]) for volume in pod["volumes"])
+
+
+def dicts_in(value):
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    yield from ([value] if isinstance(value, dict) else [])
+    for each in inner:
+        yield from dicts_in(each)
 
 
 def test_a_name_leaves_room_for_what_pods_add():
@@ -128,7 +156,7 @@ def test_a_trainjob_leaves_the_place_of_its_pods_to_kubeflow():
     )  # its webhook refuses them
     patch = made["spec"]["runtimePatches"][0]["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"][0]
     mounts = patch["template"]["spec"]["template"]["spec"]["containers"][0]["volumeMounts"]
-    assert {"name": "data", "mountPath": "/data"} in mounts
+    assert {"name": "claim-1", "mountPath": "/data"} in mounts
 
 
 def test_accels_variables_travel_and_paths_of_this_machine_do_not(monkeypatch, tmp_path):

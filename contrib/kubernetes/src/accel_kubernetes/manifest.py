@@ -188,11 +188,16 @@ def _plain(text: str) -> str:
 
 
 def _volumes(config: KubernetesConfig) -> list[Document]:
-    return [{"name": claim, "persistentVolumeClaim": {"claimName": claim}} for claim in config.claims()]
+    """Name volumes by number: a claim's name may have dots, which a volume's may not."""
+    claims = [{"claimName": claim} for claim in config.claims()]
+    return [
+        {"name": f"claim-{number}", "persistentVolumeClaim": claim} for number, claim in enumerate(claims)
+    ]
 
 
 def _mounts(config: KubernetesConfig) -> list[Document]:
-    return [{"name": claim, "mountPath": path} for claim, path in config.claims().items()]
+    paths = config.claims().values()
+    return [{"name": f"claim-{number}", "mountPath": path} for number, path in enumerate(paths)]
 
 
 def _more(config: KubernetesConfig) -> Document:
