@@ -72,8 +72,8 @@ def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
         odd.append("param_groups")
     if odd:
         raise CheckpointError(
-            f"{type(optimizer).__qualname__}.state_dict() has another {odd[0]!r} than the"
-            " optimizer's attributes; only its `state`, its `param_groups` and further keys can be saved\n"
+            f"{type(optimizer).__qualname__}.state_dict() and the attributes differ in {odd[0]!r};"
+            " only the optimizer's `state`, its `param_groups` and further keys can be saved\n"
             "keep the rest under keys of its own in state_dict(), beside 'state' and 'param_groups'"
         )
 

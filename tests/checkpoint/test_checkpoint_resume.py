@@ -229,12 +229,7 @@ SCHEDULERS = [
     lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 3),
     lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3),
     lambda o: lr_scheduler.CyclicLR(o, 0.01, 0.1, 3, scale_fn=Falling()),
-    pytest.param(
-        lambda o: SWALR(o, 0.05, anneal_epochs=4),
-        marks=pytest.mark.skipif(
-            not hasattr(SWALR, "_set_anneal_func"), reason="its state holds a function in torch 2.8"
-        ),
-    ),
+    lambda o: SWALR(o, 0.05, anneal_epochs=4),
     lambda o: lr_scheduler.OneCycleLR(o, 0.1, total_steps=20),
     lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=1, threshold=10.0),
     lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o), lr_scheduler.StepLR(o, 2)], [3]),
@@ -246,7 +241,9 @@ SCHEDULERS = [
     "scheduler", SCHEDULERS, ids=lambda each: type(each(with_momentum(network().parameters()))).__name__
 )
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR of torch 2.8
-def test_any_scheduler_goes_on_as_if_nothing_had_happened(prepared, tmp_path, scheduler):
+def test_any_scheduler_goes_on_as_if_nothing_had_happened(request, prepared, tmp_path, scheduler):
+    if "SWALR" in request.node.name and not hasattr(SWALR, "_set_anneal_func"):
+        pytest.skip("its state holds a function in torch 2.8")
     first = prepared(network, with_momentum, scheduler, steps=3)
     first.accelerator.save_state(tmp_path / "here")
     rates = [(first.step(number), first.inner.param_groups[0]["lr"]) for number in range(3, 9)]
