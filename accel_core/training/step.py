@@ -188,15 +188,25 @@ def _note_undivided(units: Iterable[Unit]) -> None:
 
 def _items_of_all_ranks(unit: Unit, items: Tensor | float) -> Tensor:
     """Return all ranks' items; ranks with the same loss count once."""
-    run = unit.run
-    # Counts are exact. Of the chips that a card is for, some may lack float64.
-    dtype = torch.float64 if "float64" in unit.hooks.capabilities(run.device) else torch.float32
+    run, before = unit.run, unit.step_state.items
+    dtype = _counted_in(unit) if before is None else before.dtype
     if isinstance(items, torch.Tensor):
         count = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
     else:
         count = torch.full((), items, dtype=dtype, device=run.device)
     total: Tensor = run.collectives("world").all_reduce(count, "mean") * run.topology.losses
     return total
+
+
+def _counted_in(unit: Unit) -> torch.dtype:
+    """Return the dtype that all ranks count items in. Collective.
+
+    Counts are exact. Of the chips that a card is for, some may lack float64, and a world may have both.
+    """
+    run = unit.run
+    able = float("float64" in unit.hooks.capabilities(run.device))
+    of_all = run.collectives("world").all_reduce(torch.full((), able, device=run.device), "min")
+    return torch.float64 if of_all.item() else torch.float32
 
 
 def clip_norm(

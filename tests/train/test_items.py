@@ -258,7 +258,8 @@ def test_items_are_counted_without_float64_on_a_chip_that_lacks_it():
         collectives=lambda _: SimpleNamespace(all_reduce=lambda count, how: count),
     )
     hooks = SimpleNamespace(capabilities=lambda _: frozenset())  # less than the card: an Arc of Intel
-    total = _items_of_all_ranks(SimpleNamespace(run=run, hooks=hooks), 3.0)
+    unit = SimpleNamespace(run=run, hooks=hooks, step_state=SimpleNamespace(items=None))
+    total = _items_of_all_ranks(unit, 3.0)
     assert (total.dtype, total.item()) == (torch.float32, 6.0)
 
 

@@ -110,6 +110,42 @@ def test_each_micro_batch_communicates_if_asked_to():
         assert counts == [1] * 4
 
 
+class WithoutFloat64:
+    """Hooks of a unit on a chip that lacks float64, as some of a card's chips may."""
+
+    def __init__(self, hooks):
+        self.hooks = hooks
+
+    def __getattr__(self, name):
+        return getattr(self.hooks, name)
+
+    def capabilities(self, device):
+        return self.hooks.capabilities(device) - {"float64"}
+
+
+def chips_of_two_kinds(lacking):
+    made = accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    unit = made.run.units[0]
+    if made.process_index == lacking:
+        unit.hooks = WithoutFloat64(unit.hooks)
+    counts = []
+    for window in range(2):
+        with made.accumulate(model, items=3 + window + made.process_index):
+            made.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+        counts.append((str(unit.step_state.items.dtype), unit.step_state.items.item()))
+    made.end_training()
+    return counts
+
+
+@pytest.mark.parametrize("lacking", [0, 1])
+def test_chips_of_which_one_lacks_float64_count_alike(lacking):
+    assert run_processes(chips_of_two_kinds, lacking) == [[("torch.float32", 7.0), ("torch.float32", 9.0)]] * 2
+
+
 def a_parameter_that_comes_late():
     made = accelerator()
     model = torch.nn.Linear(1, 1)
