@@ -48,23 +48,36 @@ class HpuDevice:
         self.config = config or HpuConfig()
         self.run = run
         self._hpu = vendor("hpu")
-        self._cut = vendor("core").mark_step if machine.lazy_mode() else None
+        # Gaudi's software read its variable at its import, which torch may have done before the run; what it
+        # takes an unset one for depends on the release: lazy mode before 1.21, eager mode since.
+        self._lazy: bool = vendor("utils.internal").is_lazy()
+        self._cut = vendor("core").mark_step if self._lazy else None
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        lazy, reasons = machine.lazy_mode(), list[str]()
-        if self.config.lazy not in (None, lazy):
-            found = f"{machine.LAZY}={os.environ.get(machine.LAZY)!r}, which Gaudi's software reads"
-            return [
-                f"hpu.lazy is {self.config.lazy}, but {found}\nunset the variable, or leave the option out"
-            ]
-        if self.config.graphs and not lazy:
+        if self.config.lazy not in (None, self._lazy):
+            return [self._other_mode()]
+        reasons = []
+        if self.config.graphs and not self._lazy:
             reasons.append(
-                f"hpu.graphs replays what lazy mode records, {machine.LAZY} is 0; set hpu.lazy: true"
+                "hpu.graphs replays what lazy mode records, this is eager mode; set hpu.lazy: true"
             )
-        if lazy and (config.compile.backend or "no").lower() != "no":
+        if self._lazy and (config.compile.backend or "no").lower() != "no":
             reasons.append("hpu: torch.compile does not work in lazy mode; set hpu.lazy: false")
         return reasons
+
+    def _other_mode(self) -> str:
+        value, wanted = os.environ.get(machine.LAZY), str(int(self.config.lazy or False))
+        if value not in (None, wanted):
+            return (
+                f"hpu.lazy is {self.config.lazy}, but {machine.LAZY}={value!r}, which Gaudi's software"
+                " reads\nunset the variable, or leave the option out"
+            )
+        return (
+            f"hpu.lazy is {self.config.lazy}, but Gaudi's software was imported in the other mode before"
+            " the run, as torch does by itself\n"
+            f"start the script by accel launch, or with {machine.LAZY}={wanted}"
+        )
 
     @implements(hooks.compile_options)
     def compile_options(self) -> Mapping[str, Any]:

@@ -13,7 +13,7 @@ from accel_core import hooks, implements
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["HpuLaunch", "hpu_count", "lazy_mode", "probe"]
+__all__ = ["HpuLaunch", "hpu_count", "probe"]
 
 VISIBLE = "HABANA_VISIBLE_MODULES"
 LAZY = "PT_HPU_LAZY_MODE"
@@ -41,11 +41,6 @@ def hpu_count() -> int:
         return _modules()
     named = {entry.strip() for entry in visible.split(",") if entry.strip().isdecimal()}
     return min(len(named), _modules())
-
-
-def lazy_mode() -> bool:
-    """Return True if operations are recorded, as Gaudi reads it at its import."""
-    return os.environ.get(LAZY, "1") == "1"
 
 
 def _modules() -> int:
