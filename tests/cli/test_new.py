@@ -44,6 +44,8 @@ def test_what_it_writes_is_code_that_fits_its_lines(slot: str):
         ("data", "a word of core's own config"),
         ("native", "provided by accel-core"),
         ("cuda", "provided by accel-cuda"),  # installed or not
+        ("core", "accel-core is installed, and pip would replace it"),
+        ("testing", "accel-testing is installed"),
     ],
 )
 def test_a_name_that_cannot_be_had_is_refused(tmp_path: Path, name: str, said: str):

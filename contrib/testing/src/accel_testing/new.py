@@ -57,6 +57,10 @@ def refuse_name(name: str, slot: Any) -> None:
     if record is not None or known is not None:
         owner = record.origin if record else known.distribution if known else ""
         raise PluginError(f"plugin {name!r} is provided by {owner}\ntake another name", plugin=name)
+    if any(metadata.distributions(name=f"accel-{name}")):
+        raise PluginError(
+            f"accel-{name} is installed, and pip would replace it\ntake another name", plugin=name
+        )
 
 
 def render(name: str, slot: Any) -> dict[str, str]:
