@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -37,6 +37,20 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
         "train inside `with accelerator.join_uneven_inputs([model]):`, or set data.even_batches; evaluate"
         " under torch.no_grad()"
     )
+
+
+def refuse_items(units: Iterable[Unit]) -> None:
+    """Refuse to count items where ranks may run out of batches.
+
+    Counts are added up over all ranks, and a rank that has run out shadows the strategy's collectives only.
+    """
+    for unit in units:
+        if unit.step_state.allows_uneven_inputs and unit.run.world.size > 1:
+            raise AccelError(
+                "items inside join_uneven_inputs: a rank that has run out of batches has no items to add, and"
+                " the others would wait for them\n"
+                "leave join_uneven_inputs out and data.even_batches on, or take losses that are means"
+            )
 
 
 def _waits_in_training(run: Run, unit: Unit) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from accel_core.data.uneven import refuse_items
 from accel_core.errors import AccelError
 from accel_core.training.step import tell_lost
 
@@ -49,6 +50,8 @@ class Accumulation:
 
     def __enter__(self) -> None:
         run, items = self.run, self.items
+        if items is not None:
+            refuse_items(self.units)
         if run.accumulation is not None:
             self._end_others()
         active = run.active_loaders

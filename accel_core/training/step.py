@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from accel_core.data.uneven import check_unit
+from accel_core.data.uneven import check_unit, refuse_items
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -45,6 +45,8 @@ def run_window(
 ) -> StepOutput:
     """Run forward and backward of one window as a whole, by the unit's strategy."""
     window, state, trained = unit.window, unit.step_state, False
+    if items is not None and not forward_only:
+        refuse_items([unit])
     before = window.snapshot()
     try:
         window.begin_whole(items)

@@ -143,7 +143,37 @@ def chips_of_two_kinds(lacking):
 
 @pytest.mark.parametrize("lacking", [0, 1])
 def test_chips_of_which_one_lacks_float64_count_alike(lacking):
-    assert run_processes(chips_of_two_kinds, lacking) == [[("torch.float32", 7.0), ("torch.float32", 9.0)]] * 2
+    assert (
+        run_processes(chips_of_two_kinds, lacking) == [[("torch.float32", 7.0), ("torch.float32", 9.0)]] * 2
+    )
+
+
+def items_where_ranks_run_out_of_batches(whole):
+    made = accelerator()
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.ones(1, 1)
+    try:
+        with made.join_uneven_inputs([model]):
+            for _ in range(2 + made.process_index):
+                if whole:
+                    made.forward_backward(model, [x], lambda model, x: (model(x).sum(), None), items=1)
+                else:
+                    with made.accumulate(model, items=1):
+                        made.backward(model(x).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+    except AccelError as error:
+        return str(error)
+    finally:
+        made.end_training()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_items_are_refused_where_ranks_may_run_out_of_batches(whole):
+    """One rank would add up its items with what another sends in the strategy's place."""
+    for told in run_processes(items_where_ranks_run_out_of_batches, whole):
+        assert "a rank that has run out of batches has no items to add" in told
 
 
 def a_parameter_that_comes_late():
