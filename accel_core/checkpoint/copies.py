@@ -33,7 +33,7 @@ from accel_core.checkpoint.sending import Sending
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.stored_target import StoredTarget
 from accel_core.checkpoint.target import SaveTarget
-from accel_core.checkpoint.votes import Votes
+from accel_core.checkpoint.votes import Votes, work_together
 from accel_core.checkpoint.writer import begin_writing, is_over
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
@@ -171,7 +171,7 @@ class Copies:
     def follow(self, save: PendingSave, plans: Sequence[Plan], votes: Votes) -> None:
         """Copy the checkpoint of this save, if it is due, or an earlier one again.
 
-        It does so once the save is committed. Waits for the copy before. By each rank that saves.
+        It does so once the save is committed. Waits for the copy before. Collective: all ranks that save.
 
         plans: those of all these ranks.
         """
@@ -180,7 +180,8 @@ class Copies:
         is_owed = first.is_idle and first.owed is not None and {plan.owed for plan in plans} == {first.owed}
         if self._series.copies is None or not (is_due or is_owed):
             return
-        if not self.wait_quietly():
+        is_free = all(plan.is_idle for plan in plans) or self.wait_together("save_state", len(plans))
+        if not is_free:
             return  # the next save looks again
         before, source = (self._owed, self._last), self._owed
         if is_due:
@@ -275,6 +276,18 @@ class Copies:
         if not (is_over := self.join()):
             logger.warning("%s", self._not_over())
         return is_over
+
+    def wait_together(self, operation: str, ranks: int) -> bool:
+        """Return True if `wait_quietly` does so on all ranks.
+
+        Collective. They go on together: one may give up long before another, whose next collective would
+        end in vain.
+        """
+        if ranks == 1:  # of any number, where one saves alone
+            return self.wait_quietly()
+        run = self._series.run
+        wait = work_together(run, operation)(self.wait_quietly)
+        return all(gather_from_all_ranks(run.collectives("control"), f"{operation}: wait for the copy", wait))
 
     def wait(self, patience: float | None = None) -> None:
         """Return once no copy is being made.

@@ -146,8 +146,8 @@ class CheckpointSession:
         run_on_all_ranks(
             run.collectives("control"), "load_state: wait for the save before", self._wait_for_save
         )
-        if self._copies is not None:
-            self._copies.wait_quietly()  # it may be what is loaded; its error stays for `wait`
+        if run.config.project.store:  # it may be what is loaded; its error stays for `wait`
+            self._prepare_copies().wait_together("load_state", run.world.size)
         with without_collecting_garbage():  # until `load` has dropped what it made
             loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok, best=best)
         if loaded is None:

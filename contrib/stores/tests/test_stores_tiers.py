@@ -460,3 +460,9 @@ def test_nobody_is_told_of_a_copy_as_of_a_save(s3: S3Server, tmp_path: Path) -> 
     assert [event["folder"] for event in events if event["kind"] == "checkpoint"] == [
         str(tmp_path / "checkpoints/checkpoint_0")
     ]
+
+
+def test_ranks_go_on_together_when_one_alone_gets_no_answer(s3: S3Server, tmp_path: Path) -> None:
+    """Each gives its copy up at another time; the first then waited in a collective, in vain."""
+    saved = run_processes(tiers_job.saved_while_rank_0_hangs, str(tmp_path), STORE)
+    assert saved == [["checkpoint_0", "checkpoint_1"]] * 2

@@ -6,6 +6,8 @@ import os
 import signal
 import time
 from collections.abc import Mapping
+from contextlib import suppress
+from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,7 +15,8 @@ from typing import Any
 import stored_job as job
 import torch
 
-from accel_core import Accelerator, CheckpointError, ProjectConfiguration
+from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs, ProjectConfiguration
+from accel_core.checkpoint import copies, votes
 
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
@@ -125,3 +128,27 @@ def killed_in_a_copy(endpoint: str, folder: str, store: str) -> None:
     """Tell the test this process's number, then save one checkpoint and copy it."""
     tell(endpoint)
     trained(folder, store, 1)
+
+
+def saved_while_rank_0_hangs(folder: str, store: str) -> list[str]:
+    """Save again when a copy of which rank 0 alone gets no answer has gone on for a while; train on."""
+    votes.TIMEOUTS = 3  # type: ignore[misc]
+    quick = [InitProcessGroupKwargs(timeout=timedelta(seconds=2))]
+    named = {"automatic_checkpoint_naming": True, "record_every": 0}
+    project = ProjectConfiguration(project_dir=folder, store=store, **named)
+    accelerator, model, optimizer = job.made(project_config=project, kwargs_handlers=quick)
+    if accelerator.is_main_process:
+        copies.CopyTarget._begin = lambda self: time.sleep(120)  # type: ignore[method-assign, assignment]
+    accelerator.save_state()
+    copied_until = time.monotonic() + 6.5
+    while time.monotonic() < copied_until + accelerator.process_index / 5:
+        time.sleep(0.1)
+    accelerator.save_state()
+    job.step(accelerator, model, optimizer)
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    accelerator.wait_for_everyone()
+    saved = sorted(path.name for path in Path(folder, "checkpoints").iterdir())
+    with suppress(CheckpointError):
+        accelerator.end_training()
+    return saved
