@@ -180,7 +180,7 @@ def test_the_launcher_names_a_file_that_is_cut_under_its_mapping(tmp_path):
 
     assert ended.returncode == 128 + signal.SIGBUS
     assert "rank 0 (local 0) was killed by SIGBUS" in ended.stderr
-    assert f"a mapped file was cut: {path}, of" in ended.stderr
+    assert f"a mapped file was cut: {path} had " in ended.stderr
 
 
 @pytest.mark.parametrize(
