@@ -21,7 +21,8 @@ from s3_server import BUCKET, Request, S3Server
 
 STORE = f"s3://{BUCKET}/run"
 SCRIPT = """
-    import os, sys
+    import os, signal, sys
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
     from datetime import timedelta
     sys.path.insert(0, {tests!r})
     import s3fs, stored_job as job, tiers_job

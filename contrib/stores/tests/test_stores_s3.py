@@ -122,6 +122,7 @@ def test_a_disk_without_room_for_what_comes_is_told_and_no_older_one_is_taken(
     accelerator.end_training()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Server) -> None:
     s3.fault = lambda request: time.sleep(12) if request.name.startswith("rank-00001") else None
