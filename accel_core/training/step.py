@@ -208,6 +208,8 @@ def _counted_in(unit: Unit) -> torch.dtype:
     run = unit.run
     able = float("float64" in unit.hooks.capabilities(run.device))
     of_all = run.collectives("world").all_reduce(torch.full((), able, device=run.device), "min")
+    if run.mark_step is not None:
+        run.mark_step("host_read")
     return torch.float64 if of_all.item() else torch.float32
 
 

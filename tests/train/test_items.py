@@ -255,6 +255,7 @@ def test_items_are_counted_without_float64_on_a_chip_that_lacks_it():
         device=torch.device("cpu"),
         stack=SimpleNamespace(device=SimpleNamespace(card=SimpleNamespace(offers={"float64"}))),
         topology=SimpleNamespace(losses=2),
+        mark_step=None,
         collectives=lambda _: SimpleNamespace(all_reduce=lambda count, how: count),
     )
     hooks = SimpleNamespace(capabilities=lambda _: frozenset())  # less than the card: an Arc of Intel

@@ -142,7 +142,16 @@ BROKEN = [
             "test_layers_draw_alike_where_activations_are_alike",
         },
     ),
-    ("lazy+replicas", "say_nothing", "2", {"test_mixed_precision", "test_overflowing_steps_are_skipped"}),
+    (
+        "lazy+replicas",
+        "say_nothing",
+        "2",
+        {
+            "test_mixed_precision",
+            "test_overflowing_steps_are_skipped",
+            "test_sums_are_divided_by_the_items_of_the_window",
+        },
+    ),
     ("early", "import_before_setting", "0", {"test_the_stack_binds"}),
 ]
 
