@@ -67,6 +67,14 @@ def main() -> None:
 
 
 def _measured(name: str, args: argparse.Namespace) -> Any:
+    """Measure one benchmark, and show on stderr what it found: a later one may fail."""
+    print(f"{name} ...", file=sys.stderr, flush=True)
+    measured = _measure(name, args)
+    print(measured if name == "growth" else table(measured), file=sys.stderr, flush=True)
+    return measured
+
+
+def _measure(name: str, args: argparse.Namespace) -> Any:
     if name == "growth":
         import growth  # late: it imports torch, which the contenders of others do in their own processes
 

@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from arena import ENVIRONMENT, HERE, Row, table, timed
 
-GENERATE = HERE.parent / "tests" / "generated.py"
+GENERATE = HERE.parent / "tests" / "generated_backends.py"
 # A full collection over torch's objects takes 80 ms, and comes after so many allocations, whoever makes
 # them: without one beforehand it would be charged to whichever contender it happens to hit.
 CLOCK = """

@@ -54,6 +54,11 @@ def test_what_time_does_not_suffice_for_is_left_out_by_name(arena):
     assert arena.within(11, benchmarks, clock=lambda: now[0]) == ({"a": 5, "b": 6}, ["c", "d"])
 
 
+def test_the_program_that_generates_backends_is_there(monkeypatch):
+    monkeypatch.syspath_prepend(BENCHMARKS)
+    assert script("startup").GENERATE.is_file()
+
+
 def test_growth_has_each_cost_at_three_sizes_and_stands_in_the_readme(monkeypatch):
     pytest.importorskip("torch")
     growth = script("growth")
