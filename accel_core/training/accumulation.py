@@ -66,7 +66,7 @@ class Accumulation:
             if items is not None:
                 for unit in self.units:
                     unit.step_state.expect_items(unit)
-            if self.windows:
+            if self.windows and run.windows is not self.windows:
                 run.use_windows(self.windows)
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
             self.drop()
@@ -144,7 +144,8 @@ class Accumulation:
         self.run.end_accumulation(self)
         try:
             for window in self.windows:
-                window.note_backward()
+                if window.awaits_backward:
+                    window.note_backward()
         finally:
             if self._contexts is not None or self._no_sync is not None:
                 self._end_contexts(kind, error, trace)

@@ -43,9 +43,20 @@ class PreparedOptimizer(Optimizer):
             unit.window.note_backward()  # maybe the loss's own
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, unless a window still has to apply them."""
-        own = self.__dict__
-        own["clean_from"] = step.zero_grad(self.unit, self.optimizer, set_to_none, self.clean_from)
+        """Clear the gradients, unless a window still has to apply them.
+
+        `Window` has the table. So this may stand before the forward or after the step, with the same effect.
+        """
+        unit = self.unit
+        window = unit.window
+        if not window.clears(self.clean_from):
+            return
+        unit.step_state.drop(self.optimizer)
+        if unit.steps.zero_grad is None:
+            self.optimizer.zero_grad(set_to_none)
+        else:
+            unit.steps.zero_grad(unit, self.optimizer, set_to_none)
+        self.__dict__["clean_from"] = window.clean_from
 
     @property
     def step_was_skipped(self) -> bool:

@@ -217,7 +217,8 @@ def clip_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor | None:
     """Clip at a window's boundary; do nothing inside it, where gradients are partial."""
-    unit.window.note_backward()
+    if unit.window.awaits_backward:
+        unit.window.note_backward()
     if not unit.window.boundary:
         return None
     clip, norm = unit.steps.clip_grad_norm, None
@@ -260,7 +261,8 @@ def refuse_closure(unit: Unit) -> NoReturn:
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
-    unit.window.note_backward()
+    if unit.window.awaits_backward:
+        unit.window.note_backward()
     if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
         refuse_closure(unit)
     state, steps = unit.step_state, unit.steps
@@ -281,22 +283,3 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     if unit.run.mark_step is not None:
         unit.run.mark_step("step")
     return applied
-
-
-def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool, clean_from: int) -> int:
-    """Clear gradients, unless their window still has to apply them.
-
-    `Window` has the table. So `zero_grad` may stand before the forward or after the step, with the same
-    effect.
-
-    clean_from: number of the first window of which there may be gradients, as the last call returned it.
-    """
-    window = unit.window
-    if not window.clears(clean_from):
-        return clean_from
-    unit.step_state.drop(optimizer)
-    if unit.steps.zero_grad is None:
-        optimizer.zero_grad(set_to_none)
-    else:
-        unit.steps.zero_grad(unit, optimizer, set_to_none)
-    return window.clean_from

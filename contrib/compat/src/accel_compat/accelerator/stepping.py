@@ -39,8 +39,9 @@ class Stepping(Assignable):
         Models that are not prepared are left out. If none is left, all prepared models take part.
         """
         state, run = self.gradient_state, self.run
-        ends = state.end_of_dataloader and state.sync_with_dataloader
-        self._count = 0 if ends else self._count + 1
+        begun = run.active_loaders
+        ended = state.end_of_dataloader if state._begun else bool(begun) and begun[-1].last
+        self._count = 0 if ended and state.sync_with_dataloader else self._count + 1
         try:
             is_known = models in self._accumulations
         except TypeError:  # a list of models
@@ -101,9 +102,10 @@ class Stepping(Assignable):
             warn_once(f"clip_grad_norm_: {_EMPTY}")
             return torch.tensor(0.0)
         units = self.run.parameters.units_of(mine)
+        unit = next(iter(units)) if len(units) == 1 else None
+        if unit is not None and unit.window.boundary:
+            return super().clip_grad_norm_(mine, max_norm, norm_type)
         if all(unit is None or unit.window.boundary for unit in units):
-            if len(units) == 1 and None not in units:
-                return super().clip_grad_norm_(mine, max_norm, norm_type)
             self._unscale(units, mine)
             return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
         return torch.nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None], norm_type)
