@@ -21,6 +21,12 @@ CLOSING = re.compile(r"^  ([\w-]+): OK \(([\d.]+)", re.MULTILINE)
 BRACES = re.compile(r"\{([^{}]*)\}")
 
 
+def listed(text: str) -> list[str]:
+    """List the environments of a setting: one or several on a line, with commas between."""
+    names = re.findall(r"(?:\{[^{}]*\}|[\w-])+", text)
+    return [one for name in names for one in expanded(name)]
+
+
 def expanded(name: str) -> list[str]:
     """List the names that `py{310,312}` stands for."""
     parts = BRACES.split(name)
@@ -31,16 +37,15 @@ def environments(root: Path = ROOT) -> dict[str, tuple[bool, str]]:
     """Map each environment of tox.ini to (is run by plain `tox`, description)."""
     settings = ConfigParser(interpolation=None, inline_comment_prefixes=("#",))
     settings.read(root / "tox.ini", encoding="utf-8")
-    default = [name for line in settings["tox"]["env_list"].split() for name in expanded(line.strip(","))]
-    usual = settings["testenv"]["description"]
-    found = {name: (True, usual.replace("{env_name}", name)) for name in default}
+    default = listed(settings["tox"]["env_list"])
+    full = listed(settings["tox"]["labels"].partition("full = ")[2])
+    about = {name: f"the tests of accel-{name}, beside accel-core" for name in default}
+    about |= settings["about"]
     for section in settings.sections():
-        kind, _, names = section.partition(":")
-        if (
-            kind == "testenv" and names and settings[section].get("labels") != ""
-        ):  # no machine of ours runs it
-            about = settings[section].get("description", "").strip()
-            found |= {name: (name in default, about) for name in expanded(names)}
+        if section.startswith("testenv:"):
+            names = expanded(section.partition(":")[2])
+            about |= dict.fromkeys(names, settings[section]["description"])
+    found = {name: (name in default, about[name]) for name in [*default, *full]}
     return dict(sorted(found.items(), key=lambda item: (not item[1][0], item[0])))
 
 
