@@ -179,6 +179,7 @@ class Agent(LocalElasticAgent):
     failed_elsewhere = False
     """True if another node has that failure, and reports it."""
     _listener: Listener | None = None
+    _warned = False
 
     def pass_on_warnings(self) -> None:
         """Turn a scheduler's warning into a SIGTERM of the workers.
@@ -189,9 +190,16 @@ class Agent(LocalElasticAgent):
             signal.signal(getattr(signal, WARNING), self._pass_on)
 
     def _pass_on(self, *_: object) -> None:
+        self._warned = True
         for rank, code in self._exit_codes().items():
             if code is None:
                 os.kill(self._processes()[rank].pid, signal.SIGTERM)
+
+    def _start_workers(self, worker_group: Any) -> dict[int, Any]:
+        started: dict[int, Any] = super()._start_workers(worker_group)
+        if self._warned:  # while nodes met
+            self._pass_on()
+        return started
 
     def _rendezvous(self, worker_group: Any) -> None:
         if self._store is not None:  # a restart, perhaps for the loss of node 0
@@ -217,7 +225,9 @@ class Agent(LocalElasticAgent):
                 first_failure(failures, notes) if left is None else _ended_early(worker_group, left)
             )
             result = RunResult(WorkerState.FAILED, failures=result.failures)
-            self.announce(self._attempt, self.failure)
+            self.announce(STOPPED if self._warned else self._attempt, self.failure)
+            if self._warned:  # workers that start again would hear of no end
+                self._remaining_restarts = 0
         elif result.state == WorkerState.HEALTHY and self._another_failed():
             result = RunResult(state=WorkerState.FAILED)
         if result.is_failed():

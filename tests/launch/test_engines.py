@@ -233,6 +233,44 @@ def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_t
     assert process.returncode == 0
 
 
+def test_ranks_that_a_warning_ends_do_not_start_again_unwarned(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import os, time\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\ntime.sleep(60)\n"
+    )
+    process = _started("--max-restarts", "3", cwd=tmp_path)
+    assert process.stdout.readline() == "0\n"
+
+    process.send_signal(signal.SIGUSR1)
+
+    assert process.communicate(timeout=50)[0] == ""
+    assert process.returncode == 128 + signal.SIGTERM
+
+
+@pytest.mark.together
+def test_ranks_hear_of_a_warning_that_came_while_their_node_waited_for_another(tmp_path):
+    (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        place = f"127.0.0.1:{free.getsockname()[1]}"
+    meet = ("--nodes", "2", "--rendezvous", place, "--node-rank")
+    first = _started(*meet, "0", cwd=tmp_path, stderr=subprocess.PIPE)
+    while "waits for node 1" not in first.stderr.readline():
+        assert first.poll() is None
+
+    first.send_signal(signal.SIGUSR1)
+    second = _started(*meet, "1", cwd=tmp_path)
+
+    for process in (first, second):
+        process.communicate(timeout=50)
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+def _started(*flags: str, **given: object) -> subprocess.Popen[str]:
+    command = [ACCEL, "launch", "-n", "1", "--device", "cpu", *flags, "train.py"]
+    return subprocess.Popen(
+        command, env=clean_environment(), text=True, **{"stdout": subprocess.PIPE, **given}
+    )
+
+
 def test_nodes_of_two_jobs_meet_their_own_node_0_though_all_knock_at_the_same_doors(monkeypatch):
     monkeypatch.setattr(
         "accel_core.launch.meeting.random.Random", lambda _: type("Same", (), {"sample": lambda *_: DOORS})()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import shlex
+import signal
 import subprocess
 import sys
 
@@ -188,6 +190,27 @@ def test_the_batch_file_is_shell_and_holds_what_was_asked_for():
         "--partition=gpu --time=10",
     ]
     assert f"srun {sys.executable} -m accel_core launch 'my train.py' --lr 1 &" in text
+
+
+def test_a_word_of_an_option_does_not_make_a_comment_of_those_after_it():
+    text = batch_file(JOB, SlurmConfig(options=r"--comment=run#3 --chdir='a\b' --time=10"))
+
+    # sbatch takes what follows a plain # for a comment, and unescapes backslashes inside of quotes.
+    assert r"#SBATCH '--comment=run#3' '--chdir=a\\b' --time=10" in text.splitlines()
+
+
+def test_a_job_that_ends_badly_after_the_warning_says_that_it_had_one():
+    text = batch_file(JOB, SlurmConfig(requeue=False)).replace("srun ", "")
+    ended = subprocess.run(
+        ["bash", "-c", text.replace(shlex.join(JOB.command), "bash -c 'kill -USR1 $PPID; exec sleep 9'")],
+        env={**os.environ, "SLURM_JOB_ID": "5"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.returncode == 128 + signal.SIGUSR1
+    assert "job 5 was told to save before the time limit, and ended with code 138" in ended.stderr
 
 
 def test_without_a_warning_a_job_is_not_requeued_by_its_script():

@@ -33,6 +33,11 @@ if [ -n "$warned" ] && [ "$code" = 0 ]; then
   exec scontrol requeue "$SLURM_JOB_ID"
 fi
 """
+FAILED = """
+if [ -n "$warned" ] && [ "$code" != 0 ]; then
+  echo "accel: job $SLURM_JOB_ID was told to save before the time limit, and ended with code $code" >&2
+fi
+"""
 
 
 def batch_file(job: Job, config: SlurmConfig) -> str:
@@ -48,11 +53,14 @@ def batch_file(job: Job, config: SlurmConfig) -> str:
     if config.warning_seconds:
         lines.append(f"#SBATCH --signal=B:USR1@{config.warning_seconds}")
     if config.options:
-        lines.append(f"#SBATCH {config.options}")
+        # Plain, # would begin a comment; a backslash escapes inside of quotes too.
+        words = shlex.join(shlex.split(config.options)).replace("\\", "\\\\")
+        lines.append(f"#SBATCH {words}")
     lines += ["", "# Since Slurm 22.05 srun does not take this from sbatch by itself."]
     lines.append('if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi')
     parts = [WARNED if config.warning_seconds else "", RUN.format(command=shlex.join(job.command)), WAIT]
     parts.append(REQUEUE if config.warning_seconds and config.requeue else "")
+    parts.append(FAILED if config.warning_seconds else "")
     return "\n".join(lines) + "\n" + "".join(parts) + 'exit "$code"\n'
 
 
