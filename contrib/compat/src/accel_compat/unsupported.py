@@ -106,6 +106,14 @@ def unserved(module: str, name: str) -> Any:
     return _refuser(module, name)
 
 
+def of_package(package: str, module: str, name: str) -> Any:
+    """Return a package's class; without the package, one that refuses to be made."""
+    try:
+        return getattr(import_module(package), name)
+    except ModuleNotFoundError:
+        return unserved(module, name)
+
+
 def _refuse(module: str, name: str) -> NoReturn:
     reason = why(module, name)
     escape = "leave the call out, or run the program on Accelerate itself"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
 from typing import Any
 
 from accel_compat.accelerator.tracking import Tracking
@@ -38,34 +37,22 @@ class Ranks(Tracking):
         """
         return int(self.state.num_processes) if PartialState._shared_state else self.run.world.size
 
-    def on_process(
-        self, function: Callable[..., Any] | None = None, process_index: int | None = None
-    ) -> Callable[..., Any]:
+    def on_process(self, function: Callable[..., Any] | None = None, process_index: Any = None) -> Any:
         """Decorate a function to run on the process of that rank only.
 
         A process that is alone always runs it.
         """
-        if function is None:
-            return partial(self.on_process, process_index=process_index)
-        return self._only(function, lambda: self.process_index == process_index)
+        return super().on_process(function, process_index if self.use_distributed else self.process_index)
 
     def on_local_process(
-        self, function: Callable[..., Any] | None = None, local_process_index: int | None = None
-    ) -> Callable[..., Any]:
+        self, function: Callable[..., Any] | None = None, local_process_index: Any = None
+    ) -> Any:
         """Decorate a function to run on the process of that local rank only.
 
         A process that is alone always runs it.
         """
-        if function is None:
-            return partial(self.on_local_process, local_process_index=local_process_index)
-        return self._only(function, lambda: self.local_process_index == local_process_index)
-
-    def _only(self, function: Callable[..., Any], here: Callable[[], bool]) -> Callable[..., Any]:
-        @wraps(function)
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return function(*args, **kwargs) if here() or not self.use_distributed else None
-
-        return run
+        here = local_process_index if self.use_distributed else self.local_process_index
+        return super().on_local_process(function, here)
 
     @property
     def multi_device(self) -> bool:

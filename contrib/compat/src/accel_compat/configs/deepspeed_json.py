@@ -6,21 +6,13 @@ import base64
 import json
 import os
 from copy import deepcopy
-from importlib import import_module
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accel_compat.unsupported import unserved
+from accel_compat.unsupported import of_package
 
-
-def _stand_in(name: str) -> Any:
-    """accel-deepspeed's class; without it, one that says so when it is called."""
-    try:
-        return getattr(import_module("accel_deepspeed"), name)
-    except ModuleNotFoundError:
-        return unserved("accelerate.utils.deepspeed", name)
-
-
+_stand_in = partial(of_package, "accel_deepspeed", "accelerate.utils.deepspeed")
 DummyOptim, DummyScheduler = _stand_in("DummyOptim"), _stand_in("DummyScheduler")
 
 
@@ -75,13 +67,12 @@ class HfDeepSpeedConfig:
 
     def is_true(self, ds_key_long: str) -> bool:
         """Tell whether it is there and true."""
-        value = self.get_value(ds_key_long)
-        return False if value is None else bool(value)
+        return bool(self.get_value(ds_key_long))
 
     def is_false(self, ds_key_long: str) -> bool:
         """Tell whether it is there and false."""
         value = self.get_value(ds_key_long)
-        return False if value is None else not bool(value)
+        return value is not None and not value
 
     def is_zero2(self) -> bool:
         """Tell whether the ZeRO stage is 2."""

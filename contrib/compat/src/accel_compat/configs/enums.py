@@ -49,16 +49,9 @@ class DistributedType(str, Enum):
 
 
 MULTI = {
-    "cpu": DistributedType.MULTI_CPU,
-    "cuda": DistributedType.MULTI_GPU,
-    "npu": DistributedType.MULTI_NPU,
-    "mlu": DistributedType.MULTI_MLU,
-    "sdaa": DistributedType.MULTI_SDAA,
-    "musa": DistributedType.MULTI_MUSA,
-    "xpu": DistributedType.MULTI_XPU,
-    "hpu": DistributedType.MULTI_HPU,
-    "neuron": DistributedType.MULTI_NEURON,
-}
+    kind: DistributedType[f"MULTI_{kind.upper()}"]
+    for kind in ("cpu", "npu", "mlu", "sdaa", "musa", "xpu", "hpu", "neuron")
+} | {"cuda": DistributedType.MULTI_GPU}
 """Device type -> the word for several processes on it."""
 
 

@@ -15,7 +15,7 @@ from accel_compat.environment.variables import clear_environment
 from accel_core import PluginError, install_hint
 
 T = TypeVar("T")
-_IN_CONTRIB: Final = ("big-models", "bitsandbytes", "context-parallel")
+_IN_CONTRIB: Final = ("big-models", "bitsandbytes", "context-parallel", "trackers")
 
 
 class Spelled:

@@ -35,34 +35,11 @@ def is_torch_version(operation: str, version: str) -> bool:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+_OF_THEIR_NAME: Final = """
+    amdsmi boto3 clearml comet_ml datasets deepspeed dvclive import_timer matplotlib pandas peft pytest
+    sagemaker schedulefree swanlab timm torchdata torchvision tqdm trackio transformers wandb"""
 _LIBRARIES: Final[Mapping[str, tuple[str, ...]]] = {
-    **{
-        name: (name,)
-        for name in [
-            "amdsmi",
-            "boto3",
-            "clearml",
-            "comet_ml",
-            "datasets",
-            "deepspeed",
-            "dvclive",
-            "import_timer",
-            "matplotlib",
-            "pandas",
-            "peft",
-            "pytest",
-            "sagemaker",
-            "schedulefree",
-            "swanlab",
-            "timm",
-            "torchdata",
-            "torchvision",
-            "tqdm",
-            "trackio",
-            "transformers",
-            "wandb",
-        ]
-    },
+    **{name: (name,) for name in _OF_THEIR_NAME.split()},
     "4bit_bnb": ("bitsandbytes >= 0.39.0",),
     "8bit_bnb": ("bitsandbytes >= 0.37.2",),
     "aim": ("aim < 4.0.0",),

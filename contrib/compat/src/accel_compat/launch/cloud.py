@@ -9,8 +9,6 @@ from accel_compat.configs.enums import ComputeEnvironment, SageMakerDistributedT
 from accel_compat.settings import find_setting
 from accel_core import ConfigError
 
-__all__ = ["credentials", "flags", "is_cloud", "kind_of", "options"]
-
 VERSIONS: Final = ("transformers_version", "pytorch_version", "py_version")
 KEYS: Final = {"aws_access_key_id": "AWS_ACCESS_KEY_ID", "aws_secret_access_key": "AWS_SECRET_ACCESS_KEY"}
 

@@ -18,18 +18,11 @@ from torch import Tensor
 
 from accel_compat import runs
 from accel_compat.state.operations import recursively_apply
-from accel_compat.unsupported import unserved
+from accel_compat.unsupported import of_package
 
-
-def _stand_in(name: str) -> Any:
-    """accel-megatron's class; without it, one that says so when it is called."""
-    try:
-        return getattr(import_module("accel_megatron"), name)
-    except ModuleNotFoundError:
-        return unserved("accelerate.utils.megatron_lm", name)
-
-
-MegatronLMDummyScheduler = _stand_in("MegatronLMDummyScheduler")
+MegatronLMDummyScheduler = of_package(
+    "accel_megatron", "accelerate.utils.megatron_lm", "MegatronLMDummyScheduler"
+)
 
 
 class MegatronLMDummyDataLoader:

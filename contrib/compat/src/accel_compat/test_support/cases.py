@@ -16,15 +16,6 @@ from accel_compat.state.gradient_state import GradientState
 from accel_compat.state.operations import gather
 from accel_compat.state.states import AcceleratorState
 
-__all__ = [
-    "AccelerateTestCase",
-    "MockingTestCase",
-    "RegressionDataset",
-    "RegressionModel",
-    "TempDirTestCase",
-    "are_the_same_tensors",
-]
-
 
 class TempDirTestCase(unittest.TestCase):
     """Tests with a folder, `tmpdir`, that is emptied before each of them."""

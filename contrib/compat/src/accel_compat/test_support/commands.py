@@ -17,18 +17,6 @@ from attrs import define
 from accel_compat.import_hook import SURFACE
 from accel_compat.test_support.skipping import device_count, pytest_xdist_worker_id
 
-__all__ = [
-    "DEFAULT_LAUNCH_COMMAND",
-    "SubprocessCallException",
-    "assert_exception",
-    "capture_call_output",
-    "execute_subprocess_async",
-    "get_launch_command",
-    "get_torch_dist_unique_port",
-    "path_in_accelerate_package",
-    "run_command",
-]
-
 
 class SubprocessCallException(Exception):  # noqa: N818 - Accelerate's name
     """A command ended with an exit code that is not 0."""

@@ -14,18 +14,6 @@ import torch
 from accel_compat.environment import libraries
 from accel_compat.environment.variables import parse_flag_from_env
 
-__all__ = [
-    "device_count",
-    "get_backend",
-    "memory_allocated_func",
-    "pytest_xdist_worker_id",
-    "require_torch_min_version",
-    "run_first",
-    "skip",
-    "slow",
-    "torch_device",
-]
-
 Test = Any
 """A test function or a class of tests."""
 
@@ -102,7 +90,6 @@ DECORATORS: Final = {
     **{f"require_{name}": partial(_skip_unless, *condition) for name, condition in CONDITIONS.items()},
 }
 globals().update(DECORATORS)
-__all__ += [*DECORATORS]  # noqa: PLE0604 - its keys are text
 
 
 def require_torch_min_version(test_case: Test = None, version: str | None = None) -> Test:

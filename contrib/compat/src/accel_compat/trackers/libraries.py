@@ -8,27 +8,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
-from importlib import import_module
 from typing import Any, ClassVar
 
+from accel_compat.configs.translation import load
 from accel_compat.environment.variables import str_to_bool
 from accel_compat.notices import warn_once
 from accel_compat.trackers.base import GeneralTracker, library_tracker
-from accel_core import PluginError, install_hint
-
-
-def _library(name: str) -> Any:
-    """A class of accel-trackers, made."""
-    try:
-        return getattr(import_module("accel_trackers"), name)()
-    except ModuleNotFoundError as error:
-        if error.name != "accel_trackers":
-            raise
-        raise PluginError(
-            f"the tracker of {name} needs accel-trackers, which is not installed\n"
-            f"{install_hint('contrib/trackers')}",
-            distribution="accel-trackers",
-        ) from error
 
 
 def _numbers(tracker: str, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -49,7 +34,7 @@ class _Wrapping(GeneralTracker):
 
     def __init__(self, run_name: str | None, **kwargs: Any) -> None:
         super().__init__()
-        self.library = _library(self.library_class)
+        self.library = load(f"accel_trackers:{self.library_class}", f"the tracker of {self.library_class}")()
         self.run_name, self.init_kwargs = run_name, kwargs
 
     @property
