@@ -226,6 +226,24 @@ def stepped_before() -> None:
         accelerator().prepare(model, optimizer)
 
 
+def with_an_empty_group() -> None:
+    model = nn.Linear(2, 2)
+    ours = accelerator(DeepSpeedPlugin(zero_stage=2))
+    scheduled, alone = (
+        torch.optim.AdamW([{"params": list(model.parameters())}, {"params": []}]) for _ in range(2)
+    )
+    scheduler = torch.optim.lr_scheduler.LambdaLR(scheduled, lambda step: 1.0)
+    with pytest.raises(ConfigError, match=r"group without parameters(.|\n)*without empty groups"):
+        ours.prepare(model, scheduled, scheduler)
+    model, optimizer = ours.prepare(model, alone)
+    ours.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+
+
+def test_an_empty_group_is_refused_where_a_scheduler_sets_its_rate() -> None:
+    run_processes(with_an_empty_group, world=1)
+
+
 def test_an_optimizer_that_has_stepped_is_refused() -> None:
     run_processes(stepped_before, world=1)
 

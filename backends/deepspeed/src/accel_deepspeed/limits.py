@@ -51,6 +51,12 @@ def refused_optimizers(optimizers: Sequence[Optimizer], *, flat: bool) -> Iterat
     for optimizer in optimizers:
         if reason := unserved(optimizer, flat=flat):
             yield reason
+        if any(not group["params"] and "initial_lr" in group for group in optimizer.param_groups):
+            yield (
+                f"the {type(optimizer).__name__} has a group without parameters and a scheduler: DeepSpeed"
+                " removes such groups, and the scheduler would fail at its first step\n"
+                "make the optimizer without empty groups"
+            )
         if has_state(optimizer):
             yield (
                 f"the {type(optimizer).__name__} has state already, and DeepSpeed's engine begins with none\n"
