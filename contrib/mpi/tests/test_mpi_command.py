@@ -150,3 +150,13 @@ def test_without_mpirun_nothing_starts(monkeypatch):
 
     with pytest.raises(LaunchError, match="there is no mpirun on PATH"):
         mpirun(Job(argv=(), command=COMMAND), MpiConfig())
+
+
+def test_mpirun_in_a_step_of_slurm_does_not_wait_for_the_cpus_of_that_step(tmp_path, monkeypatch):
+    (tmp_path / "mpirun").write_text(f"#!/bin/sh\necho $SLURM_OVERLAP > {tmp_path}/told\n")
+    (tmp_path / "mpirun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+    MpiLauncher(MpiConfig(), None).launch(Job(argv=(), command=("true",)))
+
+    assert (tmp_path / "told").read_text() == "1\n"

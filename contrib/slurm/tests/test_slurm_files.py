@@ -213,6 +213,27 @@ def test_a_job_that_ends_badly_after_the_warning_says_that_it_had_one():
     assert "job 5 was told to save before the time limit, and ended with code 138" in ended.stderr
 
 
+@pytest.mark.parametrize(
+    ("told", "requeued"), [("PreemptTime=2026-11-23T23:27:38", True), ("PreemptTime=None", False)]
+)
+def test_a_job_that_ends_because_of_preemption_is_requeued(told, requeued, tmp_path):
+    programs = {"srun": "exit 143", "scontrol": f'[ $1 = show ] && echo "State=RUNNING {told}" || echo "$@"'}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    ended = subprocess.run(
+        ["bash", "-c", batch_file(JOB, SlurmConfig())],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.stdout == "requeue 5\n") is requeued
+    assert ended.returncode == (0 if requeued else 143)
+
+
 def test_without_a_warning_a_job_is_not_requeued_by_its_script():
     text = batch_file(JOB, SlurmConfig(warning_seconds=0, requeue=False))
 

@@ -123,7 +123,9 @@ def _address(ranks: Ranks, launch: LaunchConfig) -> str:
 
 def _run(command: list[str]) -> int:
     """Run mpirun; signals to this process go to it, and it ends its ranks."""
-    with subprocess.Popen(command) as process, _passed_on(process):  # noqa: S603  the user's own words
+    # In a step of Slurm it starts its own by srun, which would wait for the CPUs of that step.
+    environment = {"SLURM_OVERLAP": "1", **os.environ}
+    with subprocess.Popen(command, env=environment) as process, _passed_on(process):  # noqa: S603  the user's own words
         try:
             code = process.wait()
         except KeyboardInterrupt:  # mpirun has it from the terminal too, or gets it here

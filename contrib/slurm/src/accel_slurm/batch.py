@@ -33,6 +33,13 @@ if [ -n "$warned" ] && [ "$code" = 0 ]; then
   exec scontrol requeue "$SLURM_JOB_ID"
 fi
 """
+PREEMPTED = """
+# Slurm queues a preempted job again if it kills it, and not one that saves and ends in the grace time.
+if [ "$code" != 0 ] && scontrol show job "$SLURM_JOB_ID" | grep -q 'PreemptTime=[0-9]'; then
+  echo "accel: preempted; job $SLURM_JOB_ID goes into the queue again" >&2
+  exec scontrol requeue "$SLURM_JOB_ID"
+fi
+"""
 FAILED = """
 if [ -n "$warned" ] && [ "$code" != 0 ]; then
   echo "accel: job $SLURM_JOB_ID was told to save before the time limit, and ended with code $code" >&2
@@ -60,6 +67,7 @@ def batch_file(job: Job, config: SlurmConfig) -> str:
     lines.append('if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi')
     parts = [WARNED if config.warning_seconds else "", RUN.format(command=shlex.join(job.command)), WAIT]
     parts.append(REQUEUE if config.warning_seconds and config.requeue else "")
+    parts.append(PREEMPTED if config.requeue else "")
     parts.append(FAILED if config.warning_seconds else "")
     return "\n".join(lines) + "\n" + "".join(parts) + 'exit "$code"\n'
 
