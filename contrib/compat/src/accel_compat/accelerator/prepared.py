@@ -34,7 +34,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clear the gradients, unless a window still has to apply them. None: as True."""
-        super().zero_grad(set_to_none is not False)
+        PreparedOptimizer.zero_grad(self, set_to_none is not False)
 
     @property
     def gradient_state(self) -> GradientState:

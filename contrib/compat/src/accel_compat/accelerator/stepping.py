@@ -15,6 +15,9 @@ from accel_compat.state.operations import all_tensors, recursively_apply
 from accel_compat.unsupported import NotServedError
 from accel_core import AccelError, ops
 
+# Found once: in each step super() would look through all classes in between.
+_accumulate, _backward = accel_core.Accelerator.accumulate, accel_core.Accelerator.backward
+_clip_grad_norm_ = accel_core.Accelerator.clip_grad_norm_
 _EMPTY = "the iterable of parameters is empty (a generator that was used up?); nothing is clipped"
 
 
@@ -53,7 +56,7 @@ class Stepping(Assignable):
             models = tuple(model for model in given if run.unit_of_model(model) is not None)
         if not run.units:
             self.step = self._count
-        return super().accumulate(*models, items=items, batch=batch)
+        return _accumulate(self, *models, items=items, batch=batch)
 
     @contextmanager
     def join_uneven_inputs(
@@ -84,7 +87,7 @@ class Stepping(Assignable):
             kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
         if (run.accumulation is None or not run.units) and run.accumulation_steps > 1:
             loss = loss / run.accumulation_steps
-        super().backward(loss, **kwargs)
+        _backward(self, loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
         """Refused: LOMO optimizers are not served."""
@@ -104,7 +107,7 @@ class Stepping(Assignable):
         units = self.run.parameters.units_of(mine)
         unit = next(iter(units)) if len(units) == 1 else None
         if unit is not None and unit.window.boundary:
-            return super().clip_grad_norm_(mine, max_norm, norm_type)
+            return _clip_grad_norm_(self, mine, max_norm, norm_type)
         if all(unit is None or unit.window.boundary for unit in units):
             self._unscale(units, mine)
             return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
