@@ -43,7 +43,8 @@ class Training:
         Settable before its forward: for the units of the innermost `accumulate`, or of the last one; for
         all before the first.
         """
-        return self.run.window.boundary
+        windows = self.run.windows
+        return windows[-1].boundary if windows else self.run.window.boundary
 
     @sync_gradients.setter
     def sync_gradients(self, value: bool) -> None:
@@ -76,7 +77,10 @@ class Training:
                 micro-batches of a window and not for others; or, when it is left, one of the same models was
                 entered inside.
         """
-        accumulation = self._accumulations.get(models)
+        try:  # `get` would be one more call in each micro-batch
+            accumulation: Accumulation | None = self._accumulations[models]
+        except KeyError:
+            accumulation = None
         if accumulation is None:
             self.run.require_alive()
             units = self._units(models) if models else list(self.run.units)
@@ -283,7 +287,8 @@ class Training:
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        self.run.require_alive()
+        if self.run.ended:
+            self.run.require_alive()
         if not listed:
             raise AccelError(
                 "clipping: no parameters were given; a generator that an optimizer has read is empty\n"

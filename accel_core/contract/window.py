@@ -71,14 +71,18 @@ class Window:
         """
         return self.size if self.items is None else 1
 
-    def clears(self, clean_from: int) -> bool:
-        """Return whether `zero_grad` clears now, by the table above.
+    def cleared(self, clean_from: int) -> int | None:
+        """Return `clean_from` after a `zero_grad` now.
 
+        None where that clears nothing, by the table above.
         clean_from: as of the optimizer's last `zero_grad` that cleared.
         """
         if self.boundary:
-            return self.index <= 0 or not self.awaits_backward
-        return self.index == 0 and self.awaits_backward and clean_from < self.number
+            if self.awaits_backward:
+                return self.number if self.index <= 0 else None
+            return self.number + 1
+        clears = self.index == 0 and self.awaits_backward and clean_from < self.number
+        return self.number if clears else None
 
     @property
     def clean_from(self) -> int:

@@ -125,11 +125,13 @@ def describe(data: Any) -> dict[str, str]:
 
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:
     """Replace a structure's tensors by others, in the order of `leaves`."""
-    following = iter(tensors)
+    take = iter(tensors).__next__
 
     def visit(value: Any) -> Any:
+        if type(value) is dict:  # the common case, without a call for each leaf
+            return {key: take() if isinstance(of, Tensor) else visit(of) for key, of in value.items()}
         if isinstance(value, Tensor):
-            return next(following)
+            return take()
         changed = _mapped(value, visit)
         return value if changed is _LEAF else changed
 

@@ -16,6 +16,13 @@ from torch import Tensor
 
 ALIGNMENT: Final = 16
 """Bytes; where a tensor of any dtype may begin."""
+SMALL: Final = 2**14
+"""Most elements, of all ranks, that are put in the order of the results.
+
+Pieces of them have their shape already: a view of a leaf takes as long as the copy of it.
+"""
+_WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> a dtype of that size that every device indexes."""
 _split_copy: Final[Any] = torch.split_with_sizes_copy
 """Contiguous pieces in one call. Its stub forgets that it returns them."""
 
@@ -45,7 +52,7 @@ def make_plan(
     for dtype, numbers in members.items():
         sizes = [shapes[number].numel() for number in numbers]
         stop = start + sum(sizes) * dtype.itemsize
-        groups.append(_Group(dtype, numbers, sizes, start, stop))
+        groups.append(_Group(dtype, numbers, sizes, start, stop, {}))
         start = stop + -stop % ALIGNMENT
     agreed = (operation, structure, tuple(map(tuple, shapes)), tuple(map(str, dtypes)))
     rows = [(ranks * shape[0], *shape[1:]) if shape else (ranks,) for shape in shapes]
@@ -53,13 +60,33 @@ def make_plan(
 
 
 class _Group(NamedTuple):
-    """Tensors of one dtype: their numbers, sizes, and bytes."""
+    """Tensors of one dtype: their numbers, sizes, and bytes.
+
+    orders: device -> the order in which all ranks' elements make the results; made once each.
+    """
 
     dtype: torch.dtype
     numbers: Sequence[int]
     sizes: list[int]
     start: int
     stop: int
+    orders: dict[torch.device, Tensor]
+
+    def results(self, table: Tensor) -> Sequence[Tensor]:
+        """(ranks, elements) -> all ranks' elements of each member, apart."""
+        ranks, elements = table.shape
+        if len(self.sizes) == 1:  # what was received may be its result
+            return [table.contiguous()]
+        if ranks * elements > SMALL:
+            return _split_copy(table, self.sizes, dim=1)  # type: ignore[no-any-return]
+        order = self.orders.get(table.device)
+        if order is None:
+            numbers = torch.arange(ranks * elements, dtype=torch.int32).view(ranks, elements)
+            pieces = [piece.reshape(-1) for piece in numbers.split(self.sizes, dim=1)]
+            order = self.orders[table.device] = torch.cat(pieces).to(table.device)
+        words = table.view(_WORDS.get(self.dtype.itemsize, self.dtype)).reshape(-1)
+        ordered = words.index_select(0, order).view(self.dtype)
+        return _split_copy(ordered, [ranks * size for size in self.sizes])  # type: ignore[no-any-return]
 
 
 class Plan(NamedTuple):
@@ -95,10 +122,9 @@ class Plan(NamedTuple):
         """(ranks, size) bytes of every rank -> tensors (ranks * n, ...) of their own."""
         unpacked: list[Any] = [None] * len(self.shapes)
         for group, ranks in zip(self.groups, self.split(table), strict=True):
-            is_alone = len(group.numbers) == 1  # what was received may be its result
-            pieces = [ranks.contiguous()] if is_alone else _split_copy(ranks, group.sizes, dim=1)
-            for number, piece in zip(group.numbers, pieces, strict=True):
-                unpacked[number] = piece.view(self.row_shapes[number])
+            for number, piece in zip(group.numbers, group.results(ranks), strict=True):
+                shape = self.row_shapes[number]
+                unpacked[number] = piece if piece.ndim == 1 == len(shape) else piece.view(shape)
         return unpacked
 
 

@@ -55,7 +55,7 @@ class Accumulation:
         if run.accumulation is not None:
             self._end_others()
         active = run.active_loaders
-        last = bool(active) and self._ends_with_loader and active[-1].last
+        last = active[-1].last if active and self._ends_with_loader else False
         self.outer, self._entered = run.accumulation, True
         run.begin_accumulation(self)
         try:
@@ -149,7 +149,9 @@ class Accumulation:
         finally:
             if self._contexts is not None or self._no_sync is not None:
                 self._end_contexts(kind, error, trace)
-        if isinstance(error, RuntimeError):  # of a forward, whose collectives are the strategy's
+        if error is not None and isinstance(
+            error, RuntimeError
+        ):  # of a forward, by the strategy's collectives
             tell_lost(self.run, "accumulate", error)
         if not entered and kind is None:
             raise AccelError(

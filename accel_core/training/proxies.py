@@ -39,7 +39,7 @@ class PreparedOptimizer(Optimizer):
             self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
         elif closure is not None and unit.window.size > 1:
             step.refuse_closure(unit)
-        else:
+        elif unit.window.awaits_backward:
             unit.window.note_backward()  # maybe the loss's own
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -47,16 +47,18 @@ class PreparedOptimizer(Optimizer):
 
         `Window` has the table. So this may stand before the forward or after the step, with the same effect.
         """
-        unit = self.unit
-        window = unit.window
-        if not window.clears(self.clean_from):
+        unit, optimizer = self.unit, self.optimizer
+        clean_from = unit.window.cleared(self.clean_from)
+        if clean_from is None:
             return
-        unit.step_state.drop(self.optimizer)
-        if unit.steps.zero_grad is None:
-            self.optimizer.zero_grad(set_to_none)
+        state, clear = unit.step_state, unit.steps.zero_grad
+        if state.needs_finish or optimizer in state.with_gradients:
+            state.drop(optimizer)
+        if clear is None:
+            optimizer.zero_grad(set_to_none)
         else:
-            unit.steps.zero_grad(unit, self.optimizer, set_to_none)
-        self.__dict__["clean_from"] = window.clean_from
+            clear(unit, optimizer, set_to_none)
+        self.__dict__["clean_from"] = clean_from
 
     @property
     def step_was_skipped(self) -> bool:

@@ -86,11 +86,12 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     if run.world.size > 1:
         for loss_unit in units:
             check_unit(run, loss_unit, "backward", trains=True)
-    owner = units[0] if len(units) == 1 else _owner(run, units)
+    sole = units[0] if len(units) == 1 else None
+    owner = _owner(run, units) if sole is None else sole
     if owner is not None and accumulation is not None and (window := owner.window).size != 1:
         loss = loss / window.size if window.items is None else loss
-    if len(units) == 1:
-        units[0].step_state.with_gradients.update(units[0].optimizers)
+    if sole is not None:
+        sole.step_state.with_gradients.update(sole.optimizers)
     for loss_unit in units:
         loss_unit.window.note_backward()
         if loss_unit.step_state.needs_finish:

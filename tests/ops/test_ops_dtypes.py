@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from rank_processes import ranks
@@ -132,6 +134,50 @@ def test_scalars_empty_strided_expanded_and_differentiable_tensors(size):
         "own": True,
     }
     assert ranks(move_odd_layouts, size) == [expected] * 2
+
+
+def gather_many(accelerator, size):
+    rank, shapes = accelerator.process_index, [(), (size,), (2, 3), (0, 2)]
+    wrong = []
+    for dtype in (torch.bool, *INTEGERS, *FLOATS, *COMPLEX):
+        of_ranks = [[torch.full(shape, each + at) for at, shape in enumerate(shapes)] for each in range(2)]
+        gathered = ops.gather([leaf.to(dtype) for leaf in of_ranks[rank]])
+        for result, parts in zip(gathered, zip(*of_ranks, strict=True), strict=True):
+            expected = torch.cat([part.to(dtype).reshape(part.shape or 1) for part in parts])
+            own = result.untyped_storage().nbytes() == result.nbytes
+            same = result.shape == expected.shape and numbers(result) == numbers(expected)
+            if not (own and same and result.dtype is dtype):
+                wrong.append((str(dtype), tuple(expected.shape)))
+    return wrong
+
+
+@pytest.mark.parametrize("size", [SMALL, LARGE])
+def test_each_of_many_gathered_tensors_is_whole_and_has_a_storage_of_its_own(size):
+    assert ranks(gather_many, size) == [[], []]
+
+
+def calls_of_a_leaf(accelerator):
+    made = 0
+
+    def count(frame, event, argument):
+        nonlocal made
+        made += event == "call"
+
+    def calls(leaves):
+        nonlocal made
+        data = {"inner": {str(number): torch.ones(2) for number in range(leaves)}}
+        ops.gather(data)
+        made = 0
+        sys.setprofile(count)
+        ops.gather(data)
+        sys.setprofile(None)
+        return made
+
+    return calls(100) - calls(10)
+
+
+def test_a_gathered_leaf_of_a_dict_makes_no_python_call_of_its_own():
+    assert ranks(calls_of_a_leaf) == [0, 0]
 
 
 def gather_then_train(accelerator):
