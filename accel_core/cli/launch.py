@@ -158,6 +158,13 @@ def submit(
             "name a launcher that can, as in --launcher slurm, or use `accel launch`",
             exit_code=2,
         )
+    node = planned.config.launch.node_rank
+    if node:
+        raise LaunchError(
+            f"launch.node_rank {node} was asked for, and a job that is handed over has one command for all"
+            " nodes\nleave it out: its launcher numbers them",
+            exit_code=2,
+        )
     if dry_run:
         _describe(planned, words)
         _preview(planned, again, submits=True)

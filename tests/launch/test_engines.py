@@ -193,6 +193,16 @@ def test_a_dry_run_counts_the_processes_as_the_launch_would(stable, tmp_path):
     assert "\ncall 1 x 1: " in accel("launch", *words, environment=stable, cwd=tmp_path).stdout
 
 
+def test_a_job_that_is_handed_over_has_no_number_of_a_node(stable, tmp_path):
+    words = ("--launcher", "pony", "--nodes", "2", "--node-rank", "1", "train.py")
+
+    ended = accel("submit", *words, environment=stable, cwd=tmp_path)
+
+    assert ended.returncode == 2
+    assert "launch.node_rank 1 was asked for" in ended.stderr
+    assert not (tmp_path / "mail").exists()
+
+
 def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
     (tmp_path / "train.py").write_text("")
 

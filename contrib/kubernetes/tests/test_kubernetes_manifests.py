@@ -228,6 +228,13 @@ def test_a_file_that_is_no_addition_to_pods_is_refused(text, said, pod_file):
         manifest(JOB, KubernetesConfig(image="i", pod=pod_file))
 
 
+def test_a_place_that_would_make_each_pod_node_0_is_refused():
+    job = Job(argv=(), command=COMMAND, nodes=2, rendezvous="pod-0:29500")
+
+    with pytest.raises(LaunchError, match=r"every pod would be node 0 there\nleave it out"):
+        manifest(job, KubernetesConfig(image="i"))
+
+
 def test_a_jobset_without_an_image_is_refused():
     with pytest.raises(LaunchError, match=r"kubernetes.image is not set\nname an image"):
         manifest(JOB, KubernetesConfig())
@@ -238,6 +245,8 @@ def test_a_jobset_without_an_image_is_refused():
     [
         ({"volumes": "checkpoints"}, "volumes 'checkpoints' are not pairs with ':'"),
         ({"volumes": "checkpoints:here"}, "have a path that is not absolute"),
+        ({"volumes": "a:/x,b:/x/"}, "mount two at /x; name another path"),
+        ({"volumes": "a:/dev/shm"}, "mount two at /dev/shm; name another path"),
         ({"resources": "gpu=1,gpu=2"}, "each once"),
         ({"options": "prod"}, "are not options of kubectl"),
         ({"options": "--dry-run=server"}, "which accel submit sets; leave it out"),

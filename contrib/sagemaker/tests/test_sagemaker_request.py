@@ -61,7 +61,18 @@ def test_a_module_is_named_as_it_is():
     assert request(job("-m", "train"), SageMakerConfig(**LEAST)).source_code["args"] == ["-m", "train"]
 
 
-@pytest.mark.parametrize("words", [["train.py"], ["--config=/elsewhere/accel.yaml", "src/train.py"]])
+def test_a_folder_above_is_sent_whole(monkeypatch):
+    monkeypatch.chdir("src")
+
+    asked = request(job("train.py"), SageMakerConfig(source_dir="..", **LEAST))
+
+    assert asked.source_code["source_dir"] == str(Path.cwd().parent)
+    assert asked.source_code["args"] == ["src/train.py"]
+
+
+@pytest.mark.parametrize(
+    "words", [["train.py"], ["src/../train.py"], ["--config=/elsewhere/accel.yaml", "src/train.py"]]
+)
 def test_a_file_that_is_not_sent_is_refused(words):
     with pytest.raises(
         LaunchError, match=r"is not in .*src, the folder that is sent \(sagemaker.source_dir\)\n"
@@ -100,6 +111,11 @@ def test_an_elastic_job_is_refused():
         request(job("train.py", nodes=2, min_nodes=1), SageMakerConfig(**LEAST))
 
 
+def test_a_place_that_would_make_each_host_node_0_is_refused():
+    with pytest.raises(LaunchError, match=r"every host would be node 0 there\nleave it out"):
+        request(job("train.py", nodes=2, rendezvous="algo-1:29500"), SageMakerConfig(**LEAST))
+
+
 @pytest.mark.parametrize(
     ("text", "said"), [(None, "cannot be read"), ("title\na b\n", "has a line without two columns: 'a b'")]
 )
@@ -115,6 +131,7 @@ def test_a_file_that_is_no_table_is_refused(text, said):
     ("options", "said"),
     [
         ({"image": "i", "py_version": "py312"}, "image and py_version name two images"),
+        ({"role": ""}, "role is empty; name it, or leave it out"),
         ({"transformers_version": "4"}, "transformers_version alone names no image; add pytorch_version"),
         ({"arguments": {"compute": {}}}, "arguments have compute, which launch.nodes and"),
     ],

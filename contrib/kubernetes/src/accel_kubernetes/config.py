@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 import shlex
 from typing import Final
 
@@ -9,10 +10,12 @@ from attrs import frozen
 
 from accel_core import option
 
-__all__ = ["KubernetesConfig"]
+__all__ = ["SHARED_MEMORY", "KubernetesConfig"]
 
 OURS: Final = ("-f", "--filename", "-o", "--output", "--dry-run")
 """Options of kubectl that the launcher sets, or that would send nothing."""
+SHARED_MEMORY: Final = "/dev/shm"  # noqa: S108  the pod's
+"""Path of a volume that each pod has."""
 
 
 @frozen(kw_only=True)
@@ -60,11 +63,15 @@ class KubernetesConfig:
         """Return the mount path of each claim.
 
         Raises:
-            ValueError: `volumes` are not pairs of a claim and an absolute path.
+            ValueError: `volumes` are not pairs of a claim and an absolute path of its own.
         """
         pairs = _pairs(self.volumes, ":", "volumes", "write checkpoints:/checkpoints")
         if any(not path.startswith("/") for path in pairs.values()):
             raise ValueError(f"volumes {self.volumes!r} have a path that is not absolute; begin it with /")
+        places = [posixpath.normpath(path) for path in (SHARED_MEMORY, *pairs.values())]
+        twice = next((path for path in places if places.count(path) > 1), None)
+        if twice is not None:
+            raise ValueError(f"volumes {self.volumes!r} mount two at {twice}; name another path")
         return pairs
 
     def limits(self) -> dict[str, str]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import yaml
 
 from accel_core import Job, LaunchError
-from accel_kubernetes.config import KubernetesConfig
+from accel_kubernetes.config import SHARED_MEMORY, KubernetesConfig
 from accel_kubernetes.pod import ADDRESS, NODES, RANK
 
 __all__ = ["manifest"]
@@ -44,8 +44,13 @@ def manifest(job: Job, config: KubernetesConfig) -> str:
     """Return the YAML that kubectl is given.
 
     Raises:
-        LaunchError: an option that the job needs is not set, or the pods' file is none.
+        LaunchError: an option that the job needs is not set, one cannot be kept, or the pods' file is none.
     """
+    if job.rendezvous is not None:
+        raise LaunchError(
+            f"launch.rendezvous {job.rendezvous} was asked for, and every pod would be node 0 there\n"
+            "leave it out: the pods of a job find each other"
+        )
     made = _jobset(job, config) if config.kind == "jobset" else _trainjob(job, config)
     text: str = yaml.dump(made, Dumper=_Dumper, sort_keys=False, width=1000)
     return text
@@ -111,7 +116,7 @@ def _pod(job: Job, config: KubernetesConfig, place: list[Document]) -> Document:
         "command": _command(job),
         "env": [*place, *_environment()],
         # The 64 MB that containers have are too few for loaders' workers and for NCCL.
-        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}, *_mounts(config)],  # noqa: S108  the pod's
+        "volumeMounts": [{"name": "shm", "mountPath": SHARED_MEMORY}, *_mounts(config)],
     }
     if limits := config.limits():
         container["resources"] = {"limits": limits}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import asdict, frozen
 
 from accel_core import option
 
@@ -56,6 +56,9 @@ class SageMakerConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        empty = next((name for name, value in asdict(self).items() if value == ""), None)
+        if empty is not None:  # the SDK would take a default of its own, such as another role
+            raise ValueError(f"{empty} is empty; name it, or leave it out")
         given = [name for name in VERSIONS if getattr(self, name) is not None]
         if self.image is not None and given:
             raise ValueError(f"image and {given[0]} name two images; leave one out")

@@ -60,6 +60,11 @@ def request(job: Job, config: SageMakerConfig) -> Request:
             f"launch.min_nodes {job.min_nodes} was asked for, and SageMaker ends a job that loses a host\n"
             "leave it out, and let the script resume from its last checkpoint"
         )
+    if job.rendezvous is not None:
+        raise LaunchError(
+            f"launch.rendezvous {job.rendezvous} was asked for, and every host would be node 0 there\n"
+            "leave it out: the hosts of a job find each other"
+        )
     trainer = {"role": config.role, "environment": _environment(), **config.arguments}
     if config.job_name is not None:
         trainer["base_job_name"] = config.job_name
@@ -97,7 +102,7 @@ def _image(config: SageMakerConfig) -> str | Arguments:
 
 
 def _source_code(job: Job, config: SageMakerConfig) -> Arguments:
-    folder = Path(config.source_dir).absolute()
+    folder = Path(os.path.normpath(Path.cwd() / config.source_dir))
     words, script = list(job.command[FLAGS:]), 0
     while words[script].startswith("--"):
         script += 1
@@ -112,7 +117,7 @@ def _source_code(job: Job, config: SageMakerConfig) -> Arguments:
 
 def _within(folder: Path, file: str) -> str:
     """Return the path of a file from the folder that is sent."""
-    path = Path.cwd() / file
+    path = Path(os.path.normpath(Path.cwd() / file))
     if not path.is_relative_to(folder):
         raise LaunchError(
             f"{file} is not in {folder}, the folder that is sent (sagemaker.source_dir)\n"

@@ -29,7 +29,7 @@ trap 'warned=yes again=yes; kill -s USR1 "$step"' USR1
 """
 REQUEUE = """
 if [ -n "$warned" ] && [ "$code" = 0 ]; then
-  echo "accel: saved before the time limit; job $SLURM_JOB_ID goes into the queue again" >&2
+  echo "accel: ended well, told of the time limit; job $SLURM_JOB_ID goes into the queue again" >&2
   exec scontrol requeue "$SLURM_JOB_ID"
 fi
 """
