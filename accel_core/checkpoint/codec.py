@@ -54,7 +54,7 @@ def not_plain(tensor: Tensor) -> str:
 
     It is "" for a tensor that can be stored.
     """
-    if is_lazy(tensor):
+    if type(tensor) is not Tensor and is_lazy(tensor):
         return "a lazy tensor without a shape, before the first batch,"
     if tensor.is_nested:
         return "a nested tensor"

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
 """Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
 
+_ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that are made of no others."""
+
 
 class BaseState:
     """The state hooks of the base layer."""
@@ -48,6 +51,7 @@ class BaseState:
         from accel_core.contract.state import OptimizerState, leaf_of
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+        held = {id(parameter): state for parameter, state in optimizer.state.items()}  # hashing takes time
         leaves: dict[str, Leaf] = {}
         plain: dict[str, dict[str, Any]] = {}
         groups = []
@@ -62,14 +66,20 @@ class BaseState:
                         "make it a parameter of a module, and prepare that"
                     )
                 listed.append(name)
-                state = optimizer.state.get(parameter, {})
+                state = held.get(id(parameter), {})
                 tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
                 shape = parameter.shape
                 packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
                 for key, value in tensors.items():
-                    kind = _kind(value, shape, packed=packed)
-                    layout = type(optimizer).__qualname__ if kind == "opaque" else None
-                    leaves[f"{name}/{key_text(key, name)}"] = leaf_of(value, kind=kind, layout=layout)
+                    text = key if type(key) is str and key.isidentifier() else key_text(key, name)
+                    if value.ndim == 0:
+                        leaves[f"{name}/{text}"] = leaf_of(value, kind="scalar")
+                    elif packed:  # in an encoding of the optimizer's own, which cannot be split
+                        layout = type(optimizer).__qualname__
+                        leaves[f"{name}/{text}"] = leaf_of(value, kind="opaque", layout=layout)
+                    else:
+                        kind: Kind = "like_param" if value.shape == shape else "factored"
+                        leaves[f"{name}/{text}"] = leaf_of(value, kind=kind)
                 if len(state) > len(tensors):
                     plain[name] = {key: value for key, value in state.items() if key not in tensors}
             hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
@@ -99,19 +109,23 @@ class BaseState:
         from accel_core.distributed.tensor_bytes import DTYPES
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+        held = {id(parameter): state for parameter, state in optimizer.state.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
                 asked, values = template.get(name, {}), plain.get(name, {})
-                wanted = {key_of(text): tensor for text, tensor in asked.items()}
-                if not (wanted or values) and parameter not in optimizer.state:
+                wanted = {
+                    key_of(text) if text.startswith("%") else text: tensor for text, tensor in asked.items()
+                }
+                if not (wanted or values) and id(parameter) not in held:
                     continue  # `state` makes an entry on access; an optimizer without state has none
-                state = optimizer.state[parameter]
+                state = held[id(parameter)] if id(parameter) in held else optimizer.state[parameter]
                 for key in state.keys() - wanted.keys():
                     del state[key]
                 for key, tensor in wanted.items():
-                    is_like = getattr(state.get(key), "shape", None), getattr(state.get(key), "dtype", None)
-                    if is_like != (tensor.global_shape, DTYPES[tensor.dtype]):
+                    here = state.get(key)
+                    is_like = isinstance(here, Tensor) and here.dtype == DTYPES[tensor.dtype]
+                    if not (is_like and here.shape == tensor.global_shape):
                         state[key] = _allocate(parameter, group, key, tensor)
                 if values:
                     state.update(unit.hooks.move(dict(values), parameter.device, False))
@@ -176,7 +190,10 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
 
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
-        leaves.update(_parts(name, tensor) if _wraps(tensor) else {name: leaf_of(tensor)})
+        if _wraps(tensor):
+            leaves.update(_parts(name, tensor))
+        else:
+            leaves[name] = leaf_of(tensor)
     return leaves
 
 
@@ -212,6 +229,8 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
 
 def _wraps(tensor: Tensor) -> bool:
     """Tell if the tensor is made of others; a DTensor is this rank's part of one."""
+    if type(tensor) in _ORDINARY:
+        return False
     return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "device_mesh")
 
 
@@ -226,15 +245,6 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
             yield from _parts(f"{name}#{key}", part)
         else:
             yield f"{name}#{key}", leaf_of(part, kind="opaque", layout=layout)
-
-
-def _kind(value: Tensor, shape: torch.Size, *, packed: bool) -> Kind:
-    """Return the kind of leaf for state of a parameter of this shape."""
-    if value.ndim == 0:
-        return "scalar"
-    if packed:  # in an encoding of the optimizer's own, which cannot be split
-        return "opaque"
-    return "like_param" if value.shape == shape else "factored"
 
 
 def _allocate(

@@ -124,7 +124,7 @@ class Restoration:
         self._objects: list[Action] = []
         self._copies: list[Action] = []
         self._places: list[tuple[Stored, Leaf]] = []
-        self._optimizer_places: list[tuple[Stored, Leaf | None]] = []
+        self._optimizer_places: list[tuple[OptimizerPlan, Mapping[str, Leaf]]] = []
         world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
         same_readers = world["readers"] == run.topology.readers
         same_world = _is_same_world(run, checkpoint)
@@ -176,7 +176,13 @@ class Restoration:
 
     def blocks(self) -> set[Block]:
         """Return the blocks that `apply` and `values` read."""
-        return self.values.blocks() | self.checkpoint.blocks_of([*self._places, *self._optimizer_places])
+        places: list[tuple[Stored, Leaf | None]] = [*self._places]
+        for plan, leaves in self._optimizer_places:
+            for name, stored, made in plan.places():
+                leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
+                alike = leaf and (leaf.global_shape, leaf.layout) == (stored.shape, stored.layout)
+                places.append((stored, leaf if alike else None))
+        return self.values.blocks() | self.checkpoint.blocks_of(places)
 
     def measured(self) -> Callable[[], tuple[int, int]]:
         """Return a measure of the bytes that `apply` reads, for `show_progress`.
@@ -225,10 +231,7 @@ class Restoration:
         for what, scheduler, state in schedulers:
             plan.add_scheduler(what, scheduler, self.checkpoint.decode(state, what))
         self._copies += plan.actions
-        for name, stored, made in plan.places:
-            leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
-            alike = leaf and (leaf.global_shape, leaf.layout) == (stored.shape, stored.layout)
-            self._optimizer_places.append((stored, leaf if alike else None))
+        self._optimizer_places.append((plan, leaves))
         self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._copies.append((f"{unit.name}", unit.begin_anew))
         self._plugins(unit, tensors["plugins"])
@@ -280,7 +283,8 @@ class Restoration:
         self._problems.compare(what, saved, leaves)
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
-                stored.require(leaves[name])
+                if stored.is_partial:
+                    stored.require(leaves[name])
                 places.append((stored, leaves[name]))
             elif name in leaves:
                 misfits.add(name)

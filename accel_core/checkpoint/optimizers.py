@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
-from attrs import frozen
+from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
@@ -62,9 +62,8 @@ class Saved:
 class OptimizerPlan:
     """Comparison of a unit's optimizers and schedulers with the saved ones.
 
-    `actions` restores them, in order, from `places`: parameter, stored tensor, and the leaf that it fills,
-    None before that is made. Making a plan changes nothing: each misfit is noted in `problems`,
-    and the caller raises.
+    `actions` restores them, in order. Making a plan changes nothing: each misfit is noted in `problems`, and
+    the caller raises.
 
     described: the saved optimizers. tensors: `NAME/KEY` -> stored tensor. misfits: the parameters that do
     not fit, whose state is left out.
@@ -80,7 +79,7 @@ class OptimizerPlan:
         problems: Problems,
     ) -> None:
         self.actions: list[Action] = []
-        self.places: list[tuple[str, Stored, Leaf | None]] = []
+        self._places: list[tuple[Mapping[str, Stored], Mapping[str, Leaf]]] = []
         self._unit, self._tensors, self._misfits, self._problems = unit, tensors, misfits, problems
         # What no optimizer of this run has claimed yet: state by parameter, own state by saved optimizer.
         self._unclaimed = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
@@ -119,6 +118,12 @@ class OptimizerPlan:
         if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
             self.actions.append((f"{unit.name}: state of {algorithm}", partial(own_state, optimizer)))
 
+    def places(self) -> Iterator[tuple[str, Stored, Leaf | None]]:
+        """Yield (parameter, stored tensor, leaf that it fills or None before it is made)."""
+        for stored, leaves in self._places:
+            for key, each in stored.items():
+                yield key.rpartition("/")[0], each, leaves.get(key)
+
     def note_unclaimed(self, elsewhere: Collection[str]) -> None:
         """Note saved optimizer state that no optimizer has taken, as a problem.
 
@@ -156,14 +161,19 @@ class OptimizerPlan:
         plain = {name: saved.plain for name, saved in fit.items() if saved.plain}
         stored: dict[str, Stored] = {}
         template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
+        alike: dict[Any, TensorTemplate] = {}
         for key, each in self._tensors.items():
             name, _, part = key.rpartition("/")
             if name in fit:
                 stored[key] = each
-                self.places.append((name, each, leaves.get(key)))
-                template[name][part] = TensorTemplate(
-                    each.kind, each.shape, each.dtype, each.layout, each.number
-                )
+                outline = each.kind, each.shape, each.dtype, each.layout
+                made = alike.get(outline)
+                if made is None:
+                    made = TensorTemplate(*outline, each.number)
+                    if each.kind != "scalar":  # which has a number of its own
+                        alike[outline] = made
+                template[name][part] = made
+        self._places.append((stored, leaves))
         reasons = unit.hooks.refuse_optimizer_state(unit, optimizer, template, plain)
         problems.fatal.extend(f"{what}: {reason}" for reason in reasons)
         self.actions.append((what, partial(_fill_state, unit, optimizer, stored, template, plain)))
@@ -196,9 +206,9 @@ def _saved_parameters(
         plain = checkpoint.decode(each["plain"], f"{path}.state")
         for position, group in enumerate(checkpoint.decode(each["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-            place = SavedGroup(number, position)
+            bare = Saved(values, {}, algorithm, SavedGroup(number, position))
             for name in group["params"]:
-                yield name, Saved(values, plain.get(name, {}), algorithm, place)
+                yield name, evolve(bare, plain=plain[name]) if name in plain else bare
 
 
 def _by_name_here(unit: Unit, saved: Iterable[tuple[str, Saved]], problems: Problems) -> dict[str, Saved]:

@@ -43,6 +43,8 @@ class Problems:
     def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
         """Name what only one side has."""
         saved, here = dict.fromkeys(saved), dict.fromkeys(here)
+        if saved.keys() == here.keys():
+            return
         lacks, extra = "missing in the checkpoint", "unexpected, the run has no such state"
         self.found.extend(f"{lacks}: {what}{name}" for name in here if name not in saved)
         self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
@@ -52,18 +54,18 @@ class Problems:
 
         Returns whether the stored tensor can be copied into the leaf.
         """
-        there, here = ([*stored.shape], stored.layout), ([*leaf.global_shape], leaf.layout)
-        if there != here:
-            for word, one, other, noted in zip(
-                ("shape", "layout"), there, here, (self.found, self.fatal), strict=True
-            ):
-                if one != other:
-                    noted.append(f"{what} has {word} {one} in the checkpoint, {other} here")
-        for dtype in {tensor.dtype for _, tensor in leaf.shards}:
-            if dtype != (saved := DTYPES[stored.dtype]) and not _holds(dtype, saved):
+        if stored.layout != leaf.layout:
+            layouts = f"{stored.layout} in the checkpoint, {leaf.layout} here"
+            self.fatal.append(f"{what} has layout {layouts}")
+        if stored.shape != tuple(leaf.global_shape):
+            shapes = f"{[*stored.shape]} in the checkpoint, {[*leaf.global_shape]} here"
+            self.found.append(f"{what} has shape {shapes}")
+        saved = DTYPES[stored.dtype]
+        for dtype in {dtype for _, tensor in leaf.shards if (dtype := tensor.dtype) != saved}:
+            if not _holds(dtype, saved):
                 loss = f"{name_of(dtype)} here would lose digits"
                 self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
-        return there == here
+        return stored.layout == leaf.layout and stored.shape == tuple(leaf.global_shape)
 
     def warn(self, what: str) -> None:
         """Log what is left out, though nothing is wrong."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from attrs import field, frozen
+from attrs import define, field, frozen
 
 from accel_core.errors import CheckpointError
 
@@ -19,9 +19,11 @@ Json = Any
 Kind = Literal["like_param", "scalar", "factored", "opaque"]
 
 
-@frozen(kw_only=True, eq=False)
+@define(kw_only=True, eq=False)
 class Leaf:
     """One tensor of the global state, as far as this rank holds it.
+
+    Nothing changes one; a frozen one takes twice the time to make, and there are as many as tensors.
 
     kind: `like_param` has the shape of the parameter it belongs to (the parameter itself too);
         `scalar` is 0-dim; `factored` has a shape of its own; `opaque` only means something to the
@@ -42,8 +44,8 @@ def whole(
     tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
 ) -> Leaf:
     """Return the leaf of a tensor that this rank holds entirely."""
-    shape = tuple(tensor.shape)
-    shards = (((0,) * len(shape), tensor.detach()),)
+    shape, data = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
+    shards = (((0,) * len(shape), data),)
     return Leaf(kind=kind, global_shape=shape, shards=shards, replicated=replicated, layout=layout)
 
 

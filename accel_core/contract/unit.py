@@ -238,13 +238,20 @@ class Unit:
         Names are those in the models as given. A unit of several models prefixes each name with the model's
         number.
         """
-        return {name: parameter for name, parameter in self.all_names() if name not in self.aliases}
+        named = dict(self.all_names())
+        for alias in self.aliases.keys() & named.keys():
+            del named[alias]
+        return named
 
     def all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter), tied weights under each of their names."""
         for number, model in enumerate(self.models):
-            for name, parameter in model.named_parameters(remove_duplicate=False):
-                yield self.qualify(number, name), parameter
+            named = model.named_parameters(remove_duplicate=False)
+            if len(self.models) > 1 or self.renamed.get(model):
+                yield from ((self.qualify(number, name), parameter) for name, parameter in named)
+            else:  # this runs for each parameter of each save
+                for name, parameter in named:
+                    yield own_name(model, name) if _WRAPPED(name) else name, parameter
 
     # -- while it is prepared ---------------------------------------------------------------------
 
@@ -360,7 +367,7 @@ def own_name(model: nn.Module, name: str) -> str:
 
     A child of the user's that is called like such a wrapper's keeps its name.
     """
-    if not _WRAPPED(name):  # this runs for each parameter of each save
+    if not _WRAPPED(name):
         return name
     module: nn.Module | None = model
     kept = []

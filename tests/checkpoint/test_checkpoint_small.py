@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -73,3 +75,45 @@ def test_parts_that_are_written_together_are_the_bytes_of_each(dtype):
         tensors += [base.conj(), base.conj().imag]
     joined = b"".join(bytes(part) for part in _joined(tensors))
     assert joined == b"".join(bytes(bytes_of(tensor)) for tensor in tensors)
+
+
+def calls(action):
+    """How many Python functions run, and how often generators go on."""
+    counted = 0
+
+    def count(frame, event, argument):
+        nonlocal counted
+        counted += event == "call"
+
+    sys.setprofile(count)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return counted
+
+
+def calls_of_save_and_load(folder, parameters):
+    """How many calls a second save, and a load of it, take with AdamW."""
+    accelerator = Accelerator(device="cpu")
+    model = nn.ParameterList(torch.zeros(8) for _ in range(parameters))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model:
+        parameter.grad = torch.ones(8)
+    optimizer.step()
+    optimizer.zero_grad()
+    accelerator.prepare(model, optimizer)
+    for name in ("first", "second"):
+        accelerator.save_state(folder / name)
+        accelerator.load_state(folder / name)
+    saved = calls(lambda: accelerator.save_state(folder / "third"))
+    loaded = calls(lambda: accelerator.load_state(folder / "third"))
+    accelerator.end_training()
+    return saved, loaded
+
+
+def test_a_leaf_costs_few_calls(tmp_path):
+    few, many = (calls_of_save_and_load(tmp_path / str(number), number) for number in (100, 300))
+    saved, loaded = ((after - before) / (4 * 200) for before, after in zip(few, many, strict=True))
+    assert saved < 12
+    assert loaded < 18
