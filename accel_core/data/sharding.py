@@ -144,7 +144,7 @@ class Sharding:
 def batched(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
     """Yield runs of `size` items; the last may be shorter, unless dropped."""
     iterator = iter(items)
-    while len(run := list(islice(iterator, size))) == size:
+    while len(run := [*islice(iterator, size)]) == size:
         yield run
     if run and not drop_last:
         yield run
