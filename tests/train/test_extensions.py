@@ -64,6 +64,17 @@ KEEPS = """
         self.kept = getattr(self, "kept", torch.zeros(3))
         return {"kept": Entry(value=whole(self.kept))}
 """
+MARKED = """
+    @implements(hooks.save_state)
+    def save_state(self, unit):
+        of_rank = Entry(value=[torch.full((20_000,), 5.0)], scope="per_rank")
+        plain = Entry(value={"$stored": torch.full((20_000,), 2.0), "$dict": {"$stored": "a"}})
+        return {"$stored": plain, "$tensor": Entry(value=whole(torch.full((3,), 4.0))), "$x": of_rank}
+
+    @implements(hooks.load_state)
+    def load_state(self, unit, entries):
+        self.kept = {name: entry.value for name, entry in entries.items()}
+"""
 NO_HALF = """
     @implements(hooks.capabilities)
     def capabilities(self, device):
@@ -236,6 +247,18 @@ def test_a_plugin_that_joins_later_begins_anew(accelerator_with, tmp_path, caplo
 
 
 # -- capabilities ----------------------------------------------------------------------------------
+
+
+def test_entries_named_as_the_checkpoints_own_marks_come_back(accelerator_with, tmp_path):
+    accelerator = accelerator_with(MARKED)
+    accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "ck")
+    accelerator.load_state(tmp_path / "ck")
+    kept = accelerator.run.plugins["watcher"].kept
+    assert kept.keys() == {"$stored", "$tensor", "$x"}
+    assert torch.equal(kept["$stored"].pop("$stored"), torch.full((20_000,), 2.0))
+    assert kept["$stored"] == {"$dict": {"$stored": "a"}}
+    assert torch.equal(kept["$x"][0], torch.full((20_000,), 5.0))
 
 
 def test_a_strategy_narrows_what_the_device_can_do(accelerator_with):

@@ -18,16 +18,16 @@ WIDTH = 8192
 
 
 class Average:
-    """A registered object."""
+    """A registered object, whose key is a mark of checkpoints themselves."""
 
     def __init__(self) -> None:
         self.values = torch.zeros(SIZE)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"values": self.values}
+        return {"$stored": self.values}
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
-        self.values = state["values"]
+        self.values = state["$stored"]
 
 
 class Reader(DataLoader[Any]):

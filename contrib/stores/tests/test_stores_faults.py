@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import struct
 from collections import Counter
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
+import held_job
 import pytest
 import stored_job as job
 import torch
@@ -197,6 +200,34 @@ def test_a_damaged_block_is_named_and_nothing_is_changed(s3: S3Server) -> None:
         accelerator.load_state(URL)
     assert torch.equal(job.weight(accelerator, model), before)
     accelerator.end_training()
+
+
+def loaded_in_vain(url: str) -> tuple[str, bool]:
+    """Return the error, and True if nothing was changed."""
+    accelerator, model, _, _, average = held_job.made()
+    before = job.weight(accelerator, model)
+    with pytest.raises(CheckpointError) as caught:
+        accelerator.load_state(url)
+    same = torch.equal(job.weight(accelerator, model), before) and not average.values.any()
+    accelerator.end_training()
+    return str(caught.value), bool(same)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_damaged_block_of_a_registered_object_is_named_and_nothing_is_changed(
+    s3: S3Server, world: int
+) -> None:
+    run_processes(held_job.saved, URL, world=world)
+    key = next(key for key in s3.names() if key.endswith("00000.safetensors"))
+    content = bytearray(s3.content(key))
+    (size,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + size])
+    start = next(each["data_offsets"][0] for name, each in header.items() if name.startswith("registered"))
+    content[8 + size + start + 2_000_000] ^= 1
+    s3.client.put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+    for said, is_unchanged in run_processes(loaded_in_vain, URL, world=world):
+        assert f"s3://{BUCKET}/{key} is damaged: block" in said
+        assert is_unchanged
 
 
 @pytest.mark.parametrize(

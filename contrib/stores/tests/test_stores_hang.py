@@ -33,8 +33,8 @@ SCRIPT = """
         os.environ["AWS_ENDPOINT_URL"] = {silent!r}
         s3fs.S3FileSystem.clear_instance_cache()
 
-    def made(store, folder):
-        named = dict(automatic_checkpoint_naming=True, record_every=0)
+    def made(store, folder, **options):
+        named = dict(automatic_checkpoint_naming=True, record_every=0, **options)
         project = ProjectConfiguration(project_dir=folder, store=store, **named)
         return job.made(project_config=project, kwargs_handlers=quick)
 
@@ -127,15 +127,16 @@ def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
 def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
     s3: S3Server, silent: str, tmp_path: Path
 ) -> None:
-    script = COPIED + '    print("waits")\n    accelerator.save_state()\n    accelerator.end_training()\n'
-    process = started(script, silent, tmp_path)
+    saves = "    accelerator.save_state()\n" * 2
+    script = f'{COPIED}\n    print("waits")\n{saves}\n    accelerator.end_training()\n'
+    process = started(script.replace("folder!r}", "folder!r}, total_limit=1"), silent, tmp_path)
     waiting(process)
     said = ended(process, 55)
-    assert said.count("was not over after 10 s") >= 2, "the save's warning, and the end's error"
+    assert said.count("was not over after 10 s") == 3, "the saves' warnings, and the end's error"
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
         "checkpoint_0",
-        "checkpoint_1",
-    ]
+        "checkpoint_2",
+    ], "total_limit leaves the one whose copy is not made"
 
 
 def test_a_save_to_a_store_that_gets_no_answer_is_given_up(s3: S3Server, silent: str, tmp_path: Path) -> None:
