@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from attrs import evolve
+
 from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
 from accel_core.checkpoint.commit import carry_back
 from accel_core.checkpoint.disks import locate_on_all_disks
 from accel_core.checkpoint.manifest import is_there, manifest_if_any
 from accel_core.checkpoint.problems import MisfitError
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.checkpoint.shared_answers import SharedAnswers
 from accel_core.checkpoint.stored import Place, UnreadableError, place
 from accel_core.checkpoint.votes import work_together
 from accel_core.errors import CheckpointError
@@ -67,7 +70,8 @@ def find(
         folder = locate_on_all_disks(run, around)
         there = [True]
         if missing_ok:
-            there = gather_from_all_ranks(control, "load_state: look", lambda: is_there(folder))
+            asks = isinstance(folder, Path) or control.rank == 0
+            there = gather_from_all_ranks(control, "load_state: look", lambda: asks and is_there(folder))
         return _verified(run, folder, needed) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
     here = control.rank == 0  # one rank asks the store, so that all take the same
@@ -121,7 +125,7 @@ def _real(where: Place) -> Place:
 def _verified(run: Run, folder: Place, needed: Needed) -> Checkpoint:
     """Open the checkpoint in `folder`, the same on all ranks, verified."""
     control, world = run.collectives("control"), run.world
-    checkpoint = run_on_all_ranks(control, "load_state: open", lambda: Checkpoint.open(folder))
+    checkpoint = _opened(run, folder)
     save_id = checkpoint.manifest.save_id
     seen = set(gather_from_all_ranks(control, "load_state: compare", lambda: save_id))
     if len(seen) > 1:
@@ -142,6 +146,28 @@ def _verified(run: Run, folder: Place, needed: Needed) -> Checkpoint:
     each_node = run.config.project.save_on_each_node
     share, shares = (world.local_rank, world.local_size) if each_node else (world.rank, world.size)
     run_on_all_ranks(control, "load_state: verify", lambda: checkpoint.verify(share, shares))
+    return checkpoint
+
+
+def _opened(run: Run, folder: Place) -> Checkpoint:
+    """Open the checkpoint in `folder` on all ranks. Rank 0 asks a store, for all."""
+    control = run.collectives("control")
+    if isinstance(folder, Path):
+        return run_on_all_ranks(control, "load_state: open", lambda: Checkpoint.open(folder))
+    shared, mine = SharedAnswers(folder.store), list[Checkpoint]()
+
+    def first() -> None:
+        if control.rank == 0:
+            mine.append(Checkpoint.open(evolve(folder, store=shared)))
+
+    run_on_all_ranks(control, "load_state: open", work_together(run, "load_state")(first))
+    shared.answers = control.broadcast_object(shared.answers)
+
+    def opened() -> Checkpoint:
+        return mine[0] if mine else Checkpoint.open(evolve(folder, store=shared))
+
+    checkpoint = run_on_all_ranks(control, "load_state: open", opened)
+    shared.answers = None
     return checkpoint
 
 

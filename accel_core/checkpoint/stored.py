@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from attrs import evolve, field, frozen
 
@@ -43,7 +43,7 @@ class StoredPath:
     """
 
     url: str
-    store: Hooks = field(eq=False, repr=False)
+    store: Any = field(eq=False, repr=False)
     listing: Mapping[str, int | None] | None = field(default=None, eq=False, repr=False)
     size: int | None = field(default=None, eq=False, repr=False)
 
