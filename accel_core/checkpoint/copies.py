@@ -301,11 +301,11 @@ class Copies:
             raise error
 
     def _not_over(self, patience: float | None = None) -> CheckpointError:
-        seconds = Votes.of(self._series.run, alone=True).patience if patience is None else patience
+        said = self._sending.not_over(patience) if self._sending else ""
         run, number = self._series.run, self._making.number if self._making else -1
         local, store = Path(str(self._series.folder)) / f"checkpoint_{number}", run.config.project.store
         return CheckpointError(
-            f"the copy of checkpoint_{number} to {store} was not over after {seconds:g} s\n"
+            f"the copy of checkpoint_{number} to {store} {said}\n"
             f"{local} is whole; look after the store, and the start that loads this checkpoint copies it",
             path=str(local),
         )

@@ -181,8 +181,8 @@ class PendingSave:
         """
         with nullcontext() if self.is_over else self.shown():
             if not self.join(patience):
-                seconds = self.votes.patience if patience is None else patience
-                self._failure = f"it was not over after {seconds:g} s"
+                said = f"was not over after {patience:g} s" if patience is not None else ""
+                self._failure = f"it {self._sending.not_over(patience) if self._sending else said}"
         unreported.pop(self.target.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.target.path)) from self.cause

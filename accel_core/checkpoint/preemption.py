@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.25
 """Seconds until a rank notices that another was told."""
+AGAIN_SECONDS: Final = 2.0
+"""Seconds in which launcher and scheduler both tell a process to stop."""
 _made: Final = count()
 """All ranks make them in one order, and each has keys of its own."""
 
@@ -39,6 +42,9 @@ class Preemption:
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = Votes.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
+        self._first: float | None = None
+        """When this process was told first."""
+        self._grace = math.inf
         self._steps, self._last = 0, 0
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self._failure = ""
@@ -77,6 +83,13 @@ class Preemption:
                 # Others may hear yet: this rank does not keep them from stopping.
                 self._votes.publish(f"{self._rank}", {"step": self._steps + 1})
 
+    def interrupt(self, *, again: bool) -> None:
+        """Let a signal end waits from now on, as Ctrl-C does. The next one is not caught.
+
+        again: only one that comes later than those by which this process was told to stop.
+        """
+        self._grace = AGAIN_SECONDS if again else 0.0
+
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._tell:
             # None: the handler was not Python's, and cannot be installed again.
@@ -86,8 +99,12 @@ class Preemption:
         if self._ended.is_set() or os.getpid() != self._process:
             self._give_back(number)
             signal.raise_signal(number)
-        # Again and again, if launcher and scheduler both tell us; SIGKILL is there for the impatient.
-        self._told = True
+        now = time.monotonic()
+        self._first = now if self._first is None else self._first
+        if now - self._first >= self._grace:
+            self._give_back(number)
+            raise KeyboardInterrupt(f"signal {number}")
+        self._told = True  # again and again, if launcher and scheduler both tell us
 
     def _watch(self) -> None:
         try:

@@ -10,6 +10,7 @@ from functools import cache
 from typing import Final
 from weakref import WeakSet
 
+from accel_core.contract.run import live_runs
 from accel_core.errors import uncaught_error
 
 LOOK_SECONDS: Final = 0.5
@@ -53,12 +54,19 @@ class Sending:
             raise
         return True
 
+    def not_over(self, patience: float | None) -> str:
+        """Words for a wait that `join` has given up."""
+        if self._is_interrupted:
+            return "was not over when its wait was interrupted"
+        return f"was not over after {self._patience if patience is None else patience:g} s"
+
     def join_at_exit(self) -> None:
         """Wait for the last time."""
         if self._process == os.getpid():
-            with suppress(KeyboardInterrupt):
+            try:
                 self.join(None if uncaught_error() is None else FAILED_SECONDS)
-            self._deadline = 0.0
+            finally:
+                self._deadline = 0.0
 
 
 @cache
@@ -74,5 +82,8 @@ def _wait_at_exit() -> None:
 
 
 def _join_all() -> None:
+    for run in [*live_runs]:
+        run.checkpoints.interrupt_by_signals()
     for sending in [*_sendings]:
-        sending.join_at_exit()
+        with suppress(KeyboardInterrupt):
+            sending.join_at_exit()

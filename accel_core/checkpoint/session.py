@@ -201,12 +201,16 @@ class CheckpointSession:
         return self._is_preempted
 
     def hear_signals(self) -> None:
-        """Let a signal end the process again, unless it is stopping for one.
-
-        Launcher and scheduler may both tell it to.
-        """
-        if not self._is_preempted:
+        """Let a signal end the process again; only its wait, if it is stopping for one."""
+        if self._is_preempted:
+            self.interrupt_by_signals()
+        else:
             self.end_watch()
+
+    def interrupt_by_signals(self) -> None:
+        """Let a signal that is watched for end a wait, as Ctrl-C does."""
+        if self._preemption is not None:
+            self._preemption.interrupt(again=self._is_preempted)
 
     def end_watch(self) -> None:
         """Watch for signals no more."""

@@ -108,20 +108,47 @@ def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
     assert any(key.startswith("run/checkpoints/checkpoint_0/manifest-") for key in s3.names()), "made up"
 
 
+@pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
-    s3: S3Server, silent: str, tmp_path: Path, number: signal.Signals
+    s3: S3Server, silent: str, tmp_path: Path, number: signal.Signals, last: str
 ) -> None:
-    script = (
-        COPIED + '    accelerator.save_on_preemption()\n    print("waits")\n    accelerator.end_training()\n'
-    )
+    """A script that just ends did not hear SIGTERM after `save_on_preemption`."""
+    script = f'{COPIED}    accelerator.save_on_preemption()\n    print("waits")\n    {last}\n'
     process = started(script, silent, tmp_path, timeout=9)
     waiting(process)
     process.send_signal(number)
     said = ended(process, 30)
     assert process.returncode not in (0, None)
-    if number == signal.SIGINT:
+    if number == signal.SIGINT or last == "pass":
+        assert f"the copy of checkpoint_0 to {STORE} was not over when its wait was interrupted" in said
         assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
+
+
+@pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
+def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
+    s3: S3Server, silent: str, tmp_path: Path, last: str
+) -> None:
+    script = f"""
+    import time
+    accelerator, model, optimizer = made({{store!r}}, {{folder!r}})
+    accelerator.save_on_preemption()
+    print("waits")
+    while not accelerator.save_on_preemption():
+        time.sleep(0.1)
+        hang()
+    print("waits", flush=True)
+    {last}
+    """
+    process = started(script, silent, tmp_path, timeout=9)
+    waiting(process)
+    process.send_signal(signal.SIGTERM)
+    waiting(process)
+    process.send_signal(signal.SIGTERM)
+    said = ended(process, 30)
+    assert process.returncode not in (0, None)
+    assert f"the copy of checkpoint_0 to {STORE} was not over when its wait was interrupted" in said
+    assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
 
 
 def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
