@@ -32,7 +32,7 @@ class Bound:
         self._seconds = seconds
         self._deadline = time.monotonic() + seconds
         self.is_given_up = False
-        """Whether nothing is asked any more. What was asked last may be done yet."""
+        """True once nothing is asked any more. The last request may be done yet."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -93,6 +93,6 @@ class BoundStore:
 
 
 def is_given_up() -> bool:
-    """Return True if this work's bound has ended it: what it asked last may be done yet."""
+    """Return True if this work's bound has ended it. Its last request may be done yet."""
     bound = _current.get()
     return bound is not None and bound.is_given_up

@@ -8,7 +8,7 @@ import platform
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from attrs import evolve
 
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Needed: TypeAlias = "Sequence[Callable[[Checkpoint], set[Block]]]"
 Told: TypeAlias = "tuple[str, set[Block] | None, set[Block]]"
 """The folder of a rank, the blocks that it needs, and those that it has.
@@ -71,12 +72,15 @@ def find(
         there = [True]
         if missing_ok:
             asks = isinstance(folder, Path) or control.rank == 0
-            there = gather_from_all_ranks(control, "load_state: look", lambda: asks and is_there(folder))
+            there = gather_from_all_ranks(
+                control, "load_state: look", _together(run, [folder], lambda: asks and is_there(folder))
+            )
         return _verified(run, folder, needed) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
     here = control.rank == 0  # one rank asks the store, so that all take the same
+    together = partial(_together, run, [each.folder for each in series.places])
     listed = gather_from_all_ranks(
-        control, "load_state: list", lambda: candidates(stored=here) if first else []
+        control, "load_state: list", together(lambda: candidates(stored=here) if first else [])
     )
     found = list(dict.fromkeys(each for of_disk in listed for each in of_disk))
     if not best:
@@ -92,12 +96,18 @@ def find(
     unmeasured = False
     if best and not found:
         there = gather_from_all_ranks(
-            control, "load_state: look", lambda: first and bool(series.candidates(stored=here))
+            control, "load_state: look", together(lambda: first and bool(series.candidates(stored=here)))
         )
         unmeasured = any(there)
     if missing_ok and not found and not unmeasured:
         return None
     raise _nothing_loaded(run, series, len(found), best=best, unmeasured=unmeasured)
+
+
+def _together(run: Run, places: Sequence[Place], action: Callable[[], T]) -> Callable[[], T]:
+    """Return an action that ranks do together, where one of these places is in a store."""
+    is_local = all(isinstance(each, Path) for each in places)
+    return action if is_local else work_together(run, "load_state")(action)
 
 
 def _nothing_loaded(
@@ -140,7 +150,8 @@ def _verified(run: Run, folder: Place, needed: Needed) -> Checkpoint:
         except BaseException as error:
             checkpoint.node_copy.close()  # now, to have its room for another that is tried
             if isinstance(error, CheckpointError) and not isinstance(error, UnreadableError):
-                run_on_all_ranks(control, "load_state: look again", lambda: _require_same(checkpoint))
+                look = work_together(run, "load_state")(partial(_require_same, checkpoint))
+                run_on_all_ranks(control, "load_state: look again", look)
             raise
         return checkpoint
     each_node = run.config.project.save_on_each_node
@@ -191,10 +202,9 @@ def _fetch(run: Run, checkpoint: Checkpoint, needed: Needed) -> None:
     made = gather_from_all_ranks(control, "load_state: begin", lambda: (node, str(copy.folder)))
     copy.share(Path(next(folder for name, folder in made if name == node)))
 
+    plan = work_together(run, "load_state")(_needed_here)
     for blocks_of in needed:
-        told = gather_from_all_ranks(
-            control, "load_state: plan", partial(_needed_here, checkpoint, blocks_of)
-        )
+        told = gather_from_all_ranks(control, "load_state: plan", partial(plan, checkpoint, blocks_of))
         if any(blocks is None for _, blocks, _ in told):
             return  # which is raised where it is compared
         if any(blocks for _, blocks, _ in told):

@@ -31,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import asdict, define, field
 
 from accel_core.checkpoint import unreported
+from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.disks import answer, ask_other_disks
 from accel_core.checkpoint.files import FileRecord, as_json, sync_folder, write_file
 from accel_core.checkpoint.manifest import is_ours, manifest_of, write_manifest
@@ -115,11 +116,14 @@ class PendingSave:
     _done: threading.Event = field(factory=threading.Event, init=False)
     _sending: Sending | None = field(default=None, init=False)
     """In a thread, to a store."""
+    _bound: Bound = field(factory=Bound, init=False)
+    """Of a thread, which asks no store any more once nobody waits for it."""
 
     def start(self) -> None:
         """Let a thread do it."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
-        self._thread = threading.Thread(target=self.run, name=f"save {self.target.path.name}", daemon=True)
+        run = self._bound.applied()(self.run)
+        self._thread = threading.Thread(target=run, name=f"save {self.target.path.name}", daemon=True)
         if isinstance(self.target.path, StoredPath):
             self._sending = Sending(self._done, self.votes.patience)
         self._thread.start()
@@ -136,7 +140,7 @@ class PendingSave:
             self.cause = self.cause or error
         finally:
             self.target.end_writing()
-            if self._thread is not None and self._failure is not None:
+            if self._thread is not None and self._failure is not None and not self.is_given_up:
                 unreported[self.target.save_id] = os.getpid(), self._message
             self._done.set()
         if self.cause is not None and not isinstance(self.cause, Exception):
@@ -161,6 +165,11 @@ class PendingSave:
         return self._thread is None or self._done.is_set()
 
     @property
+    def is_given_up(self) -> bool:
+        """True once nothing waits for it, and it will not be committed."""
+        return self._bound.is_given_up
+
+    @property
     def _message(self) -> str:
         return (
             f"the {self.what} to {self.target.path} failed; a checkpoint that was there is still whole\n"
@@ -181,8 +190,10 @@ class PendingSave:
         """
         with nullcontext() if self.is_over else self.shown():
             if not self.join(patience):
-                said = f"was not over after {patience:g} s" if patience is not None else ""
-                self._failure = f"it {self._sending.not_over(patience) if self._sending else said}"
+                self._failure = f"it was not over after {patience} s"
+                if self._sending is not None:
+                    self._failure = f"it {self._sending.not_over(patience)}"
+                    self._bound.give_up()
         unreported.pop(self.target.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.target.path)) from self.cause

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from contextvars import copy_context
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -172,7 +173,7 @@ def _do_at_once(actions: Iterable[Callable[[], object]]) -> None:
     threads = min(AT_ONCE, len(left))
     try:
         for _ in range(threads):
-            Thread(target=work, name="fetch", daemon=True).start()
+            Thread(target=copy_context().run, args=(work,), name="fetch", daemon=True).start()
         for _ in range(threads):
             if (error := ended.get()) is not None:
                 raise error

@@ -11,6 +11,7 @@ import torch
 
 from accel_core._version import __version__
 from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
+from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.collect import (
     Collected,
     check_names,
@@ -76,7 +77,7 @@ class Saver:
         with without_collecting_garbage():
             self._pending = pending = self._snapshot(directory, noted, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it
-                with pending.shown():
+                with pending.shown(), Bound(self._votes.patience).applied():
                     pending.run()
         if wait:
             self.wait()
@@ -136,7 +137,9 @@ class Saver:
         try:
             pending.wait(patience)
         finally:
-            if pending.is_over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
+            if (
+                pending.is_over or pending.is_given_up
+            ):  # else Ctrl-C has ended the wait only: a thread still reads the copy
                 self._pending = None
         self.run.hooks.checkpoint_committed(told(pending.target.path), pending.step)
 

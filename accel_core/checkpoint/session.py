@@ -58,12 +58,16 @@ class CheckpointSession:
                 f" {project.project_dir or 'the working folder'!r}\n"
                 "give a local folder as project.project_dir, and a URL as project.store"
             )
-        if is_url:
-            self.series.folder.exists()
-        else:
-            from accel_core.distributed.progress import show_progress  # late: start-up need not wait for it
+        # late: start-up need not wait for them
+        from accel_core.checkpoint.bound import Bound
+        from accel_core.checkpoint.votes import Votes
+        from accel_core.distributed.progress import show_progress
 
-            with show_progress(f"looking at {project.store}"):
+        patience = Votes.of(self.run, alone=True).patience
+        with show_progress(f"looking at {project.store or project.project_dir}"), Bound(patience).applied():
+            if is_url:
+                self.series.folder.exists()
+            else:
                 self._prepare_copies().plan()
 
     def save(

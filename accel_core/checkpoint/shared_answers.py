@@ -1,4 +1,4 @@
-"""What one rank has asked of a store, for ranks that would ask the same."""
+"""Answers of a store to one rank, for ranks that would ask the same."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from attrs import evolve, field, frozen
 
+from accel_core.checkpoint.bound import BoundStore, NoAnswerError
 from accel_core.checkpoint.paths import scheme_of
 from accel_core.errors import CheckpointError, PluginError
 
@@ -128,7 +129,7 @@ class StoredPath:
     def _twice(self, write: Callable[[], None]) -> None:
         try:
             write()
-        except FileExistsError:
+        except (FileExistsError, NoAnswerError):
             raise
         except OSError as error:
             logger.warning("%s is sent once more, since %s: %s", self, type(error).__name__, error)
@@ -141,10 +142,11 @@ class StoredPath:
 
     def cannot_be_reached(self, error: OSError) -> UnreadableError:
         """Return the error for a store that does not answer."""
+        is_silent = isinstance(error, NoAnswerError)
+        remedy = "look after the store" if is_silent else "check the name, and that this process may use it"
         return UnreadableError(
             f"{self.url} cannot be reached: {type(error).__name__}: {error}\n"
-            "check the name, and that this process may use it; nothing was changed, and no older checkpoint"
-            " is taken instead",
+            f"{remedy}; nothing was changed, and no older checkpoint is taken instead",
             path=self.url,
         )
 
@@ -172,7 +174,7 @@ def place(given: str | os.PathLike[str] | StoredPath) -> Place:
             "give the URL without it, and the password as the store's library takes it",
             path=f"{scheme}://",
         )
-    return StoredPath(f"{scheme}://{rest.rstrip('/')}", store_for(scheme))
+    return StoredPath(f"{scheme}://{rest.rstrip('/')}", BoundStore(store_for(scheme)))
 
 
 def told(where: Place) -> Path | str:

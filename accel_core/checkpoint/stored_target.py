@@ -14,9 +14,11 @@ from attrs import define
 
 from accel_core.checkpoint import stored_commit
 from accel_core.checkpoint.agree import gather_from_all_ranks
+from accel_core.checkpoint.bound import is_given_up
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.target import judge_leftovers
-from accel_core.checkpoint.writer import begin_writing, end_writing
+from accel_core.checkpoint.votes import work_together
+from accel_core.checkpoint.writer import begin_writing, end_writing, keep_writing
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.disks import Disks
@@ -61,7 +63,8 @@ class StoredTarget:
                 around.extend(path for path in found if isinstance(path, StoredPath))
             return set().union(*map(stored_commit.unfinished, around))
 
-        save_id, over = judge_leftovers(series, control, look)
+        together = work_together(series.run, "save_state", alone=control.size == 1)
+        save_id, over = judge_leftovers(series, control, together(look))
         if disks.is_first:
             begin_writing(save_id)
 
@@ -74,7 +77,8 @@ class StoredTarget:
             return number, stored_commit.begin(directory or folder / f"checkpoint_{number}", save_id)
 
         try:
-            number, commit = gather_from_all_ranks(control, "save_state: begin in the store", begin)[0]
+            begun = gather_from_all_ranks(control, "save_state: begin in the store", together(begin))
+            number, commit = begun[0]
             series.number_from(number + 1)
             path = directory or folder / f"checkpoint_{number}"
             target = cls(series, path, save_id, number, directory is None, disks, commit)
@@ -122,4 +126,6 @@ class StoredTarget:
 
     def end_writing(self) -> None:
         """Do nothing more for this save. By any rank, any number of times."""
+        if is_given_up():  # its manifest may be there yet, and must find the files
+            keep_writing(self.save_id)
         end_writing(self.save_id)

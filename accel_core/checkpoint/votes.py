@@ -14,6 +14,7 @@ from attrs import evolve, frozen
 from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
+from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.files import as_json
 
 if TYPE_CHECKING:
@@ -32,17 +33,19 @@ _works: Final = count()
 
 
 @contextmanager
-def work_together(run: Run, what: str) -> Iterator[None]:
+def work_together(run: Run, what: str, *, alone: bool = False) -> Iterator[None]:
     """Leave each rank's part of a long work once all have done theirs.
+
+    What it asks of stores is waited for as long as this rank is, by the others.
 
     Collective. Ranks that are gone are not waited for. Those that are done, or have failed, wait outside
     of a collective, which its timeout would end.
     """
-    rank, ranks = run.world.rank, run.world.size
-    votes = Votes.of(run).under(f"{what}/{next(_works)}")
+    rank, ranks = (0, 1) if alone else (run.world.rank, run.world.size)
+    votes = Votes.of(run, alone=alone).under(f"{what}/{'alone' if alone else next(_works)}")
     failure: Exception | None = None
     try:
-        with votes.alive(rank):
+        with votes.alive(rank), Bound(votes.patience).applied():
             yield
     except Exception as error:  # it is told once the others can hear it
         failure = error

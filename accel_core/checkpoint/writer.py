@@ -19,6 +19,8 @@ Its parts: a digest of the run's id, then machine, number and start of the proce
 _UNKNOWN: Final = "0"
 _being_written: Final[set[str]] = set()
 """The saves that this process has begun and not ended."""
+_kept: Final[set[str]] = set()
+"""Those of which a store may do something yet that nobody waits for."""
 
 
 @frozen
@@ -70,6 +72,11 @@ def end_writing(save_id: str) -> None:
     _being_written.discard(save_id)
 
 
+def keep_writing(save_id: str) -> None:
+    """Note that a save is never over for as long as this process lives."""
+    _kept.add(save_id)
+
+
 def is_over(save_id: str) -> bool:
     """Return True if certainly no process writes the save any more.
 
@@ -78,7 +85,7 @@ def is_over(save_id: str) -> bool:
     writer, here = Writer.of(save_id), Writer.here()
     if writer.machine != here.machine:
         return False  # nothing is known of processes there
-    return save_id not in _being_written if writer == here else writer.is_dead()
+    return save_id not in _being_written | _kept if writer == here else writer.is_dead()
 
 
 def is_of_another_machine(save_id: str) -> bool:

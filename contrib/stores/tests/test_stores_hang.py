@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import textwrap
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,11 @@ import stored_job as job
 import tiers_job
 import torch
 from s3_server import BUCKET, Request, S3Server
+
+from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
+from accel_core.checkpoint import votes
+from accel_stores import store
+from accel_testing import run_processes
 
 STORE = f"s3://{BUCKET}/run"
 SCRIPT = """
@@ -188,6 +195,112 @@ def test_a_save_to_a_store_that_gets_no_answer_is_given_up(s3: S3Server, silent:
     assert f"the save to {STORE}/ck failed; a checkpoint that was there is still whole" in said
     assert "it was not over after 10 s" in said
     assert torch.equal(job.loaded(f"{STORE}/ck"), job.weight(*job.made()[:2]))
+
+
+WORKS = {
+    "load": 'accelerator.load_state("{store}/ck")',
+    "load-series": "accelerator.load_state()",
+    "save": 'accelerator.save_state("{store}/ck")',
+    "look": "made({store!r}, {folder!r})",
+    "look-project": "made(None, {store!r})",
+}
+
+
+@pytest.mark.parametrize("work", WORKS)
+def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
+    s3: S3Server, silent: str, tmp_path: Path, work: str
+) -> None:
+    """It lasted as long as s3fs tries again: eight minutes."""
+    script = """
+    accelerator, model, optimizer = made(None, "{store}" if "series" in "WHAT" else {folder!r})
+    accelerator.save_state("{store}/ck")
+    hang()
+    print("waits")
+    """.replace("WHAT", work)
+    process = started(f"{script}{WORKS[work]}\n", silent, tmp_path)
+    waiting(process)
+    said = ended(process, 25)
+    assert process.returncode == 1
+    assert "CheckpointError" in said or "UnreadableError" in said
+    assert re.search(f"{STORE}.* NoAnswerError: no answer to list_stored within 10 s", said)
+    assert "look after the store" in said
+
+
+def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str) -> None:
+    for command in ("list", "verify"):
+        code = (
+            "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+            f"sys.argv[1:] = ['checkpoint', {command!r}, '{STORE}/ck']\n"
+            "from accel_core.cli import main; main()"
+        )
+        environment = os.environ | {"AWS_ENDPOINT_URL": silent}
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen([sys.executable, "-c", code], env=environment, **options)  # type: ignore[call-overload]
+        time.sleep(8)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        ended(process, 5)
+        assert process.returncode not in (0, None)
+
+
+def works_while_rank_0_hangs(url: str, work: str) -> str:
+    """Load or save while rank 0 alone gets no answer; return the error."""
+    votes.TIMEOUTS = 3  # type: ignore[misc]
+    quick = [InitProcessGroupKwargs(timeout=timedelta(seconds=3))]
+    accelerator, *_ = job.made(kwargs_handlers=quick)
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        store._opened = lambda url: time.sleep(120)  # type: ignore[assignment, func-returns-value]
+    with pytest.raises(CheckpointError) as caught:
+        getattr(accelerator, f"{work}_state")(url)
+    accelerator.wait_for_everyone()
+    accelerator.end_training()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("work", ["load", "save"])
+def test_ranks_give_a_work_up_together_when_one_alone_gets_no_answer(s3: S3Server, work: str) -> None:
+    job.saved(f"{STORE}/ck", 1)
+    for said in run_processes(works_while_rank_0_hangs, f"{STORE}/ck", work, world=2):
+        assert "NoAnswerError: no answer to list_stored within 9 s" in said
+
+
+def save_and_wait(accelerator: Accelerator, *, background: bool) -> None:
+    accelerator.save_state(f"{STORE}/ck", wait=not background)
+    accelerator.wait_for_checkpoint()
+
+
+@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("held", ["rank-00000.safetensors", "manifest.json", "manifest-00000002.json"])
+def test_a_save_that_was_given_up_commits_nothing_that_is_not_on_its_way(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, held: str, background: bool
+) -> None:
+    """What came late went on to its commit: a save that had failed took the place of the one before."""
+    monkeypatch.setattr(votes, "TIMEOUTS", 3)
+    old = job.saved(f"{STORE}/ck", 1)
+    over = threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.method == "PUT" and request.name == held:
+            over.wait(50)
+
+    quick = [InitProcessGroupKwargs(timeout=timedelta(seconds=1))]
+    accelerator, model, optimizer = job.made(kwargs_handlers=quick)
+    job.step(accelerator, model, optimizer)
+    job.step(accelerator, model, optimizer)
+    new = job.weight(accelerator, model)
+    s3.fault = hold
+    with pytest.raises(CheckpointError, match=r"no answer to \w+ within 3 s|was not over after 3 s"):
+        save_and_wait(accelerator, background=background)
+    over.set()
+    time.sleep(3)
+    s3.wait_until_idle()
+    names = [key.rpartition("/")[2] for key in s3.names()]
+    assert ("manifest-00000002.json" in names) == (held == "manifest-00000002.json")
+    assert torch.equal(job.loaded(f"{STORE}/ck"), new if held == "manifest-00000002.json" else old)
+    accelerator.save_state(f"{STORE}/ck")
+    assert torch.equal(job.loaded(f"{STORE}/ck"), new)
+    accelerator.end_training()
 
 
 def test_an_interrupted_load_waits_for_no_answer(s3: S3Server, silent: str, tmp_path: Path) -> None:
