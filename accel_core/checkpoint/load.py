@@ -92,7 +92,14 @@ def compared_blocks(run: Run, checkpoint: Checkpoint) -> set[Block]:
     for part in (checkpoint.state, *checkpoint.ranks.values()):
         for unit in part.get("units", {}).values():
             values += [unit["optimizers"], unit["schedulers"]]
-    return checkpoint.blocks_of_values(values)
+    numbers = [
+        (stored, None)
+        for unit in run.units
+        if len(unit.hooks.implementations("refuse_optimizer_state")) > 1  # a strategy's: it may read them
+        for (name, key), stored in checkpoint.tensors.items()
+        if name == unit.name and stored.kind == "scalar" and key.startswith("optimizer/")
+    ]
+    return checkpoint.blocks_of_values(values) | checkpoint.blocks_of(numbers)
 
 
 def _own_rank(run: Run, checkpoint: Checkpoint) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import held_job
@@ -76,6 +77,44 @@ def test_the_files_that_each_rank_needs_come_once(s3: S3Server, world: int) -> N
     assert {*asked.values()} == {1}
     assert len(asked) == 2 * world + 2, "two files of each rank, the state, and the manifest"
     assert lists <= 3, "on any number of ranks"
+
+
+NUMBERS = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        pass
+
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit, loaders):
+        unit.wrapped += unit.models
+
+    @implements(hooks.refuse_optimizer_state)
+    def refuse_optimizer_state(self, unit, optimizer, template, plain):
+        steps = [named["step"].number() for named in template.values()]
+        return [] if steps == [2.0, 2.0] else [f"steps are {steps}"]
+
+CARD = Card(name="numbers", slot="strategy", summary="A toy.", api_version="1.0", implementation="toy:Plugin")
+"""
+"""A plugin that reads step numbers to compare, as those of DeepSpeed and megatron-core do."""
+
+
+def test_step_numbers_that_a_strategy_compares_come_once_to_a_node(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank read their blocks for itself."""
+    (tmp_path / "toy.py").write_text(NUMBERS)
+    (info := tmp_path / "toy-1.0.dist-info").mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.4\nName: toy\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[accel_core.strategy]\nnumbers = toy:CARD\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("ACCEL__STRATEGY", "numbers")
+    run_processes(job.saved, URL, 2, 8192, world=2)
+    s3.seen.clear()
+    run_processes(job.loaded, URL, 8192, world=2)
+    small = [each.name for each in s3.seen if "safetensors" in each.name and each.answered[0] < 1 << 20]
+    assert sorted(small) == ["rank-00000.safetensors", "rank-00001.safetensors"]
 
 
 def refused(url: str, width: int) -> str:
