@@ -93,6 +93,9 @@ class BoundStore:
 
 
 def is_given_up() -> bool:
-    """Return True if this work's bound has ended it. Its last request may be done yet."""
+    """Return True if this work's bound has ended it.
+
+    Its last request may be done yet.
+    """
     bound = _current.get()
     return bound is not None and bound.is_given_up

@@ -105,7 +105,7 @@ def find(
 
 
 def _together(run: Run, places: Sequence[Place], action: Callable[[], T]) -> Callable[[], T]:
-    """Return an action that ranks do together, where one of these places is in a store."""
+    """Return an action that ranks do together, if a place is in a store."""
     is_local = all(isinstance(each, Path) for each in places)
     return action if is_local else work_together(run, "load_state")(action)
 
