@@ -20,7 +20,7 @@ _UNKNOWN: Final = "0"
 _being_written: Final[set[str]] = set()
 """The saves that this process has begun and not ended."""
 _kept: Final[set[str]] = set()
-"""Those whose last request to a store may be done yet, though it was given up."""
+"""Saves that were given up. Their last request may be done yet."""
 
 
 @frozen
