@@ -219,7 +219,7 @@ def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
     """.replace("WHAT", work)
     process = started(f"{script}{WORKS[work]}\n", silent, tmp_path)
     waiting(process)
-    said = ended(process, 25)
+    said = ended(process, 45)
     assert process.returncode == 1
     assert "CheckpointError" in said or "UnreadableError" in said
     assert re.search(f"{STORE}.* NoAnswerError: no answer to list_stored within 10 s", said)
@@ -239,7 +239,7 @@ def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str) 
         time.sleep(8)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
-        ended(process, 5)
+        ended(process, 30)
         assert process.returncode not in (0, None)
 
 
