@@ -6,6 +6,7 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
@@ -140,6 +141,10 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
                 f" {limit.total_seconds():g} s; it may be waiting for others inside a collective\n"
                 "start with a smaller starting_batch_size"
             ) from error
+    store.set(f"batch_size/{attempt}/{world.rank}/has_read", "")
+    if world.rank == 0:  # it may serve the store, and its program end next
+        with suppress(RuntimeError):  # a rank that is gone reads no more
+            store.wait([f"batch_size/{attempt}/{rank}/has_read" for rank in range(world.size)], limit)
     return b"lacks" in votes
 
 

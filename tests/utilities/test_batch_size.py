@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import resource
+import time
 import weakref
 from datetime import timedelta
 
@@ -183,6 +184,25 @@ def test_ranks_agree_on_the_smallest():
 def test_ranks_that_fit_say_so_too_if_no_size_fits():
     with pytest.raises(ProcessError, match="tried: 16, 8, 4, 2, 1\n"):
         run_processes(agree, (16, 0))
+
+
+def slowly_read():
+    accelerator = Accelerator(cpu=True)
+    kind = type(accelerator.run.world.store)
+    plain = kind.get
+    if accelerator.process_index == 1:
+        kind.get = lambda *args: time.sleep(1) or plain(*args)
+    begun = time.monotonic()
+    find_executable_batch_size(lambda size: size, starting_batch_size=16)()
+    return time.monotonic() - begun
+
+
+@pytest.mark.together
+def test_the_rank_that_serves_the_votes_leaves_once_all_have_read_them():
+    """Else a program that ends there fails on the others: their store is gone."""
+    serving, _ = run_processes(slowly_read)
+
+    assert serving > 1.5
 
 
 def alone():
