@@ -228,6 +228,20 @@ def test_an_epoch_saved_at_its_last_batch_resumes_with_the_next_epoch():
     assert (again.epoch, list(again)) == (1, list(loader))
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("dataset", [Numbers(10), Stream(10)], ids=["map", "iterable"])
+def test_one_reader_of_uneven_batches_knows_the_last_one(dataset, workers):
+    def make(reader):
+        return DataLoader(dataset, 4, num_workers=workers, collate_fn=plain)
+
+    (loader,) = prepared(make, even_batches=False)
+    for _ in loader:
+        state = saved(loader)
+    (again,) = prepared(make, even_batches=False)
+    again.load_state_dict(state)
+    assert (again.epoch, list(again)) == (1, list(loader))
+
+
 def test_a_position_between_two_epochs_is_the_start_of_the_next():
     (loader,) = prepared(numbers(10, 4, seed=2))
     list(loader)
