@@ -8,7 +8,7 @@ from itertools import chain, islice
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reader_worlds import Numbers, Ragged, plain, prepared, real, rounds
+from reader_worlds import Numbers, Ragged, Stream, plain, prepared, real, rounds
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 # On a machine with fewer cores torch says that they are many.
@@ -106,3 +106,19 @@ def test_a_stream_divided_between_workers_is_read_once_and_goes_on_with_as_many(
     whole = [[each[0][r] for each in expected if each[0][r] is not None] for r in range(readers)]
     assert [one + other for one, other in zip(begun, rest, strict=True)] == whole
     assert rounds(again)[0] == following
+
+
+def test_workers_that_persist_leave_out_what_was_consumed_in_the_resumed_epoch_only():
+    def make(_):
+        return DataLoader(Stream(24), 2, collate_fn=plain, num_workers=1, persistent_workers=True)
+
+    three, two = prepared(make, 3), prepared(make, 2)
+    rounds(three, 1)
+    for loader in two:
+        loader.load_state_dict(json.loads(json.dumps(three[0].state_dict())))
+    epochs = [rounds(two)[0] for _ in range(2)]
+    samples = [
+        sorted(sample for batches, *_ in epoch for batch in batches if batch for sample in batch)
+        for epoch in epochs
+    ]
+    assert samples == [[0, 1, *range(6, 24)], [*range(24)]]  # the short last round is filled from the start
