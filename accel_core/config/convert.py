@@ -196,14 +196,30 @@ def _convert_section(raw: Mapping[str, Any], kind: type) -> Any:
         raise MismatchError(str(error)) from None
 
 
+_WORDS: Final = frozenset({"yes", "no", "on", "off", "true", "false", "null"})
+"""Words that YAML does not read as text."""
+
+
+def read_text(text: str) -> Any:
+    """Read a shell's text as YAML would read it, or return the text.
+
+    PyYAML, whose import takes 20 ms, is left out for a plain word or number.
+    """
+    if text.isascii() and text.isidentifier() and text.lower() not in _WORDS:
+        return str(text)
+    if text.isascii() and text.isdecimal() and text[0] != "0" and len(text) < 19:
+        return int(text)
+    from accel_core.config.yamlfile import looks_like
+
+    return looks_like(text)
+
+
 def _from_text(text: RawText, kind: Any) -> Any:
     # The YAML value of the text comes first, then the text itself: `no` is False for a bool and "no"
     # for a str. A list is neither of both, but a shell's `a,b`.
-    from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
-
-    attempts = [looks_like(text), str(text)]
+    attempts = [read_text(text), str(text)]
     if parts := text.parts():  # no items: the text is not a list, rather than the empty one
-        attempts += [[looks_like(part) for part in parts], list(map(str, parts))]
+        attempts += [[read_text(part) for part in parts], list(map(str, parts))]
     return _first_fit(text, kind, ((attempt, kind) for attempt in attempts))
 
 
@@ -274,14 +290,12 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
 
 def _spelling_hint(raw: str, kind: Any, accepted: Sequence[Any]) -> str:
     """Return the remedy for text that another spelling would make right."""
-    from accel_core.config.yamlfile import looks_like
-
     number = decimal(raw)
     if number and any(cls in accepted for cls in (int, float, timedelta)):
         return f"; write {number}"
     if isinstance(raw, RawText):  # has no quotes, and is a list without brackets
         return ""
-    for other, remedy in ((looks_like(raw), "remove the quotes"), ([raw], f"write [{raw}]")):
+    for other, remedy in ((read_text(raw), "remove the quotes"), ([raw], f"write [{raw}]")):
         with suppress(MismatchError):
             if not isinstance(other, str) and convert(other, kind) is not None:
                 return f"; {remedy}"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from attrs import Attribute, define, evolve, field
+from attrs import Attribute, define, field
 
-from accel_core.config.convert import convert_option, format_value
+from accel_core.config.convert import convert_option, format_value, read_text
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import ConfigProblem, LocatedDict, RawText, SourceValue, dotted
 from accel_core.config.unplaced import Unplaced
@@ -60,7 +60,7 @@ class Placement:
         for value in located:  # before any option is placed: another source may name the plugin of an alias
             if value.path[0] == "strategies" and value.path[2:] == ("plugin",):
                 name = str(value.value) if isinstance(value.value, str) else ""  # refused below
-                self.aliases[value.path[1]] = evolve(value, value=name)
+                self.aliases[value.path[1]] = value._replace(value=name)
         for alias, plugin in self.aliases.items():
             self.classes["strategies", alias] = self.sections.class_of(plugin.value)
             other = self.sections.discovery.get(alias)
@@ -88,13 +88,13 @@ class Placement:
         if section and not is_strategy:
             section = self.sections.spell(section)
             self.classes[(section,)] = None if section in CORE else self.sections.class_of(section)
-            yield evolve(value, path=(section, *path[1:]))
+            yield value._replace(path=(section, *path[1:]))
         elif len(path) > 2:
             yield value
         elif is_strategy:
             parts = list(self._split(value, self.sections.class_of(name) if name else None))
             if name:
-                parts.insert(0, evolve(value, path=(*path, "plugin"), value=name))
+                parts.insert(0, value._replace(path=(*path, "plugin"), value=name))
             for part in parts:
                 yield from self._locate(part)
             if len(path) == 2 and not parts:
@@ -107,9 +107,7 @@ class Placement:
         """Yield the values of a section's keys; of an object, its given arguments."""
         raw = value.value
         if isinstance(raw, RawText):
-            from accel_core.config.yamlfile import looks_like  # PyYAML costs 30 ms
-
-            raw = looks_like(raw)
+            raw = read_text(raw)
         if cls and isinstance(raw, cls):
             given, raw = raw, said(raw)
             if value.path in self.objects:
@@ -130,11 +128,11 @@ class Placement:
         if name in CORE and name != "strategies":
             self._place_in((), RunConfig, value)
         elif name != "strategies":
-            self._place_in_plugin(evolve(value, value=name), (name,), value)
+            self._place_in_plugin(value._replace(value=name), (name,), value)
         elif (plugin := self.aliases.get(rest[0])) is None or not plugin.value:
             self._refuse(value, "needs a key 'plugin' that names its strategy", value.path[:2])
         elif rest[1:] == ["plugin"]:
-            named = evolve(value, value=str(value.value))
+            named = value._replace(value=str(value.value))
             self.options.append(PlacedValue(named, *options_of(RunConfig)["strategy"]))
         else:
             self._place_in_plugin(plugin, value.path[:2], value)

@@ -11,9 +11,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
-from typing import Any, Final, Literal
-
-from attrs import frozen
+from typing import Any, Final, Literal, NamedTuple
 
 from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
@@ -69,8 +67,7 @@ class LocatedDict(dict[str, Any]):
         self.origins: dict[str, str] = {}
 
 
-@frozen
-class SourceValue:
+class SourceValue(NamedTuple):
     """The value that a source gives for an option, or for a whole section."""
 
     path: Path
@@ -80,8 +77,7 @@ class SourceValue:
     """Place where the value was written, and the weaker value that it replaced."""
 
 
-@frozen
-class ConfigProblem:
+class ConfigProblem(NamedTuple):
     """One mistake: its place, its option, and a message."""
 
     origin: str

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Final
 
-from attrs import define, evolve, field
+from attrs import define, field
 
 from accel_core.config.convert import shown
 from accel_core.config.placing import Placement
@@ -17,7 +17,7 @@ ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient
 """A second name of an option -> the first."""
 
 
-@define
+@define(slots=False)  # attrs compiles another method for cached properties of slots
 class Table:
     """Typed options by path. Mistakes are collected, so that all are told at once."""
 
@@ -39,7 +39,7 @@ class Table:
                 self.problems.append(ConfigProblem(value.origin, value.path, str(error)))
             else:
                 secret = describe(attribute).secret or is_secret(path[-1])
-                self._merge(evolve(value, value=typed, path=path), secret)
+                self._merge(value._replace(value=typed, path=path), secret)
         return self
 
     def with_values(self, values: Sequence[SourceValue]) -> Table:
@@ -92,6 +92,6 @@ class Table:
             message = f"{ours} here, but {theirs} by {old.origin}; give it once"
         else:
             origin = f"{new.origin} (over {theirs} from {old.origin})"
-            self.settings[new.path] = evolve(new, origin=origin)
+            self.settings[new.path] = new._replace(origin=origin)
             return
         self.problems.append(ConfigProblem(new.origin, new.path, message))

@@ -6,10 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, TypeVar
-
-import pluggy
-from attrs import frozen
+from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -17,12 +14,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Kind = Literal["owner", "everyone", "wrapper"]
 
-_spec_marker = pluggy.HookspecMarker("accel_core")
-_impl_marker = pluggy.HookimplMarker("accel_core")
+# The options in pluggy's own marks, which its manager reads: importing pluggy would take each start 4 ms.
+_SPEC = {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
+_IMPLEMENTATION = dict.fromkeys(("wrapper", "hookwrapper", "optionalhook", "tryfirst", "trylast"), False)
 
 
-@frozen
-class Spec:
+class Spec(NamedTuple):
     """Properties of a hook; found on its function as `accel_spec`."""
 
     kind: Kind
@@ -51,7 +48,8 @@ def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callabl
             refines=names[0] if kind == "wrapper" else None,
             observer=kind == "observer",
         )
-        return _spec_marker(function)
+        function.accel_core_spec = dict(_SPEC)  # type: ignore[attr-defined]
+        return function
 
     return declare
 
@@ -75,6 +73,7 @@ def implements(
     """
 
     def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        return _impl_marker(specname=spec.__name__)(method)
+        method.accel_core_impl = {**_IMPLEMENTATION, "specname": spec.__name__}  # type: ignore[attr-defined]
+        return method
 
     return mark

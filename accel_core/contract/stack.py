@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from attrs import field, frozen
 
@@ -11,8 +11,7 @@ if TYPE_CHECKING:
     from accel_core.contract.card import Card
 
 
-@frozen
-class Chosen:
+class Chosen(NamedTuple):
     """A plugin of the stack, and why it is in it."""
 
     record: Any

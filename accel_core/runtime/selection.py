@@ -6,8 +6,9 @@ A plugin that is asked for by name is taken, or fails loudly. `auto` gives reaso
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
-from attrs import evolve, frozen
+from attrs import evolve
 
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
@@ -75,8 +76,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     return evolve(stack, notes=(*unused, *idle))
 
 
-@frozen
-class _Chooser:
+class _Chooser(NamedTuple):
     resolved: Resolved
     discovery: Discovery
 

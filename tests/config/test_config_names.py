@@ -5,9 +5,12 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
 from attrs import fields
 
 from accel_core import RunConfig
+from accel_core.config.convert import read_text
+from accel_core.config.yamlfile import looks_like
 from accel_core.contract.card import RESERVED_NAMES
 
 
@@ -27,3 +30,35 @@ def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path):
         [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_the_import_takes_no_library_that_only_some_runs_need():
+    code = (
+        "import sys, torch; before = {*sys.modules}; from accel_core import Accelerator;"
+        "print(sorted({'cattrs', 'click', 'pluggy', 'rich', 'safetensors', 'xxhash', 'yaml'}"
+        " & (set(sys.modules) - before)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path):
+    code = (
+        "import sys; from accel_core.config.resolve import load;"
+        "from accel_core.plugins.discovery import discover;"
+        "found = load(discovery=discover(), flags={'device': 'cpu', 'gradient-accumulation-steps': '8'},"
+        " environment={});"
+        "print(found.config.device, found.config.gradient_accumulation_steps, 'yaml' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "cpu 8 False\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["cpu", "no", "On", "null", "y", "bf16", "_", "8", "0", "08", "1_0", "9" * 30, "\u0663"]
+)
+def test_a_word_or_number_is_read_as_yaml_reads_it(text):
+    found, expected = read_text(text), looks_like(text)
+    assert (type(found), found) == (type(expected), expected)
