@@ -189,3 +189,10 @@ def test_without_kubectl_the_manifest_is_shown_and_nothing_is_sent(tmp_path):
     sent = submit()
     assert sent.returncode == 1
     assert sent.stderr.startswith("accel: there is no kubectl on PATH\n")
+
+
+def test_options_of_a_job_that_is_handed_over_start_nothing_here(monkeypatch):
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+
+    with pytest.raises(LaunchError, match="options of section kubernetes are of jobs that are handed over"):
+        KubernetesLauncher(KubernetesConfig(image="i"), None).launch(Job(argv=("true",)))

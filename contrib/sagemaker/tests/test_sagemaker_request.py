@@ -197,3 +197,10 @@ def test_without_the_sdk_the_arguments_are_shown_and_nothing_is_sent():
     sent = submit()
     assert sent.returncode == 1
     assert sent.stderr.startswith("accel: the SageMaker SDK of version 3 is not installed here: ")
+
+
+def test_options_of_a_job_that_is_handed_over_start_nothing_here(monkeypatch):
+    monkeypatch.delenv("SM_HOSTS", raising=False)
+
+    with pytest.raises(LaunchError, match="options of section sagemaker are of jobs that are handed over"):
+        SageMakerLauncher(SageMakerConfig(role="train"), None).launch(Job(argv=("true",)))

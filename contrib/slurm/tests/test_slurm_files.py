@@ -281,3 +281,10 @@ def test_without_sbatch_nothing_is_sent(tmp_path):
     assert ended.stderr.startswith(
         "accel: launcher slurm cannot be used: there is no sbatch on PATH, and no job of Slurm around this"
     )
+
+
+def test_options_of_a_job_that_is_handed_over_start_nothing_here(monkeypatch):
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+
+    with pytest.raises(LaunchError, match="options of section slurm are of jobs that are handed over"):
+        SlurmLauncher(SlurmConfig(options="--partition=gpu"), None).launch(Job(argv=("true",)))

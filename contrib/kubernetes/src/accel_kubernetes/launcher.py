@@ -46,6 +46,12 @@ class KubernetesLauncher:
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
         """Have torchrun start the ranks of this pod."""
+        if "KUBERNETES_SERVICE_HOST" not in os.environ and self.config != KubernetesConfig():
+            raise LaunchError(
+                "options of section kubernetes are of jobs that are handed over, and"
+                " this process is in no pod\n"
+                "use `accel submit`; or, to train on this machine, name --launcher torchrun"
+            )
         pod = Pod.around(os.environ)
         if pod is not None and pod.processes not in (None, job.processes_per_node) and pod.rank == 0:
             sys.stderr.write(

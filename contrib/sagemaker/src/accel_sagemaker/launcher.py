@@ -48,6 +48,12 @@ class SageMakerLauncher:
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
         """Have torchrun start the ranks of this host."""
+        if "SM_HOSTS" not in os.environ and self.config != SageMakerConfig():
+            raise LaunchError(
+                "options of section sagemaker are of jobs that are handed over, and"
+                " no job of SageMaker is around this process\n"
+                "use `accel submit`; or, to train on this machine, name --launcher torchrun"
+            )
         code: int = self.below.launch(job)
         return code
 

@@ -59,6 +59,12 @@ class SlurmLauncher:
     @implements(hooks.launch)
     def launch(self, job: Job) -> int:
         """Have torchrun start the ranks of this node, or the rank of this task."""
+        if "SLURM_JOB_ID" not in os.environ and self.config != SlurmConfig():
+            raise LaunchError(
+                "options of section slurm are of jobs that are handed over, and"
+                " no job of Slurm is around this process\n"
+                "use `accel submit`; or, to train on this machine, name --launcher torchrun"
+            )
         step = Step.around(os.environ) if job.id else None
         if step is not None and step.starts_ranks:
             variables = {
