@@ -8,15 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
+import pluggy
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 Kind = Literal["owner", "everyone", "wrapper"]
 
-# The options in pluggy's own marks, which its manager reads: importing pluggy would take each start 4 ms.
-_SPEC = {"firstresult": False, "historic": False, "warn_on_impl": None, "warn_on_impl_args": None}
-_IMPLEMENTATION = dict.fromkeys(("wrapper", "hookwrapper", "optionalhook", "tryfirst", "trylast"), False)
+_spec_marker = pluggy.HookspecMarker("accel_core")
+_impl_marker = pluggy.HookimplMarker("accel_core")
 
 
 class Spec(NamedTuple):
@@ -48,8 +49,7 @@ def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callabl
             refines=names[0] if kind == "wrapper" else None,
             observer=kind == "observer",
         )
-        function.accel_core_spec = dict(_SPEC)  # type: ignore[attr-defined]
-        return function
+        return _spec_marker(function)
 
     return declare
 
@@ -73,7 +73,6 @@ def implements(
     """
 
     def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        method.accel_core_impl = {**_IMPLEMENTATION, "specname": spec.__name__}  # type: ignore[attr-defined]
-        return method
+        return _impl_marker(specname=spec.__name__)(method)
 
     return mark
