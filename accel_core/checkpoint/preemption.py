@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import count
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from accel_core.checkpoint.votes import Votes
@@ -23,6 +24,12 @@ LOOK_SECONDS: Final = 0.25
 """Seconds until a rank notices that another was told."""
 AGAIN_SECONDS: Final = 2.0
 """Seconds in which launcher and scheduler both tell a process to stop."""
+STOP_FILE: Final = "ACCEL_STOP_FILE"
+"""Variable by which a scheduler's job names a file of its node, empty at first.
+
+It reads there how ranks ended that it told to stop: `watching` if by themselves, `stopped` if they have to
+go on later. The file stays empty if they never look for signals.
+"""
 _made: Final = count()
 """All ranks make them in one order, and each has keys of its own."""
 
@@ -53,6 +60,7 @@ class Preemption:
         weakref.finalize(run, self.end).atexit = False
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
+        _note("watching")
 
     def due(self) -> bool:
         """Ask whether all ranks stop now. Every rank asks, after each step.
@@ -67,7 +75,10 @@ class Preemption:
         self._agreed.wait()
         if self._failure:
             raise CheckpointError(self._failure)
-        return self._steps >= self._last
+        if self._steps < self._last:
+            return False
+        _note("stopped")
+        return True
 
     def end(self) -> None:
         """Leave the signals to whom they belonged. From any thread, any number of times."""
@@ -129,3 +140,10 @@ class Preemption:
             )
             self._heard = True
         self._agreed.set()
+
+
+def _note(word: str) -> None:
+    """Tell the scheduler's job. A later loop does not undo that an earlier one was stopped."""
+    file = Path(os.environ.get(STOP_FILE, ""))
+    if file.is_file() and (word == "stopped" or not file.stat().st_size):
+        file.write_text(word, encoding="utf-8")

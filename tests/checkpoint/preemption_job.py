@@ -83,3 +83,11 @@ def finished(folder: str) -> bool:
         said = job.accelerator.save_on_preemption(Path(folder) / "here")
     job.accelerator.end_training()
     return said
+
+
+def alone(folder: str) -> None:
+    """One process whose loop ends before it is told to stop."""
+    job = Job()
+    assert not job.accelerator.save_on_preemption(folder)
+    os.kill(os.getpid(), signal.SIGTERM)
+    job.accelerator.end_training()

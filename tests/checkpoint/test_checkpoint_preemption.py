@@ -40,3 +40,12 @@ def test_ranks_that_are_steps_apart_meet(tmp_path):
 @pytest.mark.together
 def test_a_rank_that_has_finished_stops_nobody(tmp_path):
     assert run(preemption_job.finished, tmp_path) == [False, False]
+
+
+@pytest.mark.parametrize(("function", "said"), [("window", "stopped"), ("alone", "watching")])
+def test_a_schedulers_job_learns_whether_it_was_stopped_or_had_ended(function, said, tmp_path, monkeypatch):
+    file = tmp_path / "stop"
+    file.touch()
+    monkeypatch.setenv("ACCEL_STOP_FILE", str(file))
+    run(getattr(preemption_job, function), tmp_path, world=1)
+    assert file.read_text(encoding="utf-8") == said

@@ -234,6 +234,28 @@ def test_a_job_that_ends_because_of_preemption_is_requeued(told, requeued, tmp_p
     assert ended.returncode == (0 if requeued else 143)
 
 
+@pytest.mark.parametrize(("said", "requeued"), [("watching", False), ("stopped", True), ("", True)])
+def test_a_warned_job_that_had_finished_its_loop_is_not_requeued(said, requeued, tmp_path):
+    programs = {
+        "srun": f'trap "" USR1; kill -USR1 $PPID; sleep 1; printf "{said}" > "$ACCEL_STOP_FILE"',
+        "scontrol": '[ $1 = show ] || echo "$@"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+
+    ended = subprocess.run(
+        ["bash", "-c", batch_file(JOB, SlurmConfig())],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+
+    assert (ended.stdout == "requeue 5\n") is requeued
+    assert not list(tmp_path.glob("tmp.*"))
+
+
 def test_without_a_warning_a_job_is_not_requeued_by_its_script():
     text = batch_file(JOB, SlurmConfig(warning_seconds=0, requeue=False))
 

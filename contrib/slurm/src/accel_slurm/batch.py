@@ -25,10 +25,16 @@ done
 WARNED = """
 # Slurm tells this script before the time limit; the ranks save, and end by themselves.
 warned= again=
+export ACCEL_STOP_FILE=$(mktemp)
 trap 'warned=yes again=yes; kill -s USR1 "$step"' USR1
 """
+ENDED = """
+# The ranks say `watching` if their loop was at its end before they came to stop.
+stopped=$(cat "$ACCEL_STOP_FILE")
+rm -f "$ACCEL_STOP_FILE"
+"""
 REQUEUE = """
-if [ -n "$warned" ] && [ "$code" = 0 ]; then
+if [ -n "$warned" ] && [ "$code" = 0 ] && [ "$stopped" != watching ]; then
   echo "accel: ended well, told of the time limit; job $SLURM_JOB_ID goes into the queue again" >&2
   exec scontrol requeue "$SLURM_JOB_ID"
 fi
@@ -66,6 +72,7 @@ def batch_file(job: Job, config: SlurmConfig) -> str:
     lines += ["", "# Since Slurm 22.05 srun does not take this from sbatch by itself."]
     lines.append('if [ -n "$SLURM_CPUS_PER_TASK" ]; then export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK; fi')
     parts = [WARNED if config.warning_seconds else "", RUN.format(command=shlex.join(job.command)), WAIT]
+    parts.append(ENDED if config.warning_seconds else "")
     parts.append(REQUEUE if config.warning_seconds and config.requeue else "")
     parts.append(PREEMPTED if config.requeue else "")
     parts.append(FAILED if config.warning_seconds else "")
