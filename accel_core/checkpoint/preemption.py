@@ -143,7 +143,7 @@ class Preemption:
 
 
 def _note(word: str) -> None:
-    """Tell the scheduler's job. A later loop does not undo that an earlier one was stopped."""
+    """Tell the scheduler's job. A later loop does not undo `stopped`."""
     file = Path(os.environ.get(STOP_FILE, ""))
     if file.is_file() and (word == "stopped" or not file.stat().st_size):
         file.write_text(word, encoding="utf-8")
