@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 LOOK_SECONDS: Final = 0.5
 """Between two looks at the time; Ctrl-C is heard then."""
 CLEARING_SECONDS: Final = 5.0
 """Seconds for what is still asked of stores after Ctrl-C."""
+_Answer: TypeAlias = "tuple[Any, BaseException | None]"
 _current: Final[ContextVar[Bound | None]] = ContextVar("bound", default=None)
 
 
@@ -33,6 +34,8 @@ class Bound:
         self._deadline = time.monotonic() + seconds
         self.is_given_up = False
         """True once nothing is asked any more. The last request may be done yet."""
+        self.was_interrupted = False
+        """True once Ctrl-C has ended the wait for a request, which may be done yet."""
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -53,7 +56,7 @@ class Bound:
             raise NoAnswerError(f"nothing is asked any more, {hook} neither")
         if self._seconds == math.inf:  # its thread may wait, as another one gives it up
             return call()
-        ended: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
+        ended: SimpleQueue[_Answer] = SimpleQueue()
 
         def answer() -> None:
             try:
@@ -61,21 +64,25 @@ class Bound:
             except BaseException as error:  # it is raised where it was asked
                 ended.put((None, error))
 
-        Thread(target=answer, name=hook, daemon=True).start()
+        try:  # Ctrl-C may come between any two instructions
+            Thread(target=answer, name=hook, daemon=True).start()
+            found, error = self._answer(ended, hook)
+        except KeyboardInterrupt:
+            self.was_interrupted = True
+            self._deadline = min(self._deadline, time.monotonic() + CLEARING_SECONDS)
+            raise
+        if error is not None:
+            raise error
+        return found
+
+    def _answer(self, ended: SimpleQueue[_Answer], hook: str) -> _Answer:
         while True:
             try:
-                found, error = ended.get(timeout=self._left())
-                break
+                return ended.get(timeout=self._left())
             except Empty:
                 if time.monotonic() >= self._deadline:
                     self.give_up()
                     raise NoAnswerError(f"no answer to {hook} within {self._seconds:g} s") from None
-            except KeyboardInterrupt:
-                self._deadline = min(self._deadline, time.monotonic() + CLEARING_SECONDS)
-                raise
-        if error is not None:
-            raise error
-        return found
 
     def _left(self) -> float:
         return min(LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
@@ -92,10 +99,7 @@ class BoundStore:
         return hook if bound is None else lambda *given: bound.ask(name, lambda: hook(*given))
 
 
-def is_given_up() -> bool:
-    """Return True if this work's bound has ended it.
-
-    Its last request may be done yet.
-    """
+def may_be_done_yet() -> bool:
+    """Return True if a request of this work, for which nobody waits, may be done yet."""
     bound = _current.get()
-    return bound is not None and bound.is_given_up
+    return bound is not None and (bound.is_given_up or bound.was_interrupted)

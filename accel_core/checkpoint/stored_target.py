@@ -14,7 +14,7 @@ from attrs import define
 
 from accel_core.checkpoint import stored_commit
 from accel_core.checkpoint.agree import gather_from_all_ranks
-from accel_core.checkpoint.bound import is_given_up
+from accel_core.checkpoint.bound import may_be_done_yet
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.target import judge_leftovers
 from accel_core.checkpoint.votes import work_together
@@ -126,6 +126,6 @@ class StoredTarget:
 
     def end_writing(self) -> None:
         """Do nothing more for this save. By any rank, any number of times."""
-        if is_given_up():  # its manifest may be there yet, and must find the files
+        if may_be_done_yet():  # its manifest, too, which must find the files
             keep_writing(self.save_id)
         end_writing(self.save_id)

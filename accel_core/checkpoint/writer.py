@@ -20,7 +20,7 @@ _UNKNOWN: Final = "0"
 _being_written: Final[set[str]] = set()
 """The saves that this process has begun and not ended."""
 _kept: Final[set[str]] = set()
-"""Saves that were given up. Their last request may be done yet."""
+"""Saves that were given up or interrupted. Their last request may be done yet."""
 
 
 @frozen

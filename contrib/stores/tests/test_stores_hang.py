@@ -303,6 +303,46 @@ def test_a_save_that_was_given_up_commits_nothing_that_is_not_on_its_way(
     accelerator.end_training()
 
 
+def test_a_manifest_that_comes_after_an_interrupt_finds_the_files_of_its_save(s3: S3Server) -> None:
+    """The next save removed them: the folder held a commit of a checkpoint that was gone."""
+    job.saved(f"{STORE}/ck", 1)
+    held, over = threading.Event(), threading.Event()
+
+    def hold(request: Request) -> None:
+        if request.method == "PUT" and request.name == "manifest-00000002.json":
+            if held.is_set():  # of the next save
+                over.set()
+                time.sleep(1)
+            else:
+                held.set()
+                over.wait(60)
+
+    def interrupt() -> None:
+        assert held.wait(60)
+        time.sleep(0.3)
+        signal.raise_signal(signal.SIGINT)
+
+    accelerator, model, optimizer = job.made()
+    job.step(accelerator, model, optimizer)
+    job.step(accelerator, model, optimizer)
+    interrupted = job.weight(accelerator, model)
+    s3.fault = hold
+    threading.Thread(target=interrupt).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        accelerator.save_state(f"{STORE}/ck")
+    signal.signal(signal.SIGINT, before)
+    with pytest.raises(CheckpointError, match="KeyboardInterrupt"):
+        accelerator.wait_for_checkpoint()
+    job.step(accelerator, model, optimizer)
+    with pytest.raises(CheckpointError, match="has changed while this save was written"):
+        accelerator.save_state(f"{STORE}/ck")
+    assert torch.equal(job.loaded(f"{STORE}/ck"), interrupted)
+    accelerator.save_state(f"{STORE}/ck")
+    assert torch.equal(job.loaded(f"{STORE}/ck"), job.weight(accelerator, model))
+    accelerator.end_training()
+
+
 def test_an_interrupted_load_waits_for_no_answer(s3: S3Server, silent: str, tmp_path: Path) -> None:
     job.saved(f"{STORE}/ck", 1)
     asked, over = threading.Event(), threading.Event()
