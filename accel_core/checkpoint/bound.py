@@ -26,11 +26,12 @@ class NoAnswerError(TimeoutError):
 class Bound:
     """A work that asks stores, and its end.
 
-    seconds: for which all that it asks is waited for together; unset, until `give_up`.
+    seconds: for which all that it asks is waited for together, as long as other ranks wait for this one;
+    unset, until `give_up`. renewed: no other rank waits, so the time begins anew with each answer.
     """
 
-    def __init__(self, seconds: float = math.inf) -> None:
-        self._seconds = seconds
+    def __init__(self, seconds: float = math.inf, *, renewed: bool = False) -> None:
+        self._seconds, self._renewed = seconds, renewed
         self._deadline = time.monotonic() + seconds
         self.is_given_up = False
         """True once nothing is asked any more. The last request may be done yet."""
@@ -71,6 +72,8 @@ class Bound:
             self.was_interrupted = True
             self._deadline = min(self._deadline, time.monotonic() + CLEARING_SECONDS)
             raise
+        if self._renewed and not self.was_interrupted:
+            self._deadline = time.monotonic() + self._seconds
         if error is not None:
             raise error
         return found

@@ -77,7 +77,8 @@ class Saver:
         with without_collecting_garbage():
             self._pending = pending = self._snapshot(directory, noted, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it
-                with pending.shown(), Bound(self._votes.patience).applied():
+                bound = Bound(self._votes.patience, renewed=self.control.size == 1)
+                with pending.shown(), bound.applied():
                     pending.run()
         if wait:
             self.wait()

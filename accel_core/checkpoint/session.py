@@ -63,8 +63,8 @@ class CheckpointSession:
         from accel_core.checkpoint.votes import Votes
         from accel_core.distributed.progress import show_progress
 
-        patience = Votes.of(self.run, alone=True).patience
-        with show_progress(f"looking at {project.store or project.project_dir}"), Bound(patience).applied():
+        bound = Bound(Votes.of(self.run, alone=True).patience, renewed=True)
+        with show_progress(f"looking at {project.store or project.project_dir}"), bound.applied():
             if is_url:
                 self.series.folder.exists()
             else:

@@ -45,7 +45,7 @@ def work_together(run: Run, what: str, *, alone: bool = False) -> Iterator[None]
     votes = Votes.of(run, alone=alone).under(f"{what}/{'alone' if alone else next(_works)}")
     failure: Exception | None = None
     try:
-        with votes.alive(rank), Bound(votes.patience).applied():
+        with votes.alive(rank), Bound(votes.patience, renewed=ranks == 1).applied():
             yield
     except Exception as error:  # it is told once the others can hear it
         failure = error
