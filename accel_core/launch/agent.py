@@ -181,11 +181,13 @@ class Agent(LocalElasticAgent):
     _listener: Listener | None = None
     _warned = False
 
-    def pass_on_warnings(self) -> None:
+    def pass_on_warnings(self, *, before: bool) -> None:
         """Turn a scheduler's warning into a SIGTERM of the workers.
 
         The warning alone would end this process. Workers save and end by themselves, in their own time.
+        before: it has come already.
         """
+        self._warned = before
         if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
             signal.signal(getattr(signal, WARNING), self._pass_on)
 

@@ -78,6 +78,22 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     return guard(lambda: pickle.dumps(function(*args)))
 
 
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Undo the signal handlers that the agent installs."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", WARNING)
+    before = {number: signal.getsignal(number) for number in signal.Signals if number.name in names}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@_signals()
 def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any]:
@@ -85,7 +101,10 @@ def _run_agent(
 
     Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
     """
-    check_scheduler_tasks(os.environ, job.nodes)  # first of all: it needs no torch to refuse
+    warnings: list[int] = []  # of a scheduler that may end the job before torch is imported
+    if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
+        signal.signal(getattr(signal, WARNING), lambda number, _: warnings.append(number))
+    check_scheduler_tasks(os.environ, job.nodes)  # it needs no torch to refuse
     host, port = rendezvous_address(job, RENDEZVOUS_SECONDS)
     from torch.distributed import DistError
     from torch.distributed.elastic.agent.server.api import WorkerSpec
@@ -99,7 +118,7 @@ def _run_agent(
     _quiet_agent()
     handover = job.environment.get(WORKER_CONFIG_VARIABLE)
     beside = Path(handover).parent if handover else None  # a signal removes one folder
-    with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port), _signals():
+    with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port):
         try:
             run_id = os.environ.get("ACCEL_RUN_ID", "accel")  # the job's variables are set here
             spec = WorkerSpec(
@@ -113,7 +132,7 @@ def _run_agent(
             )
             logs = WorkerLogs(notes, job)
             agent = Agent(spec, logs, start_method=start_method)
-            agent.pass_on_warnings()
+            agent.pass_on_warnings(before=bool(warnings))
             try:
                 result = agent.run()
             finally:
@@ -167,18 +186,3 @@ def _quiet_agent() -> None:
         for logger in map(logging.getLogger, NOISY):
             logger.addHandler(logging.NullHandler())
             logger.propagate = False
-
-
-@contextmanager
-def _signals() -> Iterator[None]:
-    """Undo the signal handlers that the agent installs."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    names = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", WARNING)
-    before = {number: signal.getsignal(number) for number in signal.Signals if number.name in names}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
