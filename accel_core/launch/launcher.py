@@ -93,6 +93,14 @@ def _signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+def _noted_warnings() -> list[int]:
+    """Return a list that a scheduler's warnings come into, which else would end this process."""
+    noted: list[int] = []
+    if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
+        signal.signal(getattr(signal, WARNING), lambda number, _: noted.append(number))
+    return noted
+
+
 @_signals()
 def _run_agent(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
@@ -101,9 +109,7 @@ def _run_agent(
 
     Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
     """
-    warnings: list[int] = []  # of a scheduler that may end the job before torch is imported
-    if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
-        signal.signal(getattr(signal, WARNING), lambda number, _: warnings.append(number))
+    warnings = _noted_warnings()  # before torch is imported
     check_scheduler_tasks(os.environ, job.nodes)  # it needs no torch to refuse
     host, port = rendezvous_address(job, RENDEZVOUS_SECONDS)
     from torch.distributed import DistError
