@@ -94,7 +94,7 @@ def _signals() -> Iterator[None]:
 
 
 def _noted_warnings() -> list[int]:
-    """Return a list that a scheduler's warnings come into, which else would end this process."""
+    """Return a list for warnings, which else would end this process."""
     noted: list[int] = []
     if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
         signal.signal(getattr(signal, WARNING), lambda number, _: noted.append(number))
