@@ -181,15 +181,15 @@ class Agent(LocalElasticAgent):
     _listener: Listener | None = None
     _warned = False
 
-    def pass_on_warnings(self, *, before: bool) -> None:
+    def pass_on_warnings(self, before: Sequence[int]) -> None:
         """Turn a scheduler's warning into a SIGTERM of the workers.
 
         The warning alone would end this process. Workers save and end by themselves, in their own time.
-        before: it has come already.
+        before: those that came until now.
         """
-        self._warned = before
         if hasattr(signal, WARNING) and threading.current_thread() is threading.main_thread():
             signal.signal(getattr(signal, WARNING), self._pass_on)
+        self._warned = self._warned or bool(before)  # read last: none comes between
 
     def _pass_on(self, *_: object) -> None:
         self._warned = True

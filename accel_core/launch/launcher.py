@@ -138,7 +138,7 @@ def _run_agent(
             )
             logs = WorkerLogs(notes, job)
             agent = Agent(spec, logs, start_method=start_method)
-            agent.pass_on_warnings(before=bool(warnings))
+            agent.pass_on_warnings(warnings)
             try:
                 result = agent.run()
             finally:
