@@ -81,9 +81,9 @@ class _Group(NamedTuple):
             return _split_copy(table, self.sizes, dim=1)  # type: ignore[no-any-return]
         order = self.orders.get(table.device)
         if order is None:
-            numbers = torch.arange(ranks * elements, dtype=torch.int32).view(ranks, elements)
-            pieces = [piece.reshape(-1) for piece in numbers.split(self.sizes, dim=1)]
-            order = self.orders[table.device] = torch.cat(pieces).to(table.device)
+            numbers = torch.arange(ranks * elements, dtype=torch.int32, device=table.device)
+            pieces = numbers.view(ranks, elements).split(self.sizes, dim=1)
+            order = self.orders[table.device] = torch.cat([piece.reshape(-1) for piece in pieces])
         words = table.view(_WORDS.get(self.dtype.itemsize, self.dtype)).reshape(-1)
         ordered = words.index_select(0, order).view(self.dtype)
         return _split_copy(ordered, [ranks * size for size in self.sizes])  # type: ignore[no-any-return]

@@ -9,6 +9,7 @@ import torch
 from rank_processes import ranks
 
 from accel_core import ops
+from accel_core.distributed.packing import make_plan
 
 pytestmark = [pytest.mark.together, pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
@@ -191,3 +192,12 @@ def gather_then_train(accelerator):
 
 def test_what_is_gathered_together_can_be_changed_apart():
     assert ranks(gather_then_train) == [[1.0, 1.0]] * 2
+
+
+def test_leaves_are_put_in_order_on_their_own_device_whatever_the_default_one_is():
+    plan = make_plan("gather", ("default device",), (torch.Size([2]), torch.Size([1])), (torch.int8,) * 2, 2)
+    table = torch.zeros(2, plan.size, dtype=torch.uint8)
+    table[:, :3] = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    with torch.device("meta"):
+        rows = plan.rows(table)
+    assert [row.tolist() for row in rows] == [[1, 2, 4, 5], [3, 6]]
