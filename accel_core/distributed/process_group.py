@@ -80,6 +80,12 @@ class SharedGroup:
         self.pid = os.getpid()
         return self.number
 
+    def is_there(self, number: int) -> bool:
+        """Return True if the process still has the group of this number."""
+        if number != self.number or self._group is None or not dist.is_initialized():
+            return False
+        return self._group() is dist.group.WORLD
+
     def leave(self, number: int, destroy: Callable[[], None]) -> None:
         """Stop using the group; the last user destroys a group that was made here.
 

@@ -68,11 +68,12 @@ def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     if run.world.size > 1:
         watch.stop()
-        groups = _groups_of(run.forget_groups())
+        meshes = run.forget_groups()
+        # A program may have ended all groups by itself, and others have their names by now.
+        groups = _groups_of(meshes) if shared.is_there(run.group) else ()
         shared.leave(run.group, run.hooks.destroy_process_group)
-        for group in (
-            groups if dist.is_initialized() else ()
-        ):  # the default one is the user's, or others use it
+        # The default one is the user's, or others use it.
+        for group in groups if dist.is_initialized() else ():
             dist.destroy_process_group(group)
 
 

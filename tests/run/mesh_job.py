@@ -144,6 +144,22 @@ def beside():
     return found
 
 
+def after_the_programs_own_end():
+    """Whether this rank can communicate after a run whose groups the program has ended by itself."""
+    names = os.environ["GRID"]
+    first = Accelerator(cpu=True)
+    torch.distributed.destroy_process_group()
+    os.environ["GRID"] = names
+    second = Accelerator(cpu=True)
+    first.end_training()
+    told = torch.ones(1)
+    second.run.collectives("dp_replicate").all_reduce(told)
+    second.run.collectives("odd").all_reduce(told)
+    torch.distributed.destroy_process_group()
+    second.end_training()
+    return told.item()
+
+
 def explained():
     accelerator = Accelerator(cpu=True)
     text = accelerator.explain()

@@ -212,6 +212,10 @@ def test_another_strategy_reads_the_same_data_or_is_refused(grid):
         run(mesh_job.beside, *GRID, OTHER="dp_shard -1")
 
 
+def test_a_program_may_end_all_groups_before_the_run_ends(grid):
+    assert run(mesh_job.after_the_programs_own_end, *GRID) == [4.0] * 4
+
+
 def test_the_run_explains_its_mesh(grid):
     assert "  mesh: dp_replicate 2 × odd 2" in run(mesh_job.explained, *GRID)[0]
 
