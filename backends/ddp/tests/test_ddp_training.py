@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
-from ddp_problem import accelerator, batches, equal, net, rank, train_ours, train_plainly, weights
+from ddp_problem import (
+    accelerator,
+    batches,
+    equal,
+    net,
+    plain_group,
+    rank,
+    train_ours,
+    train_plainly,
+    weights,
+)
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing.processes import run_processes
+from accel_testing import Traffic, run_processes
 
 
 def ours(arguments: dict[str, Any], steps: int, accumulate: int) -> dict[str, torch.Tensor]:
@@ -163,6 +174,42 @@ def test_no_gradient_travels_inside_a_window() -> None:
         assert set(first) <= {"c10d::broadcast_"}
         assert "c10d::allreduce_" in second
         assert set(alone) <= {"c10d::broadcast_"}
+
+
+def sent_by_a_window(by_hand: bool) -> dict[str, tuple[int, int]]:
+    """What the third window of three micro-batches sends, with clipping."""
+    with plain_group() as mine:
+        run = None if by_hand else accelerator(gradient_accumulation_steps=3)
+        model: Any = net()
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        if run is None:
+            model = DistributedDataParallel(model)
+        else:
+            model, optimizer = run.prepare(model, optimizer)
+        for _ in range(3):
+            seen = Traffic()
+            with seen:
+                for number, (x, y) in enumerate(batches(3, mine)):
+                    quiet = model.no_sync() if number < 2 else nullcontext()
+                    with quiet if run is None else run.accumulate(model):
+                        loss = F.mse_loss(model(x), y)
+                        if run is None:
+                            (loss / 3).backward()
+                        else:
+                            run.backward(loss)
+                clip: Any = nn.utils.clip_grad_norm_ if run is None else run.clip_grad_norm_
+                clip(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        if run is not None:
+            run.end_training()
+    return seen.kinds()
+
+
+def test_a_window_sends_what_a_loop_by_hand_sends() -> None:
+    by_hand = run_processes(sent_by_a_window, True)
+    assert by_hand[0]["all_reduce"][0] == 1
+    assert run_processes(sent_by_a_window, False) == by_hand
 
 
 def two_models_of_one_unit() -> tuple[list[str], bool]:

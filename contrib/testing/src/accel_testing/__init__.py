@@ -11,8 +11,9 @@ if TYPE_CHECKING:
     from accel_testing.conformance import conform
     from accel_testing.processes import ProcessError, run_processes
     from accel_testing.recorder import Recorder, hold_to_signatures
+    from accel_testing.traffic import Traffic
 
-__all__ = ["ProcessError", "Recorder", "conform", "hold_to_signatures", "run_processes"]
+__all__ = ["ProcessError", "Recorder", "Traffic", "conform", "hold_to_signatures", "run_processes"]
 __version__ = "0.1.0"
 
 
@@ -22,5 +23,6 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {"Recorder": "recorder", "hold_to_signatures": "recorder", "conform": "conformance"}
+    homes["Traffic"] = "traffic"
     home = homes.get(name, "processes")
     return getattr(import_module(f"accel_testing.{home}"), name)

@@ -1,0 +1,27 @@
+"""A step sends what a loop by hand sends for the same batches: a count has no noise."""
+
+from __future__ import annotations
+
+import cp_traffic
+import pytest
+
+from accel_testing import run_processes
+
+
+def compare(strategy, fewer=None):
+    environment = {"ACCEL__FSDP__TRANSFORMER_CLS_NAMES_TO_WRAP": "Block"} if strategy == "fsdp" else {}
+    for found in run_processes(cp_traffic.both, [strategy], world=2, environment=environment):
+        (losses, sent), (our_losses, ours_sent) = found[strategy]
+        assert our_losses == pytest.approx(losses, rel=1e-4)
+        assert sent["all_gather"][0] >= 12  # keys and values, of two layers and three micro-batches
+        assert ours_sent == sent | (fewer or {})
+
+
+def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends():
+    compare("ddp")
+
+
+@pytest.mark.together
+def test_so_it_does_where_weights_are_sharded():
+    # To clip, torch's own function reduces a norm of each parameter, ours one number.
+    compare("fsdp", fewer={"all_reduce": (1, 4)})
