@@ -36,10 +36,16 @@ BAR: Final = 0.85
 PACKAGES: Final = {"accel_core": ROOT, "accel_compat": ROOT / "contrib/compat/src"}
 COMPAT: Final = "contrib/compat/src/accel_compat/**/"
 ROOMS: Final = {
-    "training": (("accel_core/training/*.py",), ("tests/train",)),
+    "training": (
+        ("accel_core/training/*.py",),
+        ("tests/train", "tests/run/test_ranks_that_part.py", "backends/ddp/tests/test_ddp_uneven.py"),
+    ),
     "checkpoint": (("accel_core/checkpoint/*.py",), ("tests/checkpoint", "tests/weights")),
     "data": (("accel_core/data/*.py",), ("tests/data", "backends/ddp/tests/test_ddp_uneven.py")),
-    "distributed": (("accel_core/distributed/*.py",), ("tests/ops", "tests/run", "tests/data")),
+    "distributed": (
+        ("accel_core/distributed/*.py",),
+        ("tests/ops", "tests/run", "tests/data", "tests/utilities/test_rank_logging.py"),
+    ),
     "compat": (
         (f"{COMPAT}*loader*.py", f"{COMPAT}loaders/*.py", f"{COMPAT}*sampler*.py", f"{COMPAT}*step*.py"),
         ("contrib/compat/tests",),

@@ -282,6 +282,10 @@ class Sum:
         self.value = state["value"]
 
 
+class Alike(Sum):
+    """A sum that is the same on all ranks."""
+
+
 def save_sums(folder: str) -> list[str]:
     """Register a sum that is alike and one that is not; save twice, and return what was logged."""
     job, said = Job(), list[str]()
@@ -289,7 +293,7 @@ def save_sums(folder: str) -> list[str]:
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("accel_core").addHandler(handler)
-    job.accelerator.register_for_checkpointing(Sum(1.0), Sum(float(rank)))
+    job.accelerator.register_for_checkpointing(Alike(1.0), Sum(float(rank)))
     for _ in range(2):
         job.accelerator.save_state(f"{folder}/here")
     job.accelerator.end_training()

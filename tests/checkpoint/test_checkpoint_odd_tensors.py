@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError
+from accel_core.checkpoint.problems import _holds
 
 
 @pytest.fixture
@@ -144,6 +145,33 @@ def test_numbers_are_read_as_another_dtype_where_it_holds_them(tmp_path, saved, 
             second.load_state(tmp_path / "here")
     second.load_state(tmp_path / "here", strict=fits)
     assert model.edges.to(torch.float32).tolist() == [1, 2]
+    second.end_training()
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        (torch.complex64, torch.uint16),
+        (torch.uint16, torch.complex64),
+        (torch.uint16, torch.float8_e5m2),
+        (torch.float8_e5m2, torch.uint16),
+    ],
+    ids=str,
+)
+def test_no_dtype_is_taken_to_hold_numbers_of_which_torch_does_not_say_so(saved, here):
+    assert not _holds(here, saved)
+
+
+def test_a_tall_table_is_read_as_another_dtype_to_its_last_row(tmp_path):
+    table = torch.arange(6_000_000, dtype=torch.int32).view(-1, 2)  # more than is read at once
+    first = Accelerator(device="cpu")
+    first.prepare(Graph(table))
+    first.save_state(tmp_path / "here")
+    first.end_training()
+    second = Accelerator(device="cpu")
+    model = second.prepare(Graph(torch.zeros_like(table, dtype=torch.int64)))
+    second.load_state(tmp_path / "here")
+    assert torch.equal(model.edges, table.long())
     second.end_training()
 
 

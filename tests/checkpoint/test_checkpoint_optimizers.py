@@ -168,6 +168,18 @@ def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
     assert torch.equal(trained(kind, range(4, 6), load=tmp_path / "ck"), whole)
 
 
+def test_state_of_no_parameter_that_came_after_the_save_is_gone(tmp_path):
+    accelerator, model = Accelerator(device="cpu"), nn.Linear(3, 2)
+    model, optimizer = accelerator.prepare(model, OfNoParameter(model.parameters()))
+    accelerator.backward(model(torch.ones(1, 3)).sum())
+    optimizer.step()
+    accelerator.save_state(tmp_path / "ck")
+    optimizer.state["later"]["count"] = 5
+    accelerator.load_state(tmp_path / "ck")
+    assert [key for key in optimizer.state if isinstance(key, str)] == ["global"]
+    accelerator.end_training()
+
+
 class Hiding(Averaging):
     def state_dict(self):
         told = super().state_dict()

@@ -57,12 +57,22 @@ def test_what_a_plain_sum_does_not_see_counts_too(change, dtype):
         assert one != other
 
 
+def test_two_signs_that_change_places_count():
+    tensor = torch.ones(64, dtype=torch.float64)
+    tensor[50] = -1
+    changed = torch.ones(64, dtype=torch.float64)
+    changed[40] = -1
+    for one, other in zip(both(changed), both(tensor), strict=True):
+        assert one != other
+
+
 @pytest.mark.parametrize(
     "view",
     [
         lambda tensor: tensor.t(),
         lambda tensor: tensor[1:, 1:],
         lambda tensor: tensor.reshape(-1)[1:],
+        lambda tensor: tensor.reshape(-1)[7:15],
         lambda tensor: tensor[::2],
         lambda tensor: tensor[0].expand(4, -1),
     ],

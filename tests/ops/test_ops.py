@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import CollectiveError, Topology, ops
 from accel_core.distributed.process_group import Alone
+from accel_core.distributed.random import synchronize_rng_state
 
 
 class Point(NamedTuple):
@@ -360,3 +361,45 @@ def test_on_accelerators_ranks_are_compared_in_debug_mode_only(alone, monkeypatc
     monkeypatch.setenv(variable, "1")
     with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
         ops.gather(torch.ones(3), run=alone)
+
+
+class Unlike(OtherRank):
+    """Collectives of two ranks whose comparison in debug mode is of objects."""
+
+    def all_gather_object(self, value):
+        return [value, value + 1] if isinstance(value, int) else super().all_gather_object(value)
+
+
+class Silent(Alone):
+    """Collectives of two ranks, on which none is to be compared."""
+
+    size = 2
+
+    def all_gather(self, tensor):
+        return torch.cat([tensor, tensor])
+
+    def all_gather_object(self, value):
+        raise AssertionError("ranks are compared elsewhere")
+
+
+def test_on_accelerators_all_ranks_are_compared_in_memory_of_the_host(alone, monkeypatch):
+    monkeypatch.setenv("ACCEL_DEBUG", "1")
+    alone.device = torch.device("meta")
+    alone.collectives = lambda dim="world": OtherRank() if dim == "control" else Silent()
+    with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
+        ops.gather(torch.ones(3), run=alone)
+
+
+def test_on_accelerators_some_ranks_are_compared_among_themselves(alone, monkeypatch):
+    monkeypatch.setenv("ACCEL_DEBUG", "1")
+    alone.device, alone.topology = torch.device("meta"), Topology(gather_dim="rows")
+    alone.collectives = lambda dim="world": Unlike() if dim == "rows" else Silent()
+    with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
+        ops.gather(torch.ones(3), run=alone)
+
+
+def test_on_accelerators_calls_that_exchange_objects_are_compared_always(alone):
+    alone.device, alone.collectives = torch.device("meta"), lambda dim="world": OtherRank()
+    alone.hooks = SimpleNamespace(rng_state=lambda: {"torch": torch.zeros(1, dtype=torch.uint8)})
+    with pytest.raises(CollectiveError, match="ranks passed different inputs"):
+        synchronize_rng_state("torch", run=alone)

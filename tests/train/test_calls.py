@@ -145,6 +145,20 @@ def test_a_micro_batch_that_is_made_one_of_the_middle_does_not_reduce(reducing):
     assert not quiet
 
 
+def test_of_a_units_models_those_that_accumulate_names_do_not_reduce(reducing):
+    accelerator, model, quiet = reducing(2)
+    other = nn.Linear(2, 2)
+    accelerator.prepare(other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+    with accelerator.accumulate(other):
+        assert quiet == [[other]]
+
+
+def test_all_of_a_units_models_do_not_reduce_where_accumulate_names_none(reducing):
+    accelerator, model, quiet = reducing(2)
+    with accelerator.accumulate():
+        assert quiet == [[model]]
+
+
 def test_contexts_that_ctrl_c_keeps_from_ending_are_ended_by_the_next_micro_batch(reducing):
     accelerator, model, quiet = reducing(2)
     Stack.interrupted = True

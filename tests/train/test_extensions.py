@@ -313,6 +313,12 @@ def test_float64_is_refused_where_the_device_lacks_it_and_trains_elsewhere(witho
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+def test_of_many_weights_of_float64_five_are_named(without_float64):
+    model = nn.Sequential(*(nn.Linear(1, 1, bias=False) for _ in range(7))).double()
+    with pytest.raises(ConfigError, match="prepare: 0.weight, 1.weight, 2.weight, 3.weight, 4.weight of the"):
+        without_float64.prepare(model)
+
+
 def test_float64_is_refused_of_a_strategy_that_moves_weights_wherever_they_are(without_float64):
     model = net()
     model.register_buffer("count", torch.zeros(1, dtype=torch.float64))

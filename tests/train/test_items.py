@@ -55,6 +55,29 @@ def test_an_evaluation_in_between_leaves_a_windows_items_alone(accelerator_of):
     assert_near(model.parameters(), reference.parameters())
 
 
+def test_an_evaluation_that_counts_items_leaves_a_window_of_means_alone(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    data = batches(2)
+    for x, y in data:
+        with accelerator.accumulate(model):
+            accelerator.forward_backward(
+                model,
+                [x],
+                lambda model, x: (model(x).sum(), None),
+                microbatches=1,
+                forward_only=True,
+                items=len(x),
+            )
+            (F.mse_loss(model(x), y) / 2).backward()
+            optimizer.step()
+    reference = net()
+    (sum(F.mse_loss(reference(x), y) for x, y in data) / 2).backward()
+    SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())
+
+
 NO_NUMBERS = [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan), torch.ones(2)]
 
 

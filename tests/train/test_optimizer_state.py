@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from collections import defaultdict
+
 import pytest
 import torch
 from torch import nn
@@ -79,4 +82,24 @@ def test_state_on_the_meta_device_has_no_value_to_keep():
         optimizer = torch.optim.Adagrad(model.parameters())
     with pytest.raises(AccelError, match="the Adagrad has state on the meta device, weight/step"):
         accelerator.prepare(model, optimizer)
+    accelerator.end_training()
+
+
+def test_a_program_may_put_another_state_in_the_place_of_a_prepared_optimizers():
+    def moved(model, optimizer):
+        for step in range(4):
+            if step == 2:
+                optimizer.state = defaultdict(dict)  # the momentum begins anew
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(model.parameters())
+
+    torch.manual_seed(0)
+    model = nn.Linear(2, 2)
+    plain = copy.deepcopy(model)
+    expected = moved(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+    accelerator = Accelerator(cpu=True)
+    prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    assert all(map(torch.equal, moved(*prepared), expected))
     accelerator.end_training()

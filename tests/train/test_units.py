@@ -125,6 +125,34 @@ def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
     assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
 
 
+OWNS_BACKWARD = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.below = None
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        loss.backward(**options)
+
+CARD = Card(name="owns", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_owns:Plugin")
+"""
+
+
+def test_a_teacher_within_accumulate_leaves_backward_to_the_students_strategy(toy_plugin):
+    toy_plugin("owns", "strategy", source=OWNS_BACKWARD)
+    accelerator = Accelerator(cpu=True, strategy="owns")
+    teacher, student = net(0).requires_grad_(False), net(1)
+    teacher, student, _ = accelerator.prepare(teacher, student, SGD(student.parameters(), lr=0.1))
+    x = torch.randn(8, FEATURES)
+    with accelerator.accumulate(teacher, student):
+        accelerator.backward(F.mse_loss(student(x), teacher(x)))
+    assert all(parameter.grad is not None for parameter in student.parameters())
+    accelerator.end_training()
+
+
 def test_clipping_parameters_of_two_units_at_once_names_them(accelerator):
     a, b = net(0), net(1)
     accelerator.prepare(a, SGD(a.parameters(), lr=0.1), name="first")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.optim import SGD
+from torch.optim import LBFGS, SGD
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from training_problems import batches, net
@@ -151,6 +152,19 @@ def test_forward_only_inside_a_window_leaves_it_alone(accelerator_of):
             model, data, lambda model, batch: (model(batch[0]).sum(), None), microbatches=1, forward_only=True
         )
     assert seen == [False, False, True] * 2
+
+
+def test_the_end_of_the_inner_of_two_loaders_ends_the_window(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, outer, inner = accelerator.prepare(
+        net(), DataLoader(batches(2), batch_size=None), DataLoader(batches(3), batch_size=None)
+    )
+    seen = []
+    for _ in outer:
+        for _ in inner:
+            with accelerator.accumulate(model):
+                seen.append(accelerator.sync_gradients)
+    assert seen == [False, True, True] * 2
 
 
 def test_windows_of_two_units_do_not_disturb_each_other(accelerator_of):
@@ -406,6 +420,34 @@ def test_gradients_that_are_there_before_the_first_window_belong_to_it(accelerat
     assert seen == [0.0, -2.0, -2.0, -3.0]
 
 
+def test_an_optimizer_that_comes_after_some_windows_clears_each_of_its_own(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    model = accelerator.prepare(model)
+    for _ in range(4):
+        with accelerator.accumulate(model):
+            pass
+    optimizer = accelerator.prepare(SGD(model.parameters(), lr=1.0))
+    seen = []
+    for _ in range(6):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            accelerator.backward(model(ONE).sum())
+            optimizer.step()
+        seen.append(model.weight.item())
+    assert seen == [0.0, -1.0, -1.0, -2.0, -2.0, -3.0]
+
+
+def test_a_window_of_a_model_without_optimizer_is_a_mean_too(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    for number in (1.0, 3.0):
+        with accelerator.accumulate(model):
+            accelerator.backward(number * model(ONE).sum())
+    assert model.weight.grad.item() == 2.0
+
+
 @BACKWARDS
 def test_zero_grad_after_accumulate_drops_a_window(accelerator_of, backward):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
@@ -619,6 +661,27 @@ def test_a_closure_in_a_window_of_several_micro_batches_is_refused(accelerator_o
         with accelerator.accumulate(model), pytest.raises(AccelError, match="this window has 2"):
             optimizer.step(closure)
     assert model.weight.item() == before
+
+
+def test_a_closure_is_taken_where_each_window_is_one_micro_batch(accelerator_of):
+    def trained(model, optimizer, backward, context):
+        def loss_of(x, y):
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            backward(loss)
+            return loss
+
+        for batch in batches(3):
+            with context(model):
+                optimizer.step(partial(loss_of, *batch))
+        return list(model.parameters())
+
+    plain, model = net(), net()
+    expected = trained(plain, LBFGS(plain.parameters()), torch.Tensor.backward, nullcontext)
+    accelerator = accelerator_of()
+    prepared = accelerator.prepare(model, LBFGS(model.parameters()))
+    found = trained(*prepared, accelerator.backward, accelerator.accumulate)
+    assert all(map(torch.equal, found, expected))
 
 
 @pytest.mark.parametrize("steps", [0, 2.5, "3"])
