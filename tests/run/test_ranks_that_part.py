@@ -64,6 +64,12 @@ def save_on_one_rank_while_the_other_has_ended(folder):
     return ""
 
 
+def threads_after_the_end():
+    accelerator, _, _ = trainer()
+    accelerator.end_training()
+    return sum(thread.name == "accel-watch" for thread in threading.enumerate())
+
+
 def save_on_one_and_load_on_the_other(folder):
     accelerator, _, _ = trainer()
     if accelerator.process_index == 0:
@@ -86,8 +92,8 @@ def save_what_one_rank_alone_registered(folder):
     return said_by(lambda: accelerator.save_state(folder))
 
 
-def prepare_models_of_other_dtypes():
-    accelerator = Accelerator(device="cpu")
+def prepare_models_of_other_dtypes(strategy):
+    accelerator = Accelerator(device="cpu", strategy=strategy)
     model = nn.Linear(2, 1, dtype=(torch.float32, torch.float64)[accelerator.process_index])
     return said_by(lambda: accelerator.prepare(model))
 
@@ -113,6 +119,20 @@ def forward_without_the_other():
         accelerator.end_training()
         return "nothing"
     return said_by(lambda: [model(torch.ones(2, 2)) for _ in range(100)])
+
+
+def forward_of_split_layers_without_the_other():
+    from accel_fsdp import TorchTensorParallelPlugin
+
+    watch.LOOK_SECONDS = 0.2
+    plan = dict(zip("0123", ("colwise", "rowwise") * 2, strict=True))
+    split = TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)
+    accelerator = Accelerator(device="cpu", strategy="fsdp", plugins=[split])
+    model = accelerator.prepare(nn.Sequential(*(nn.Linear(2, 2) for _ in plan)))
+    if accelerator.process_index:
+        accelerator.end_training()
+        return "nothing"
+    return said_by(lambda: [model(torch.ones(1, 2)) for _ in range(100)])
 
 
 def a_collective_of_ones_own_within_accumulate(accelerator, model):
@@ -187,6 +207,10 @@ def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path):
     assert "waited for rank 1 (has ended its run), which will not come" in alone
 
 
+def test_a_run_that_has_ended_leaves_no_thread_that_answers():
+    assert run_processes(threads_after_the_end) == [0, 0]
+
+
 def test_a_save_against_a_load_is_shown_to_both(tmp_path):
     said = run_processes(save_on_one_and_load_on_the_other, str(tmp_path / "ck"))
 
@@ -201,8 +225,9 @@ def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path):
     assert "  rank 0: save_state\n  rank 1: save_state of 1 registered object(s)" in said[0]
 
 
-def test_models_of_other_dtypes_are_not_prepared():
-    said = run_processes(prepare_models_of_other_dtypes)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_models_of_other_dtypes_are_not_prepared(strategy):
+    said = run_processes(prepare_models_of_other_dtypes, strategy)
 
     assert said[0] == said[1]
     assert "rank 0: prepare of Linear (float32)\n  rank 1: prepare of Linear (float64)" in said[0]
@@ -219,8 +244,9 @@ def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 
-def test_so_it_is_by_the_forward():
-    said, _ = run_processes(forward_without_the_other)
+@pytest.mark.parametrize("job", [forward_without_the_other, forward_of_split_layers_without_the_other])
+def test_so_it_is_by_the_forward(job):
+    said, _ = run_processes(job)
 
     assert said.startswith("forward: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
@@ -237,6 +263,26 @@ def test_so_it_is_by_what_encloses_a_forward(work, operation):
     said, _ = run_processes(work_without_the_other, work)
 
     assert said.startswith(f"{operation}: rank 0 lost rank 1 (")
+    assert said.splitlines()[-1].startswith("look at what those ranks did")
+
+
+def clip_without_the_other(clip):
+    watch.LOOK_SECONDS = 0.2
+    accelerator = Accelerator(device="cpu", strategy="fsdp", mixed_precision="fp16")
+    model = nn.Linear(2, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    if accelerator.process_index:
+        accelerator.end_training()
+        return "nothing"
+    return said_by(lambda: getattr(accelerator, clip)(model.parameters(), 1.0))
+
+
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_so_it_is_by_clipping_where_ranks_agree_on_overflow(clip):
+    said, _ = run_processes(clip_without_the_other, clip)
+
+    assert said.startswith(f"{clip}: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 

@@ -115,6 +115,12 @@ def test_ranks_that_split_layers_draw_the_same_numbers_whatever_else_is_drawn(se
     assert one == other
 
 
+def test_the_numbers_that_split_layers_draw_are_of_the_first_ranks_seed():
+    (of_each_its_own, _), _ = run_processes(ranks_of, "tp", world=2)
+    (of_all_the_same, _), _ = run_processes(unspecific, "tp", world=2)
+    assert of_each_its_own == of_all_the_same
+
+
 @pytest.mark.parametrize("seeded", [ranks_of, unspecific])
 def test_the_layers_of_pipeline_stages_draw_different_numbers(seeded):
     (first, _), (second, _) = run_processes(seeded, "pp", world=2)
