@@ -10,7 +10,6 @@ from safetensors.torch import load_file
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError
-from accel_core.checkpoint.problems import _holds
 
 
 @pytest.fixture
@@ -131,6 +130,9 @@ def test_without_strict_a_head_that_is_tied_no_more_is_left_out(tmp_path):
         (torch.float32, torch.float8_e4m3fn, False),
         (torch.uint16, torch.int32, True),
         (torch.uint16, torch.int16, False),
+        (torch.uint16, torch.float8_e5m2, False),
+        (torch.float8_e5m2, torch.uint16, False),
+        (torch.uint16, torch.complex64, False),
     ],
 )
 def test_numbers_are_read_as_another_dtype_where_it_holds_them(tmp_path, saved, here, fits):
@@ -144,22 +146,8 @@ def test_numbers_are_read_as_another_dtype_where_it_holds_them(tmp_path, saved, 
         with pytest.raises(CheckpointError, match="edges is .* in the checkpoint; .* would lose digits"):
             second.load_state(tmp_path / "here")
     second.load_state(tmp_path / "here", strict=fits)
-    assert model.edges.to(torch.float32).tolist() == [1, 2]
+    assert model.edges.real.to(torch.float32).tolist() == [1, 2]
     second.end_training()
-
-
-@pytest.mark.parametrize(
-    ("saved", "here"),
-    [
-        (torch.complex64, torch.uint16),
-        (torch.uint16, torch.complex64),
-        (torch.uint16, torch.float8_e5m2),
-        (torch.float8_e5m2, torch.uint16),
-    ],
-    ids=str,
-)
-def test_no_dtype_is_taken_to_hold_numbers_of_which_torch_does_not_say_so(saved, here):
-    assert not _holds(here, saved)
 
 
 def test_a_tall_table_is_read_as_another_dtype_to_its_last_row(tmp_path):

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import weakref
+from pathlib import Path
 
 import copied_states_job
 import pytest
@@ -27,7 +28,7 @@ from accelerate.utils import (
 )
 
 from accel_compat.unsupported import NotServedError
-from accel_core import Mesh, MeshDim, arrange
+from accel_core import CheckpointError, Mesh, MeshDim, arrange
 from accel_testing import run_processes
 
 
@@ -191,6 +192,30 @@ def test_metrics_are_cut_to_the_samples_of_the_last_round():
     assert lengths == [4, 4, 2]
 
 
+def test_save_state_returns_the_path_that_is_given(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    assert accelerator.save_state("here") == Path("here")
+    assert accelerator.save_state(tmp_path / "there") == tmp_path / "there"
+
+
+def save_with_gradients(folder):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    with pytest.raises(CheckpointError, match="gradients that no optimizer has applied") as error:
+        accelerator.save_state(folder)
+    assert "optimizer.zero_grad()" in str(error.value)
+    optimizer.zero_grad()
+    return str(accelerator.save_state(folder))
+
+
+def test_a_save_that_the_main_process_refuses_for_its_gradients_is_refused_on_all_ranks(tmp_path):
+    assert run_processes(save_with_gradients, str(tmp_path / "here")) == [str(tmp_path / "here")] * 2
+
+
 def test_hooks_see_what_is_saved_and_loaded(tmp_path):
     accelerator = Accelerator()
     model = accelerator.prepare(torch.nn.Linear(1, 1))
@@ -206,7 +231,7 @@ def test_hooks_see_what_is_saved_and_loaded(tmp_path):
 
     (models, weights, first), (again, second) = seen
     assert models == again == [model]
-    assert second == folder
+    assert second == str(folder)
     assert first.endswith("/here")
     assert set(weights[0]) == {"weight", "bias"}
 

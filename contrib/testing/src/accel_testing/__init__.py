@@ -22,7 +22,11 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
     from importlib import import_module
 
-    homes = {"Recorder": "recorder", "hold_to_signatures": "recorder", "conform": "conformance"}
-    homes["Traffic"] = "traffic"
+    homes = {
+        "Recorder": "recorder",
+        "Traffic": "traffic",
+        "conform": "conformance",
+        "hold_to_signatures": "recorder",
+    }
     home = homes.get(name, "processes")
     return getattr(import_module(f"accel_testing.{home}"), name)

@@ -34,7 +34,8 @@ class Traffic(TorchDispatchMode):
     """A context that counts this rank's collectives, sends and receives.
 
     It sees what torch dispatches: process groups, functional collectives, those of DTensors and of backward.
-    A key-value store's messages are not among them.
+    A key-value store's messages are not among them. torch's CommDebugMode counts neither bytes nor what goes
+    from rank to rank.
     """
 
     def __init__(self) -> None:

@@ -104,17 +104,19 @@ class States(Ranks):
         output_dir: str | os.PathLike[str] | None = None,
         safe_serialization: bool = True,
         **save_model_func_kwargs: Any,
-    ) -> str:
-        """Write everything that training needs to go on.
+    ) -> Path | str:
+        """Write everything that training needs to go on, and return the path as given.
 
         Where each rank holds the whole state, the main process writes it, whether others call or not, and
         each rank that calls adds its random numbers. Else all ranks must call.
+
+        Raises CheckpointError, on each rank that has them, if gradients are not applied yet.
         """
         options = _taken(save_model_func_kwargs, ("step", "wait"))
         if not safe_serialization or save_model_func_kwargs:
             warn_once("save_state: weights are always written by safetensors; other arguments have no effect")
         self._tell_the_run()
-        target = self._target(output_dir)
+        target = asked = self._target(output_dir)
         _logger.info("Saving current state to %s", target)
         with self._hooked(target) as made:
             target = self._write(target, {"step": self.step, **options})
@@ -122,7 +124,7 @@ class States(Ranks):
                 self.wait_for_checkpoint()
                 self._deliver(made, _folder_for_hooks(target))
         self.project_configuration.iteration = self.run.checkpoints.series.next_number
-        return str(target)
+        return asked if isinstance(asked, Path) else str(target)
 
     def _write(self, target: Path | str, options: Mapping[str, Any]) -> Path | str:
         numbered = self.project_configuration.automatic_checkpoint_naming
@@ -130,12 +132,23 @@ class States(Ranks):
         if self.is_main_process or not alone:
             target = super().save_state(None if numbered else target, alone=alone, **options)
         else:
+            self._refuse_unapplied()
             series = self.run.checkpoints.series
             series.number_from(series.next_number + 1)
         if alone and isinstance(target, Path):
             _rank_states.write(self.run, target)
         _logger.info("All states saved in %s", target)
         return target
+
+    def _refuse_unapplied(self) -> None:
+        """Raise where the main process does: it saves no gradients."""
+        waiting = [unit.name for unit in self.run.units if unit.pending or not unit.window.boundary]
+        if waiting:
+            raise CheckpointError(
+                f"save_state: on rank {self.process_index} unit {waiting[0]!r} has gradients that no"
+                " optimizer has applied, and gradients are not saved\n"
+                "save after optimizer.step(), or drop them first with optimizer.zero_grad()"
+            )
 
     def _saves_alone(self, where: Path | str) -> bool:
         """Return whether the main process can write alone, as each rank has all state.
