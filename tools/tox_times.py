@@ -42,7 +42,7 @@ def environments(root: Path = ROOT) -> dict[str, tuple[bool, str]]:
     about = {name: f"the tests of accel-{name}, beside accel-core" for name in default}
     about |= settings["about"]
     for section in settings.sections():
-        if section.startswith("testenv:"):
+        if section.startswith("testenv:") and "description" in settings[section]:
             names = expanded(section.partition(":")[2])
             about |= dict.fromkeys(names, settings[section]["description"])
     found = {name: (name in default, about[name]) for name in [*default, *full]}

@@ -8,6 +8,7 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from configparser import ConfigParser
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,21 @@ def test_each_environment_of_tox_has_its_job_once() -> None:
 
     assert sorted(environments_in("ci.yml")) == sorted(default)
     assert sorted(environments_in("nightly.yml")) == sorted(set(environments) - set(default))
+
+
+def test_each_environment_is_one_that_tox_accepts_by_name() -> None:
+    times = tool("tox_times")
+    text = (ROOT / "tox.ini").read_text("utf-8")
+    settings = ConfigParser(interpolation=None)
+    settings.read_string(text)
+    sections = [name for section in settings.sections() for name in times.expanded(section.partition(":")[2])]
+    conditions = re.findall(r"^ *(?:\w+ = )?([\w,-]+): ", text, re.MULTILINE)
+    named = [*times.listed(settings["tox"]["env_list"]), *sections, *",".join(conditions).split(",")]
+    factors = {factor for name in named for factor in name.split("-")}
+
+    unknown = [name for name in times.environments() if not factors.issuperset(name.split("-"))]
+
+    assert not unknown, f"name them in a section, or before a colon in [testenv]: {unknown}"
 
 
 def test_core_runs_on_each_python_that_it_declares() -> None:
