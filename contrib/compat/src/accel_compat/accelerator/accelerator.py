@@ -13,6 +13,7 @@ import torch
 
 from accel_compat import runs
 from accel_compat.accelerator.arguments import STATE_PLUGINS, Asked, read
+from accel_compat.accelerator.following import Followers
 from accel_compat.accelerator.stepping import Stepping
 from accel_compat.configs.enums import DistributedType, FP8BackendType
 from accel_compat.configs.handlers import (
@@ -72,7 +73,7 @@ class Accelerator(Stepping):
         asked = read(given)
         if AcceleratorState._shared_state and mixed_precision is not None:
             AcceleratorState()._check_initialized(asked.core["mixed_precision"], cpu)
-        self._loose, self._stepping = [], []
+        self._loose, self._stepping, self._followers = [], [], Followers()
         super().__init__(**asked.spoken())
         runs.register(self.run)
         self._keep(asked, given)

@@ -10,6 +10,7 @@ import torch
 
 import accel_core
 from accel_compat.accelerator.assigned import Assignable
+from accel_compat.accelerator.following import Followers, Following
 from accel_compat.notices import warn_once
 from accel_compat.state.operations import all_tensors, recursively_apply
 from accel_compat.unsupported import NotServedError
@@ -23,6 +24,8 @@ _EMPTY = "the iterable of parameters is empty (a generator that was used up?); n
 
 class Stepping(Assignable):
     """An Accelerator's step, and what is gathered from one."""
+
+    _followers: Followers
 
     @property
     def step(self) -> int:
@@ -39,7 +42,8 @@ class Stepping(Assignable):
     def accumulate(self, *models: Any, items: Any = None, batch: Any = None) -> Any:
         """Return a context for one micro-batch of a window.
 
-        Models that are not prepared are left out. If none is left, all prepared models take part.
+        Models that are not prepared are left out. If none is left, all prepared models take part. Optimizers
+        of models that are never named step at the end of this window too.
         """
         state, run = self.gradient_state, self.run
         begun = run.active_loaders
@@ -54,9 +58,16 @@ class Stepping(Assignable):
                 each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
             )
             models = tuple(model for model in given if run.unit_of_model(model) is not None)
+            if models:
+                self._followers.name(run, models)
         if not run.units:
             self.step = self._count
-        return _accumulate(self, *models, items=items, batch=batch)
+        accumulation = _accumulate(self, *models, items=items, batch=batch)
+        return (
+            Following(accumulation, self._followers.units)
+            if models and self._followers.units
+            else accumulation
+        )
 
     @contextmanager
     def join_uneven_inputs(

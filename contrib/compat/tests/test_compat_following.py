@@ -1,0 +1,116 @@
+"""Several models of which `accumulate` names one: the others' optimizers step at the end of its window."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate import Accelerator
+from peers import needs_accelerate, said
+
+TRAINED = """
+import json, torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision=PRECISION)
+models = [torch.nn.Linear(2, 1) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+schedule = torch.optim.lr_scheduler.StepLR(optimizers[1], 1, 0.5)
+batches = torch.utils.data.DataLoader(torch.randn(10, 2), batch_size=1)
+first, second, one, other, schedule, batches = accelerator.prepare(*models, *optimizers, schedule, batches)
+
+def train(model, optimizer, batch):
+    accelerator.backward(model(batch).pow(2).sum())
+    if accelerator.sync_gradients:
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+seen = []
+for batch in batches:
+    BODY
+    schedule.step()
+    seen.append([p.tolist() for model in models for p in model.parameters()] + schedule.get_last_lr())
+if accelerator.is_main_process:
+    print(json.dumps(seen))
+"""
+INSIDE = """with accelerator.accumulate(first):
+        train(first, one, batch)
+        train(second, other, batch)"""
+BEFORE_AND_AFTER = """train(second, other, batch)
+    with accelerator.accumulate(first):
+        train(first, one, batch)
+    train(second, other, batch)"""
+ONE_LOSS = """with accelerator.accumulate(first):
+        accelerator.backward((first(batch) + second(batch)).pow(2).sum())
+        for optimizer in (one, other):
+            optimizer.step()
+            optimizer.zero_grad()"""
+
+
+@needs_accelerate
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("body", [INSIDE, BEFORE_AND_AFTER, ONE_LOSS], ids=["inside", "around", "one loss"])
+def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes):
+    code = TRAINED.replace("BODY", body).replace("PRECISION", "'no'")
+
+    assert said(code, ours=True, processes=processes) == said(code, ours=False, processes=processes)
+
+
+def test_under_fp16_one_scale_is_for_both():
+    code = TRAINED.replace("PRECISION", "'fp16'")
+    named = INSIDE.replace("accumulate(first)", "accumulate(first, second)")
+
+    assert said(code.replace("BODY", INSIDE), ours=True) == said(code.replace("BODY", named), ours=True)
+
+
+def steps_of_two(contexts):
+    """Return after which micro-batches each of two models has changed."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    changed: list[list[int]] = [[], []]
+    for number in range(4):
+        for names, trained in contexts:
+            before = [model.bias.item() for model in models]
+            with accelerator.accumulate(*(models[name] for name in names)):
+                for which in trained:
+                    accelerator.backward(models[which](torch.ones(1, 1)).sum())
+                    optimizers[which].step()
+                    optimizers[which].zero_grad()
+            for which, model in enumerate(models):
+                if model.bias.item() != before[which]:
+                    changed[which].append(number)
+    return changed
+
+
+def test_models_that_are_named_in_turn_count_each_their_own():
+    assert steps_of_two([([0], [0]), ([1], [1])]) == [[1, 3], [1, 3]]
+
+
+def test_a_model_that_is_named_inside_begins_to_count_there():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    seen = []
+    for _ in range(4):
+        with accelerator.accumulate(models[0]):
+            outer = accelerator.sync_gradients
+            with accelerator.accumulate(models[1]):
+                seen.append((outer, accelerator.sync_gradients, accelerator.sync_gradients))
+    assert seen == [(False,) * 3, (True,) * 3] * 2
+
+
+def test_a_boundary_that_a_program_sets_counts_for_both():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    with accelerator.accumulate(models[0]):
+        accelerator.sync_gradients = True
+        before = models[1].bias.item()
+        accelerator.backward(models[1](torch.ones(1, 1)).sum())
+        optimizers[1].step()
+    assert models[1].bias.item() != before
