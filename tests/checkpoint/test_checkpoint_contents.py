@@ -49,6 +49,29 @@ def test_what_is_changed_is_loaded_and_all_else_too(saved, tmp_path):
     assert CheckpointFiles.open(tmp_path / "there").manifest.members["step"] == 7
 
 
+class Equal(torch.nn.Linear):
+    """Compares as equal to any of its kind."""
+
+    __hash__ = torch.nn.Linear.__hash__
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+
+def test_it_tells_what_was_prepared_in_its_order_and_of_equal_models_each_once(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    models = Equal(3, 2), torch.nn.Linear(3, 2), Equal(3, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
+    accelerator.prepare(*reversed(models), *optimizers, *schedulers)
+    contents = CheckpointContents.read(accelerator.save_state(tmp_path / "here"))
+    accelerator.end_training()
+
+    prepared = contents.state["prepared"]
+    assert len(set(map(tuple, prepared["models"]))) == len(prepared["models"]) == 3
+    assert prepared["optimizers"] == prepared["schedulers"] == prepared["models"][::-1]
+
+
 def test_a_checkpoint_is_replaced_and_anything_else_is_not(saved, tmp_path):
     contents = CheckpointContents.read(saved[-1])
     (tmp_path / "mine").mkdir()

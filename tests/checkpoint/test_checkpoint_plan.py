@@ -193,6 +193,19 @@ def test_leaves_are_planned_in_groups_as_each_would_be_by_itself(several):
         assert told[0] == told[1]
 
 
+@pytest.mark.parametrize("first", [{"spread": False}, None], ids=["may differ", "held by others"])
+def test_leaves_are_compared_beside_those_that_are_not(first):
+    whole = ((0,), (4,))
+    before, after = ("unit0", "model/a"), ("unit0", "model/b")
+    here = {after: leaf((4,), whole, replicated=True)}
+    others = {before: leaf((4,), whole, replicated=True, **first or {}), **here}
+    groups = groups_of([others if first else here, others, others])[0]
+
+    assert {key for group in groups for key in group.keys} == {before, after}
+    for order in (groups, groups[::-1]):
+        assert [*Replicas.of(order, 0)._parts.values()] == [[(after, 0)]]
+
+
 @pytest.mark.parametrize("number", [30, 300])
 def test_each_way_to_declare_leaves_is_looked_at_once(number, monkeypatch):
     shapes, looks = [(8, 4), (4,), ()], []
