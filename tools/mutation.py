@@ -2,7 +2,9 @@
 
 `python tools/mutation.py --sample 200` puts one fault at a time into a copy of a package, by cosmic-ray's
 operators. It runs the tests that execute the changed line, the quickest first. A first pass of coverage
-finds these tests and is kept in `.mutation/` until a source changes. The sample follows from the seed.
+finds these tests and is kept in `.mutation/` until a source, a helper or its test file changes. The sample
+follows from the seed. Two kinds of place are left out, since no program shows a fault there: the text that
+a `raise` composes, and `strict=True` of a `zip` over sequences that have one length.
 `--source FILE --tests FILE` judges one module by some tests. Exits with 1 below the bar.
 """
 # ruff: noqa: INP001, T201, S603  # a script that runs tests
@@ -40,7 +42,13 @@ ROOMS: Final = {
         ("accel_core/training/*.py",),
         ("tests/train", "tests/run/test_ranks_that_part.py", "backends/ddp/tests/test_ddp_uneven.py"),
     ),
-    "checkpoint": (("accel_core/checkpoint/*.py",), ("tests/checkpoint", "tests/weights")),
+    "checkpoint": (
+        ("accel_core/checkpoint/*.py",),
+        (
+            *("tests/checkpoint", "tests/weights"),
+            *("contrib/stores/tests/test_stores_tiers.py", "contrib/stores/tests/test_stores_faults.py"),
+        ),
+    ),
     "data": (("accel_core/data/*.py",), ("tests/data", "backends/ddp/tests/test_ddp_uneven.py")),
     "distributed": (
         ("accel_core/distributed/*.py",),
@@ -152,8 +160,9 @@ def test_files(room: str) -> list[str]:
 def reach(files: Sequence[str], limit: float) -> Reach:
     """Return what the tests of these files execute, measured once for each text of the sources."""
     KEPT.mkdir(exist_ok=True)
-    found, text = Reach(), digest()
+    found = Reach()
     for file in files:
+        text = digest(file)
         kept = KEPT / f"{file.replace('/', '-')}.json"
         facts = json.loads(kept.read_text("utf-8")) if kept.exists() else {}
         if facts.get("digest") != text:
@@ -166,14 +175,21 @@ def reach(files: Sequence[str], limit: float) -> Reach:
     return found
 
 
+def digest(file: str) -> str:
+    """Return a digest of this test file, of the sources and of the tests' helpers."""
+    made = hashlib.sha256(common() + (ROOT / file).read_bytes())
+    return made.hexdigest()
+
+
 @cache
-def digest() -> str:
-    """Return a digest of all sources and tests."""
+def common() -> bytes:
+    """Return a digest of all files that are not test files."""
     made = hashlib.sha256()
     for top in ("accel_core", "backends", "contrib", "tests"):
         for path in sorted((ROOT / top).rglob("*.py")):
-            made.update(path.read_bytes())
-    return made.hexdigest()
+            if not path.name.startswith("test_"):
+                made.update(path.read_bytes())
+    return made.digest()
 
 
 def measured(file: str, limit: float) -> dict[str, Any]:
@@ -250,14 +266,27 @@ def places_of(path: Path) -> list[list[Mutant]]:
     """List the faults of each place: of each line, and kind of operator."""
     from cosmic_ray.ast import ast_nodes, get_ast
 
-    nodes = list(ast_nodes(get_ast(path.read_text("utf-8"))))
+    nodes = [(node, is_left_out(node)) for node in ast_nodes(get_ast(path.read_text("utf-8")))]
     places: dict[tuple[int, str], list[Mutant]] = defaultdict(list)
     for name, operator in operators().items():
-        lines = [at[0][0] for node in nodes for at in operator.mutation_positions(node)]
-        for occurrence, line in enumerate(lines):
-            mutant = Mutant(str(path.relative_to(ROOT)), line, name, occurrence)
-            places[line, name.partition("_")[0]].append(mutant)
+        lines = [(at[0][0], left) for node, left in nodes for at in operator.mutation_positions(node)]
+        for occurrence, (line, left_out) in enumerate(lines):
+            if not left_out:
+                mutant = Mutant(str(path.relative_to(ROOT)), line, name, occurrence)
+                places[line, name.partition("_")[0]].append(mutant)
     return [places[place] for place in sorted(places)]
+
+
+def is_left_out(node: Any) -> bool:
+    """Tell if a node is in the text that a `raise` composes, or is `True` of `strict=True`."""
+    before = node.get_previous_sibling() if node.type == "keyword" else None
+    if before is not None and before.type == "operator":
+        name = before.get_previous_sibling()
+        return bool(
+            node.value == "True" and before.value == "=" and name and name.get_code().strip() == "strict"
+        )
+    text = node if node.type == "fstring" else node.search_ancestor("fstring")
+    return text is not None and text.search_ancestor("raise_stmt") is not None
 
 
 @cache

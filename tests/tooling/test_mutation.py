@@ -57,3 +57,24 @@ def test_a_line_has_its_tests_the_quickest_first_and_those_of_a_file_that_import
     assert found.of("module", 1) == ["b::other", "a::slow"]
     assert found.of("module", 2) == ["a::quick", "a::slow"]
     assert found.of("module", 3) == []
+
+
+def test_each_fault_counts_but_those_of_a_message_and_of_strict(mutation, tmp_path, monkeypatch):
+    source = tmp_path / "source.py"
+    source.write_text(
+        "def f(a, b):\n"
+        "    if a > 7:\n"
+        "        raise ValueError(f'{a + 1} is'\n"
+        "                         f' too {b - 2}')\n"
+        "    pairs = zip(a, b, strict=True)\n"
+        "    zip(a, b, strict=False)\n"
+        "    return sorted(pairs, reverse=True), f'{a + 1}'\n"
+    )
+    monkeypatch.setattr(mutation, "ROOT", tmp_path)
+
+    mutants = [mutant for place in mutation.places_of(source) for mutant in place]
+
+    assert {mutant.line for mutant in mutants} == {2, 6, 7}
+    changed = [mutation.mutated(mutant).splitlines()[mutant.line - 1] for mutant in mutants]
+    assert len(set(changed) & set(source.read_text().splitlines())) == 0
+    assert "    zip(a, b, strict=True)" in changed
