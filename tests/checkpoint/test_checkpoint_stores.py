@@ -14,7 +14,7 @@ from accel_core import CheckpointError
 from accel_core.checkpoint import stored
 from accel_testing.processes import run_processes
 
-ranks = pytest.mark.parametrize("world", [1, 2])
+ranks = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
 
 
 @pytest.fixture(autouse=True)
