@@ -13,7 +13,7 @@ from collections.abc import Callable
 import step
 from arena import timed
 
-BAR = "≤ 10 µs"
+BAR = "≤ 8 µs"
 
 
 def compat(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
