@@ -97,13 +97,13 @@ class Window:
         Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
         """
         if self.boundary:
-            self.index, self.size, self.items = 0, self._next, items
+            index, self.size, self.items = 0, self._next, items
             self.number += 1
         else:
             if items is not None or self.items is not None:
                 self._count(items)
-            self.index += 1
-        self.boundary = last or self.index + 1 >= self.size
+            index = self.index + 1
+        self.index, self.boundary = index, last or index + 1 >= self.size
         self.awaits_backward = True
 
     def _count(self, items: Tensor | float | None) -> None:

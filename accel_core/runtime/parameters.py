@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
     _Entry = tuple[weakref.ref[nn.Parameter], Unit, str]
+    """(the parameter, its unit, its name there)."""
 
 
 class ParameterIndex:
@@ -22,6 +23,8 @@ class ParameterIndex:
 
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
+        self._units: dict[int, Unit] = {}
+        """The unit of each entry, by itself: clipping asks for those of all parameters in each step."""
 
     def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember the parameters that have, or had, these names in the unit."""
@@ -31,11 +34,11 @@ class ParameterIndex:
             if alive is None or alive() is not parameter:
                 alive = weakref.ref(parameter, self._forget(key))
             self._entries[key] = alive, unit, name
+            self._units[key] = unit
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
         """Their units; None among them for what no prepared model has."""
-        entries = map(self._entries.get, map(id, parameters))
-        return {None if entry is None else entry[1] for entry in entries}
+        return set(map(self._units.get, map(id, parameters)))
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the canonical name of a parameter that has a unit."""
@@ -56,7 +59,11 @@ class ParameterIndex:
     def clear(self) -> None:
         """Forget all parameters."""
         self._entries.clear()
+        self._units.clear()
 
     def _forget(self, key: int) -> Callable[[object], object]:
-        # Another object may get the id of one that is gone.
-        return lambda _: self._entries.pop(key, None)
+        def forget(_: object) -> None:  # another object may get the id of one that is gone
+            self._entries.pop(key, None)
+            self._units.pop(key, None)
+
+        return forget

@@ -52,32 +52,34 @@ class Accumulation:
         run, items = self.run, self.items
         if items is not None:
             refuse_items(self.units)
-        if run.accumulation is not None:
-            self._end_others()
+        outer = run.accumulation
+        if outer is not None:
+            outer = self._end_others(outer)
         active = run.active_loaders
         last = active[-1].last if active and self._ends_with_loader else False
-        self.outer, self._entered = run.accumulation, True
+        self.outer, self._entered = outer, True
         run.begin_accumulation(self)
+        window, windows = self._only_window, self.windows
         try:
-            if self._only_window is not None:
-                self._only_window.enter(last, items)
+            if window is not None:
+                window.enter(last, items)
             else:
                 self._enter_all(last, items)
             if items is not None:
                 for unit in self.units:
                     unit.step_state.expect_items(unit)
-            if self.windows and run.windows is not self.windows:
-                run.use_windows(self.windows)
+            if run.windows is not windows and windows:
+                run.use_windows(windows)
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
             self.drop()
             raise
 
-    def _end_others(self) -> None:
-        """End other accumulations of the same units.
+    def _end_others(self, entered: Accumulation | None) -> Accumulation | None:
+        """End other accumulations of the same units; return the innermost one that is left.
 
         Ctrl-C has kept such an accumulation from ending, or the program misuses it.
         """
-        entered, outermost_shared = self.run.accumulation, None
+        outermost_shared = None
         while entered is not None:
             if entered is self or not set(entered.units).isdisjoint(self.units):
                 outermost_shared = entered
@@ -86,7 +88,9 @@ class Accumulation:
             inner._entered = False
             inner.drop()
             if inner is outermost_shared:
-                return
+                break
+        left: Accumulation | None = self.run.accumulation
+        return left
 
     def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
         before = [window.snapshot() for window in self.windows]
@@ -131,6 +135,13 @@ class Accumulation:
         finally:
             self._end_no_sync()
 
+    def _leave_all(self, *error: Any) -> None:
+        try:
+            for window in self.windows:
+                window.note_backward()
+        finally:
+            self._end_contexts(*error)
+
     def drop(self) -> None:
         """End as if nothing had happened inside: windows and contexts are told no error."""
         self.batch = None
@@ -142,13 +153,11 @@ class Accumulation:
     ) -> None:
         entered, self._entered, self.batch = self._entered, False, None
         self.run.end_accumulation(self)
-        try:
-            for window in self.windows:
-                if window.awaits_backward:
-                    window.note_backward()
-        finally:
-            if self._contexts is not None or self._no_sync is not None:
-                self._end_contexts(kind, error, trace)
+        window = self._only_window
+        if window is None:
+            self._leave_all(kind, error, trace)
+        elif window.awaits_backward:
+            window.note_backward()
         if error is not None and isinstance(
             error, RuntimeError
         ):  # of a forward, by the strategy's collectives

@@ -84,14 +84,15 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
-        for loss_unit in units:
-            check_unit(run, loss_unit, "backward", trains=True)
-    sole = units[0] if len(units) == 1 else None
-    owner = _owner(run, units) if sole is None else sole
-    if owner is not None and accumulation is not None and (window := owner.window).size != 1:
+        _check_batches(run, units)
+    owner: Unit | None
+    if len(units) == 1:
+        (owner,) = units
+        owner.step_state.with_gradients.update(owner.optimizers)
+    else:
+        owner = _owner(run, units)
+    if accumulation is not None and owner is not None and (window := owner.window).size != 1:
         loss = loss / window.size if window.items is None else loss
-    if sole is not None:
-        sole.step_state.with_gradients.update(sole.optimizers)
     for loss_unit in units:
         loss_unit.window.note_backward()
         if loss_unit.step_state.needs_finish:
@@ -110,6 +111,12 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         _note_undivided(units)
     if run.mark_step is not None:
         run.mark_step("backward")
+
+
+def _check_batches(run: Run, units: Iterable[Unit]) -> None:
+    """Raise where another rank has no batch for this backward."""
+    for unit in units:
+        check_unit(run, unit, "backward", trains=True)
 
 
 def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
@@ -266,7 +273,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         unit.window.note_backward()
     if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
         refuse_closure(unit)
-    state, steps = unit.step_state, unit.steps
+    state = unit.step_state
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
         state.with_gradients.discard(optimizer)  # last: a closure computes gradients
@@ -279,8 +286,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         raise
     state.drop(optimizer)
     state.unscaled.add(optimizer)  # a scaler unscales what it steps
-    if steps.after_step is not None:
-        steps.after_step(unit, optimizer, applied)
+    if unit.steps.after_step is not None:
+        unit.steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:
         unit.run.mark_step("step")
     return applied
