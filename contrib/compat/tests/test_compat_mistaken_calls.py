@@ -56,3 +56,30 @@ def test_a_mapping_is_no_config_object(name, kind):
 def test_torch_compile_is_asked_for_once():
     with pytest.raises(ValueError, match="both `dynamo_plugin` and `dynamo_backend`"):
         Accelerator(dynamo_backend="eager", dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+
+
+@pytest.mark.parametrize("given", [3, None, "x", {}], ids=repr)
+@pytest.mark.parametrize("kind", ["model", "optimizer", "data_loader"])
+def test_one_that_cannot_be_prepared_is_refused(kind, given):
+    with pytest.raises(TypeError, match=rf"prepare_{kind}: a \w+ is not an? [\w.]+\npass "):
+        getattr(Accelerator(cpu=True), f"prepare_{kind}")(given)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("fsdp_plugin", "FullyShardedDataParallelPlugin"),
+        ("megatron_lm_plugin", "MegatronLMPlugin"),
+        ("parallelism_config", "ParallelismConfig"),
+        ("torch_tp_plugin", "TorchTensorParallelPlugin"),
+    ],
+)
+def test_a_number_is_no_strategy(name, kind):
+    with pytest.raises(TypeError, match=f"`{name}` must be a {kind} object"):
+        Accelerator(cpu=True, **{name: 3})
+
+
+@pytest.mark.parametrize("given", [None, 3])
+def test_only_a_module_can_be_unwrapped(given):
+    with pytest.raises(TypeError, match=r"unwrap_model: a \w+ is not a torch.nn.Module\npass "):
+        Accelerator(cpu=True).unwrap_model(given)

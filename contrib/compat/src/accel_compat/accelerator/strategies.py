@@ -11,7 +11,7 @@ from accel_compat.configs.deepspeed import DeepSpeedPlugin
 from accel_compat.configs.fsdp import FullyShardedDataParallelPlugin
 from accel_compat.configs.handlers import DistributedDataParallelKwargs
 from accel_compat.configs.megatron import MegatronLMPlugin
-from accel_compat.configs.parallelism import ParallelismConfig
+from accel_compat.configs.parallelism import ParallelismConfig, TorchTensorParallelPlugin
 from accel_compat.configs.translation import load
 from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.notices import warn_once
@@ -21,6 +21,13 @@ _VARIABLES: Final = {
     "strategy": "Accelerate's variables ACCELERATE_USE_…",
     "extensions": "Accelerate's variables PARALLELISM_CONFIG_…",
 }
+_KINDS: Final[Mapping[str, type]] = {
+    "fsdp_plugin": FullyShardedDataParallelPlugin,
+    "megatron_lm_plugin": MegatronLMPlugin,
+    "parallelism_config": ParallelismConfig,
+    "torch_tp_plugin": TorchTensorParallelPlugin,
+}
+"""Argument -> the class of its objects."""
 
 
 @frozen
@@ -69,6 +76,9 @@ def chosen_strategies(given: Mapping[str, Any]) -> Chosen:
         ValueError: two arguments say the same.
         TypeError: one is of another class than it should be.
     """
+    for name, kind in _KINDS.items():
+        if given[name] is not None and not isinstance(given[name], kind):
+            raise TypeError(f"`{name}` must be a {kind.__name__} object.\npass {name}={kind.__name__}(...)")
     names = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin", "parallelism_config")
     by_variables = all(given[name] is None for name in (*names, "megatron_lm_plugin"))
     megatron = given["megatron_lm_plugin"]
@@ -81,11 +91,9 @@ def chosen_strategies(given: Mapping[str, Any]) -> Chosen:
     return Chosen(fsdp, _deepspeed(given), tensors, megatron, mesh, by_variables)
 
 
-def _fsdp(plugin: Any) -> FullyShardedDataParallelPlugin | None:
+def _fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
     if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
         return FullyShardedDataParallelPlugin()
-    if plugin is not None and not isinstance(plugin, FullyShardedDataParallelPlugin):
-        raise TypeError("`fsdp_plugin` must be a FullyShardedDataParallelPlugin object.")
     return plugin
 
 
