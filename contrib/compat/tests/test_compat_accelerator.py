@@ -26,6 +26,7 @@ from accelerate.utils import (
     ProjectConfiguration,
     TorchDynamoPlugin,
 )
+from peers import needs_accelerate, said
 
 from accel_compat.unsupported import NotServedError
 from accel_core import CheckpointError, Mesh, MeshDim, arrange
@@ -214,6 +215,33 @@ def save_with_gradients(folder):
 
 def test_a_save_that_the_main_process_refuses_for_its_gradients_is_refused_on_all_ranks(tmp_path):
     assert run_processes(save_with_gradients, str(tmp_path / "here")) == [str(tmp_path / "here")] * 2
+
+
+TRIGGERED = """
+import json, torch
+from accelerate import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+batch = torch.arange(4.0).view(2, 2) + accelerator.process_index
+for _ in range(2):
+    with accelerator.no_sync(model):
+        first, second = model(batch).sum(), model(batch).pow(2).sum()
+    accelerator.backward(first)
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(second)
+    optimizer.step()
+    optimizer.zero_grad()
+if accelerator.is_main_process:
+    print(json.dumps([p.tolist() for p in model.parameters()]))
+"""
+
+
+@needs_accelerate
+def test_a_backward_reduces_what_forwards_under_no_sync_left():
+    assert said(TRIGGERED, ours=True, processes=2) == said(TRIGGERED, ours=False, processes=2)
 
 
 def test_hooks_see_what_is_saved_and_loaded(tmp_path):

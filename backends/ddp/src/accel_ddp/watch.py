@@ -92,6 +92,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
                 raise
             raise lost from error
 
+    def await_backward(self) -> None:
+        """Count the next backward as reduced, whatever its forward ran in.
+
+        The caller has prepared torch's reducer for it.
+        """
+        self.__dict__["awaited"] = [_READY] * len(self.awaited)
+
     def _assign_modules_buffers(self) -> None:
         super()._assign_modules_buffers()  # type: ignore[no-untyped-call]
         self.modules_buffers += self._odd_bytes()

@@ -174,6 +174,9 @@ class Accelerator(Stepping):
         before = model.require_backward_grad_sync, model.require_forward_param_sync
         model.require_backward_grad_sync = model.require_forward_param_sync = True
         model.reducer.prepare_for_backward([])
+        note: Any = getattr(model, "await_backward", None)  # accel-ddp checks that gradients are reduced
+        if note is not None:
+            note()
         try:
             yield
         finally:
