@@ -11,8 +11,6 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
 
-    from torch import nn
-
     from accel_core.contract.mesh import Mesh
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
@@ -46,11 +44,17 @@ class Run(UnitRun, Protocol):
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
         """Return a unit without objects, its hooks resolved for its strategy."""
 
-    def unit_of_model(self, model: nn.Module) -> Unit | None:
+    def unit_of_model(self, model: object) -> Unit | None:
         """Return a model's unit, given the user's module or `prepare`'s result for it."""
 
     def proxy_of(self, optimizer: object) -> Any:
         """Return the proxy that `prepare` returned for an optimizer, or None."""
+
+    def prepared_form(self, thing: Any) -> Any:
+        """Return what `prepare` returned for a model or optimizer; None for others.
+
+        Given either of both.
+        """
 
     def add_unit(self, unit: Unit, merged: Sequence[Unit], optimizers: Iterable[tuple[Any, Any]]) -> None:
         """Add a new unit to the run's, in place of those that were merged into it."""

@@ -255,6 +255,37 @@ class Unit:
 
     # -- while it is prepared ---------------------------------------------------------------------
 
+    @contextmanager
+    def extended(
+        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], joining: Sequence[Unit]
+    ) -> Iterator[dict[int, list[PartName]]]:
+        """Take in models and optimizers, and the models of units without optimizers.
+
+        Gives the number and names of each new model. The block inside transforms and wraps them. If it
+        raises, the unit and the run's index of parameters are as before; what plugins have changed in the
+        objects themselves stays.
+        """
+        before, parameters = self._snapshot(), self.run.parameters.snapshot()
+        attached = {id(detach) for unit in (self, *joining) for detach in unit.detach}
+        try:
+            for other in joining:
+                self._merge(other)
+            names = self.add_models(models)
+            self.optimizers.extend(optimizers)
+            yield names
+            if models:
+                self.run.parameters.add(self, self.all_names())
+                self._record_ties()
+                if self.scaler is None:  # a model that comes later shares the unit's scale
+                    self.scaler = self.hooks.grad_scaler(self)
+        except BaseException:  # a plugin may raise anything
+            for detach in self.detach:  # units that were to join keep their own
+                if id(detach) not in attached:
+                    detach()
+            self._restore(before)
+            self.run.parameters.restore(parameters)
+            raise
+
     def add_models(self, originals: Sequence[nn.Module]) -> dict[int, list[PartName]]:
         """Add models that are not wrapped yet; return the number and names of each.
 
@@ -284,15 +315,15 @@ class Unit:
         renamed = {name: users[id(part)].pop(0) for name, part in new if users.get(id(part))}
         self.renamed[model] = {**renamed, **self.renamed.get(model, {})}
 
-    def configure(self, config: Any) -> None:
-        """Take the strategy's options, completed."""
-        self.config = config
+    def configure(self, loaders: Sequence[Any]) -> None:
+        """Complete the strategy's options for the unit's objects and these dataloaders."""
+        self.config = self.hooks.complete(self.run.configs[self.strategy], self, loaders)
 
     def use_stream(self, stream: Any) -> None:
         """Draw the random numbers of forwards from this stream."""
         self.stream = stream
 
-    def merge(self, other: Unit) -> None:
+    def _merge(self, other: Unit) -> None:
         """Take over the models of a unit without optimizers."""
         self.given.extend(other.given)
         self.models.extend(other.models)
@@ -302,16 +333,11 @@ class Unit:
         other.stream = self.stream
         self.record_aliases()
 
-    def snapshot(self) -> dict[str, Any]:
-        """Return the state that `restore` takes."""
+    def _snapshot(self) -> dict[str, Any]:
         lists = {name: list(getattr(self, name)) for name in _LISTS}
         return {**lists, "renamed": dict(self.renamed), "config": self.config, "scaler": self.scaler}
 
-    def restore(self, state: Mapping[str, Any]) -> None:
-        """Return to the state of this snapshot.
-
-        Changes that plugins have made to the objects themselves stay.
-        """
+    def _restore(self, state: Mapping[str, Any]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
         self.record_aliases()
@@ -324,7 +350,7 @@ class Unit:
             if first.setdefault(parameter, name) != name:
                 self.aliases[name] = first[parameter]
 
-    def record_ties(self) -> None:
+    def _record_ties(self) -> None:
         """Find the aliases that are one parameter still, once the models are wrapped."""
         now = dict(self.all_names())
         owners = {alias: now.get(owner) for alias, owner in self.aliases.items() if alias in now}

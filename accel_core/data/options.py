@@ -21,7 +21,9 @@ from accel_core.errors import ConfigError
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from accel_core.contract.config import DataLoaderConfiguration
     from accel_core.contract.run import Run
+    from accel_core.contract.world import Topology
 
 
 @frozen(kw_only=True, eq=False)
@@ -115,13 +117,13 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     Raises:
         ConfigError: a setting does not work with this loader; the message names the setting.
     """
-    data, control = run.config.data, run.collectives("control")
+    data, topology, control = run.config.data, run.topology, run.collectives("control")
     iterable = isinstance(loader.dataset, IterableDataset)
     # Iterables by default: each process might read another random one.
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
-    _check(loader, run, iterable=iterable, dispatches=dispatches)
-    sharding = _sharding(loader, run, iterable=iterable)
+    _check(loader, data, topology.readers, iterable=iterable, dispatches=dispatches)
+    sharding = _sharding(loader, data, topology, iterable=iterable)
     accelerates = data.order == "accelerate" and not iterable and not dispatches
     if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
         _draw_seed(loader)
@@ -205,15 +207,17 @@ def _draw_seed(loader: DataLoader[Any]) -> None:
         sampler.generator = torch.Generator().manual_seed(seed)
 
 
-def _sharding(loader: DataLoader[Any], run: Run, *, iterable: bool) -> Sharding:
+def _sharding(
+    loader: DataLoader[Any], data: DataLoaderConfiguration, topology: Topology, *, iterable: bool
+) -> Sharding:
     batches = loader if iterable else _batch_sampler(loader)
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     return Sharding(
-        reader=run.topology.reader,
-        readers=run.topology.readers,
+        reader=topology.reader,
+        readers=topology.readers,
         batch_size=1 if size is None and iterable else size,
-        split=run.config.data.split_batches,
-        even=run.config.data.even_batches,
+        split=data.split_batches,
+        even=data.even_batches,
         drop_last=bool(getattr(batches, "drop_last", False)),
     )
 
@@ -260,9 +264,10 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     }
 
 
-def _check(loader: DataLoader[Any], run: Run, *, iterable: bool, dispatches: bool) -> None:
+def _check(
+    loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool, dispatches: bool
+) -> None:
     """Refuse settings that do not work with this loader."""
-    data, readers = run.config.data, run.topology.readers
     sampler = getattr(_batch_sampler(loader), "sampler", loader.sampler)
     if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
         raise ConfigError(

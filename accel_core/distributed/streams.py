@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,31 +80,6 @@ def fork(unit: Unit) -> Stream | None:
     with collective_call(unit.run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
         seed: int = call.one_object(torch.initial_seed(), 0)
     return Stream(unit.run.device, unit.name, number, seed)
-
-
-def forward_context(
-    unit: Unit, factory: Callable[[], AbstractContextManager[Any]] | None
-) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return the context of a unit's forward: its stream, and that of `factory`.
-
-    Ranks of a unit with a stream exchange values in a forward: the context also names ranks that it lost.
-    """
-    if unit.stream is None:
-        return factory
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        assert unit.stream is not None  # but it may be another one: units are joined
-        try:
-            with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
-                yield
-        except RuntimeError as error:
-            lost = unit.run.lost_peer("forward", error)
-            if lost is None:
-                raise
-            raise lost from error
-
-    return context
 
 
 def reseed(run: Run, seed: int) -> None:

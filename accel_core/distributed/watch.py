@@ -138,25 +138,25 @@ def places(ranks: Iterable[int]) -> dict[int, str]:
     return {rank: answer.get("where", "does not answer") for rank, answer in answers.items()}
 
 
-def lost_peer(run: Run, operation: str, error: RuntimeError) -> CollectiveError | None:
+def lost_peer(world: World, operation: str, error: RuntimeError) -> CollectiveError | None:
     """Translate an error of torch's own collectives.
 
     Returns None for an error that is not a lost connection.
     """
     first_line = str(error).partition("\n")[0]
-    if _watch is None or run.world.store is None or not LOST.search(first_line):
+    if _watch is None or world.store is None or not LOST.search(first_line):
         return None
     if not module_that_raised(error).startswith(WAITING):
         return None
-    others = [rank for rank in range(run.world.size) if rank != run.world.rank]
-    end_silent(run.world.store, FAILING_SECONDS)
+    others = [rank for rank in range(world.size) if rank != world.rank]
+    end_silent(world.store, FAILING_SECONDS)
     try:
-        answers = _ask(_under(_watch.prefix, run.world.store), others, time.sleep)
+        answers = _ask(_under(_watch.prefix, world.store), others, time.sleep)
     except RuntimeError:  # the store ended with rank 0, which served it, or its machine is silent
         answers = {0: {}}
     elsewhere = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
     return CollectiveError(
-        f"{operation}: rank {run.world.rank} lost {_listed(elsewhere) or 'the others'}\n{first_line}\n"
+        f"{operation}: rank {world.rank} lost {_listed(elsewhere) or 'the others'}\n{first_line}\n"
         "look at what those ranks did: they died, hang, or took another branch",
         operation=operation,
     )

@@ -186,7 +186,7 @@ class Run:
 
         It is None for other errors. operation: for the message, such as "forward".
         """
-        return lost_peer(self, operation, error)
+        return lost_peer(self.world, operation, error)
 
     def begin_accumulation(self, accumulation: Accumulation) -> None:
         """Make this the innermost `accumulate`.
@@ -265,7 +265,7 @@ class Run:
             check_capabilities(self, hooks, alias)
         return hooks
 
-    def unit_of_model(self, model: nn.Module) -> Unit | None:
+    def unit_of_model(self, model: object) -> Unit | None:
         """Return a model's unit, given the user's module or `prepare`'s result for it."""
         for unit in self.units:
             if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
@@ -278,6 +278,16 @@ class Run:
             if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
                 return proxy
         return None
+
+    def prepared_form(self, thing: Any) -> Any:
+        """Return what `prepare` returned for a model or optimizer; None for others.
+
+        Given either of both.
+        """
+        unit = self.unit_of_model(thing)
+        if unit is None:
+            return self.proxy_of(thing)
+        return thing if thing in unit.wrapped else unit.wrapped[unit.given.index(thing)]
 
     def add_unit(
         self,

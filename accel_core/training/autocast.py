@@ -1,4 +1,4 @@
-"""The stack's autocast contexts around a model's forward.
+"""A unit's contexts around a model's forward: autocast and its random stream.
 
 A method `forward` of the module itself enters them. The method is bound to this one module: a deep copy of
 the model (EMA) has its own, a pickle has the class's.
@@ -8,8 +8,8 @@ that is not an `Exception`, and autocast would stay on afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
@@ -21,21 +21,51 @@ from accel_core.distributed.nested import convert_to_fp32
 if TYPE_CHECKING:
     from torch import nn
 
+    from accel_core.contract.unit import Unit
+
 Factory = Callable[[], AbstractContextManager[Any]]
 
 _NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
 """Each returns the new level; torch has no function that only tells it."""
 
 
-def attach(
-    model: nn.Module, factory: Factory | None, device: str, *, outputs_to_fp32: bool
-) -> Callable[[], None] | None:
+def attach_contexts(unit: Unit, model: nn.Module) -> None:
+    """Enter the unit's contexts around each forward of the model."""
+    factory = _with_stream(unit, unit.hooks.autocast(unit))
+    if factory is not None:
+        run = unit.run
+        detach = _attach(model, factory, run.device.type, outputs_to_fp32=run.config.autocast.outputs_to_fp32)
+        unit.detach.append(detach)
+
+
+def _with_stream(unit: Unit, factory: Factory | None) -> Factory | None:
+    """Return a context of the unit's stream, if it has one, around `factory`.
+
+    Ranks of a unit with a stream exchange values in a forward: the context also names ranks that it lost.
+    """
+    if unit.stream is None:
+        return factory
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        assert unit.stream is not None  # but it may be another one: units are joined
+        try:
+            with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
+                yield
+        except RuntimeError as error:
+            lost = unit.run.lost_peer("forward", error)
+            if lost is None:
+                raise
+            raise lost from error
+
+    return context
+
+
+def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32: bool) -> Callable[[], None]:
     """Enter `factory()` around each forward of `model`; return a function to undo it.
 
     device: its type. outputs_to_fp32: convert outputs under its autocast to float32.
     """
-    if factory is None:
-        return None
     before, forward = model.__dict__.get("forward"), _function(model)
 
     has_autocast = torch.amp.is_autocast_available(device)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.contract.hooks import PHASES
 from accel_core.distributed.progress import show_progress
-from accel_core.distributed.streams import fork, forward_context
+from accel_core.distributed.streams import fork
 from accel_core.errors import AccelError
-from accel_core.training.autocast import attach
+from accel_core.training.autocast import attach_contexts
 from accel_core.training.gradients import attach_gradient_transforms
 from accel_core.training.prior_state import carry
+from accel_core.training.proxies import PreparedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -22,84 +22,81 @@ if TYPE_CHECKING:
     from accel_core.training.plan import PreparePlan, UnitGroup
 
 
-def build_unit(unit: Unit, group: UnitGroup, plan: PreparePlan) -> list[Optimizer]:
-    """Take the group's objects into the unit; return its new optimizers, wrapped.
+def build_unit(group: UnitGroup, plan: PreparePlan) -> list[tuple[Optimizer, PreparedOptimizer]]:
+    """Take the group's objects into its unit; return its new optimizers.
 
-    A unit that cannot be built is left as it was before.
+    Each is given as (the user's, its proxy). Collective. A unit that cannot be built is left as it was
+    before.
     """
+    unit, loaders = group.unit, plan.of_kind["dataloader"]
+    if unit.stream is None:
+        unit.use_stream(fork(unit))
     models = " and ".join(type(model).__name__ for model in group.models)
-    with _all_or_nothing(unit, group), show_progress(f"preparing {models} for {unit.strategy}"):
-        _build(unit, group, plan)
-    return unit.optimizers[len(unit.optimizers) - len(group.optimizers) :]
+    with (
+        show_progress(f"preparing {models} for {unit.strategy}"),
+        unit.extended(group.models, group.optimizers, group.units[1:]) as names,
+    ):
+        if unit.hooks.step("prepare_unit") is not None:
+            _build_whole(unit, group, plan, names)
+        else:
+            unit.configure(loaders)
+            stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
+            carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
+            _build(unit, group.optimizers, plan.placed, names, carried)
+    new = zip(group.optimizers, _last(unit.optimizers, len(group.optimizers)), strict=True)
+    return [(optimizer, PreparedOptimizer(wrapped, unit)) for optimizer, wrapped in new]
 
 
-@contextmanager
-def _all_or_nothing(unit: Unit, group: UnitGroup) -> Iterator[None]:
-    before, parameters = unit.snapshot(), unit.run.parameters.snapshot()
-    attached = {id(detach) for other in (unit, *group.units) for detach in other.detach}
-    try:
-        yield
-    except BaseException:  # a plugin may raise anything
-        for detach in unit.detach:  # units that were to join keep their own
-            if id(detach) not in attached:
-                detach()
-        unit.restore(before)
-        unit.run.parameters.restore(parameters)
-        raise
+def _build(
+    unit: Unit,
+    optimizers: Sequence[Optimizer],
+    placed: Mapping[int, bool],
+    names: Mapping[int, list[PartName]],
+    carried: Mapping[Optimizer, Callable[[], None]],
+) -> None:
+    """Wrap each model and each optimizer by itself.
 
-
-def _build(unit: Unit, group: UnitGroup, plan: PreparePlan) -> None:
-    hooks, parameters = unit.hooks, unit.run.parameters
-    for other in group.units[1:]:
-        unit.merge(other)
-    before = unit.add_models(group.models)
-    original = dict(unit.all_names())
-    unit.optimizers.extend(group.optimizers)
-    if hooks.step("prepare_unit") is not None:
-        parameters.add(unit, original.items())
-        _build_whole(unit, group, plan, before)
-    else:
-        unit.configure(hooks.complete(unit.run.configs[unit.strategy], unit, plan.of_kind["dataloader"]))
-        stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
-        carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
-        for number, names in before.items():
-            model = _transform(unit, unit.given[number])
-            if plan.placed.get(id(unit.given[number]), True):
-                model = hooks.place_model(unit, model, unit.run.device)
-            unit.wrapped.append(hooks.wrap_model(unit, model))
-            _finish_model(unit, number, names)
-        # Not before: torch cannot move a parameter in place that others refer to weakly.
-        parameters.add(unit, original.items())
-        for optimizer in group.optimizers:
-            _rebind(unit, optimizer, carried.get(optimizer))
-            made = hooks.transform_optimizer(unit, hooks.wrap_optimizer(unit, optimizer))
-            unit.optimizers[unit.optimizers.index(optimizer)] = made
-    if group.models:
-        parameters.add(unit, unit.all_names())
-        unit.record_ties()
-        if unit.scaler is None:  # a model that comes later shares the unit's scale
-            unit.use_scaler(hooks.grad_scaler(unit))
+    carried: optimizer -> the function that restores its state (see `carry`).
+    """
+    hooks, original = unit.hooks, dict(unit.all_names())
+    for number, parts in names.items():
+        model = _transform(unit, unit.given[number])
+        if placed.get(id(unit.given[number]), True):
+            model = hooks.place_model(unit, model, unit.run.device)
+        unit.wrapped.append(hooks.wrap_model(unit, model))
+        _finish_model(unit, number, parts)
+    # Not before: torch cannot move a parameter in place that others refer to weakly.
+    unit.run.parameters.add(unit, original.items())
+    for optimizer in optimizers:
+        _rebind(unit, optimizer, carried.get(optimizer))
+        made = hooks.transform_optimizer(unit, hooks.wrap_optimizer(unit, optimizer))
+        unit.optimizers[unit.optimizers.index(optimizer)] = made
 
 
 def _build_whole(
-    unit: Unit, group: UnitGroup, plan: PreparePlan, before: Mapping[int, list[PartName]]
+    unit: Unit, group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]]
 ) -> None:
     """Build by a strategy that makes models, optimizers and schedulers one thing."""
     hooks, loaders = unit.hooks, plan.of_kind["dataloader"]
+    unit.run.parameters.add(unit, unit.all_names())
     unit.schedulers.extend(
         scheduler
         for scheduler in plan.of_kind["scheduler"]
         if any(scheduler.optimizer is optimizer for optimizer in unit.optimizers)
     )
-    unit.configure(hooks.complete(unit.run.configs[unit.strategy], unit, loaders))
-    for number, names in before.items():
-        unit.replace_model(number, _transform(unit, unit.given[number]), names)
+    unit.configure(loaders)
+    for number, parts in names.items():
+        unit.replace_model(number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer)
     hooks.prepare_unit(unit, loaders)
-    _check_transformed(unit, unit.optimizers[len(unit.optimizers) - len(group.optimizers) :])
-    for number, names in before.items():
-        _finish_model(unit, number, names)
+    _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
+    for number, parts in names.items():
+        _finish_model(unit, number, parts)
+
+
+def _last(optimizers: Sequence[Optimizer], count: int) -> Sequence[Optimizer]:
+    return optimizers[len(optimizers) - count :]
 
 
 def _check_transformed(unit: Unit, optimizers: Sequence[Optimizer]) -> None:
@@ -121,23 +118,17 @@ def _transform(unit: Unit, model: nn.Module) -> nn.Module:
 
 def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
     """Run what follows the wrapping: the last phase, names, gradients, autocast."""
-    hooks, run = unit.hooks, unit.run
+    hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.replace_model(number, hooks.unwrap_model(unit, wrapped, True), before)
     attach_gradient_transforms(unit, number)
-    unit.use_stream(unit.stream or fork(unit))
-    context = forward_context(unit, hooks.autocast(unit))
-    detach = attach(
-        unit.models[number], context, run.device.type, outputs_to_fp32=run.config.autocast.outputs_to_fp32
-    )
-    if detach is not None:
-        unit.detach.append(detach)
+    attach_contexts(unit, unit.models[number])
 
 
 def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None = None) -> None:
     """Give the optimizer the parameters that took the place of its original ones.
 
-    put_back: restores the optimizer's state for the new parameters.
+    put_back: restores the optimizer's state for the new parameters (see `carry`).
     """
     now = dict(unit.all_names())
     for group in optimizer.param_groups:

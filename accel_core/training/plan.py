@@ -1,4 +1,4 @@
-"""The plan of a `prepare`: each object's kind, and the objects that form a unit.
+"""The plan of a `prepare`: kinds of objects, the groups of units, and checks.
 
 Planning changes nothing.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
 from attrs import Factory, define, frozen
 
 from accel_core.errors import AccelError, ConfigError
@@ -25,11 +26,19 @@ KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
 
 @define(eq=False)
 class UnitGroup:
-    """New models and optimizers that form one unit, and the prepared units they join."""
+    """New models and optimizers that form one unit, and the prepared units they join.
+
+    The first unit takes over the others. Where they join none, `prepare` makes one.
+    """
 
     models: list[nn.Module] = Factory(list)
     optimizers: list[Optimizer] = Factory(list)
     units: list[Unit] = Factory(list)
+
+    @property
+    def unit(self) -> Unit:
+        """The unit that takes in the objects."""
+        return self.units[0]
 
     def take_over(self, other: UnitGroup) -> None:
         """Add the objects and units of the other group."""
@@ -53,19 +62,34 @@ class UnitGroup:
                 "prepare all objects of a unit with the same strategy"
             )
 
+    def check_unit(self, placed: Mapping[int, bool]) -> None:
+        """Refuse objects that the unit's device or a plugin cannot take."""
+        reasons = _refuse_float64(self.unit, self.models, placed)
+        reasons += self.unit.hooks.refuse_unit(self.unit, self.models, self.optimizers)
+        if reasons:
+            raise ConfigError("\n".join(reasons), problems=reasons)
+
 
 @frozen
 class PreparePlan:
     """The objects of one `prepare`.
 
-    objects: (kind, object) in the order given; the kind of None is None.
     of_kind: kind -> its objects. placed: id of an object -> whether it is put on the device.
     """
 
-    objects: Sequence[tuple[str | None, Any]]
     of_kind: Mapping[str, Sequence[Any]]
     placed: Mapping[int, bool]
     groups: Sequence[UnitGroup]
+
+    def in_words(self) -> str:
+        """Describe what all ranks must share; parts of a model may differ by rank."""
+        models, meshes = self.of_kind["model"], [group.unit.mesh for group in self.groups]
+        if any(mesh is not None and mesh.size(*mesh.names("model")) > 1 for mesh in meshes):
+            return f"{len(models)} model(s)"
+        dtypes = [sorted({str(p.dtype) for p in model.parameters()}) for model in models]
+        named = zip(models, dtypes, strict=True)
+        words = ", ".join(f"{type(model).__name__} ({', '.join(names)})" for model, names in named)
+        return words.replace("torch.", "")
 
 
 def plan_prepare(
@@ -89,10 +113,9 @@ def plan_prepare(
             f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one per object"
         )
     of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    kinds = [_kind(run, thing, number) for number, thing in enumerate(objects, start=1)]
-    for kind, thing in zip(kinds, objects, strict=True):
-        if kind is not None:
-            of_kind[kind].append(thing)
+    for number, thing in enumerate(objects, start=1):
+        if thing is not None:
+            of_kind[_kind(run, thing, number)].append(thing)
     groups = _group_objects(run, of_kind["model"], of_kind["optimizer"])
     _check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
@@ -102,12 +125,10 @@ def plan_prepare(
     for group in groups:
         group.check(strategy)
     placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
-    return PreparePlan(list(zip(kinds, objects, strict=True)), of_kind, placed, groups)
+    return PreparePlan(of_kind, placed, groups)
 
 
-def _kind(run: Run, thing: Any, number: int) -> str | None:
-    if thing is None:
-        return None
+def _kind(run: Run, thing: Any, number: int) -> str:
     kind: str | None = run.hooks.kind_of(thing)
     if kind is None:
         raise AccelError(
@@ -171,3 +192,31 @@ def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[
                 f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"
                 "prepare its optimizer in the same call or before"
             )
+
+
+def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int, bool]) -> list[str]:
+    """Return reasons why models of float64 cannot come to the unit's device.
+
+    A model that is not placed stays where it is, unless its strategy moves weights itself.
+    """
+    device = unit.run.device
+    if "float64" in unit.hooks.capabilities(device):
+        return []
+    offers = unit.run.cards[unit.strategy].offers
+    is_moved = "whole_weights" not in offers or "streamed_weights" in offers
+    reasons = []
+    for model in models:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        names = [
+            name
+            for name, tensor in tensors
+            if tensor.dtype in (torch.float64, torch.complex128)
+            and (is_moved or placed.get(id(model), True) or tensor.device.type == device.type)
+        ]
+        if names:
+            remedy = "" if is_moved else ", or leave it where it is: device_placement=[False]"
+            reasons.append(
+                f"prepare: {', '.join(names[:5])} of the {type(model).__name__} is float64, which {device}"
+                f" lacks\nconvert the model first: model.float(){remedy}"
+            )
+    return reasons

@@ -192,5 +192,21 @@ class PreparedScheduler(LRScheduler):
         return _same, (self.scheduler,)
 
 
+def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedScheduler:
+    """Return the proxy of a scheduler, wrapped by its unit; a proxy as it is."""
+    if isinstance(scheduler, PreparedScheduler):
+        return scheduler
+    unit = optimizer.unit
+    unit.schedulers[:] = [other for other in unit.schedulers if other is not scheduler]
+    inner = unit.hooks.wrap_scheduler(unit, scheduler)
+    unit.schedulers.append(inner)
+    return PreparedScheduler(
+        inner,
+        [optimizer],
+        follows=unit.run.config.step_scheduler_with_optimizer,
+        each_micro_batch=not unit.run.config.accumulation.adjust_scheduler,
+    )
+
+
 def _same(value: Any) -> Any:
     return value

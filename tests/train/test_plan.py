@@ -61,14 +61,18 @@ def sgd(*models):
     return torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
 
 
-def test_objects_keep_their_order_and_none_passes():
+def test_objects_are_told_by_kind_and_none_passes():
     model = linear()
     optimizer, loader = sgd(model), DataLoader([1])
 
     plan = plan_prepare(PlainRun(), [loader, None, optimizer, model], placement=[True, True, True, False])
 
-    assert plan.objects == [("dataloader", loader), (None, None), ("optimizer", optimizer), ("model", model)]
-    assert plan.of_kind["model"] == [model]
+    assert plan.of_kind == {
+        "model": [model],
+        "optimizer": [optimizer],
+        "scheduler": [],
+        "dataloader": [loader],
+    }
     assert [plan.placed[id(thing)] for thing in (loader, model)] == [True, False]
 
 
