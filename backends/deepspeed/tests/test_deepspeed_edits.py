@@ -202,6 +202,8 @@ def served(threshold: int, folder: str) -> list[Tensor]:
         model.train()
         ours.save_state(folder)
         ours.load_state(folder)
+        model.save_checkpoint(f"{folder}-by-the-engine")
+        model.load_checkpoint(f"{folder}-by-the-engine")
     return [each.clone() for each in ours.get_state_dict(model).values()]
 
 

@@ -6,6 +6,7 @@ The optimizer inside steps copies of them, so the next step would undo an edit i
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Edits", "edits_of", "keep_written"]
+__all__ = ["Edits", "edits_of", "keep_written", "note_own_loads"]
 
 _WORDS: Final = 1024
 """Words of 8 bytes in a row of which a fingerprint has the sum."""
@@ -123,6 +124,22 @@ class PartitionedWeights:
 
 
 Edits = WholeWeights | PartitionedWeights
+
+
+def note_own_loads(engine: Any, edits: Edits) -> None:
+    """Take weights that the engine's own `load_checkpoint` has written for unedited.
+
+    transformers' Trainer resumes by it.
+    """
+    load = engine.load_checkpoint
+
+    @wraps(load)
+    def load_and_note(*args: Any, **options: Any) -> Any:
+        loaded = load(*args, **options)
+        edits.note()
+        return loaded
+
+    engine.load_checkpoint = load_and_note
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet
 from accel_deepspeed.config import DeepSpeedPlugin
-from accel_deepspeed.edits import edits_of
+from accel_deepspeed.edits import edits_of, note_own_loads
 from accel_deepspeed.engine_init import sharded_init
 from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
@@ -144,6 +144,7 @@ class DeepSpeed(SharedSequences, EngineState):
                 unit.detach.append(run_without_graph(unit.models[0]))
             if (edits := edits_of(unit)) is not None:
                 self.edits[unit] = edits
+                note_own_loads(engine, edits)
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
