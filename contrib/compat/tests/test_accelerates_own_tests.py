@@ -47,9 +47,6 @@ DIFFERENT = {
         "test_config_compatibility": SCRIPTS_ARE_NOT_OURS,
         "test_no_config": SCRIPTS_ARE_NOT_OURS,
     },
-    "test_modeling_utils.py": {
-        "test_align_module_device_offloaded": "offloaded weights stay in host memory, and are not on meta",
-    },
 }
 """File -> test that passes there and not here -> why."""
 CONFIGS = "test_configs"
