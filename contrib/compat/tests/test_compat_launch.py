@@ -77,7 +77,10 @@ OTHERWISE = {
     "config_file": "it names other settings",
     "fsdp_ignored_modules": "a key of files only",
     "fp8_fp8_format": "a key of files only",
+    "fp8_amax_history_length": "a key of files only",
+    "fp8_amax_compute_algorithm": "a key of files only",
     "mpirun_ccl": "a key of files only",
+    "mpirun_hostfile": "calls mpirun",
     **{name: "of jobs of SageMaker" for name, each in settings().items() if each.section == "sagemaker"},
     **dict.fromkeys(
         ("compute_environment", "aws_access_key_id", "aws_secret_access_key"), "of SageMaker too"

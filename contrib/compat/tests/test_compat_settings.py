@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from subprocess import CompletedProcess
+
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -114,6 +116,8 @@ def test_two_strategies_at_once_are_refused(tmp_path, file):
     [
         ("--dynamo_backend", "eagr", "invalid choice: 'eagr'"),
         ("--dynamo_mode", "fast", "invalid choice: 'fast'"),
+        ("--fp8_format", "E5M3", "invalid choice: 'E5M3'"),
+        ("--fsdp_version", "3", "invalid choice: '3'"),
         ("--num_processes", "two", "invalid int value: 'two'"),
     ],
 )
@@ -248,14 +252,83 @@ def test_the_command_writes_a_file_that_accel_reads(tmp_path):
     assert "is there already" in again.output
 
 
+def test_a_layout_in_a_file_is_used(tmp_path):
+    layout = FSDP + "parallelism_config:\n  parallelism_config_cp_size: 2\n"
+    file = ["--config_file", written(tmp_path, layout)]
+    variables = {"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_CP_SIZE": "2"}
+
+    assert variables.items() <= environment(parse([*file, "train.py"], None).settings).items()
+    assert variables.items() <= environment(parse([*file, "--use_fsdp", "train.py"], None).settings).items()
+    assert variables.keys().isdisjoint(environment(parse([*file, "--multi_gpu", "train.py"], None).settings))
+
+
+@pytest.mark.parametrize(
+    ("text", "setting", "value"),
+    [
+        ("fsdp_config: {offload_params: true}", "fsdp_offload_params", True),
+        ("dynamo_config: {backend: EAGER}", "dynamo_backend", "EAGER"),
+        ("fp16: true", "mixed_precision", "fp16"),
+        ("deepspeed_config: {gradient_clipping: auto}", "gradient_clipping", "auto"),
+        ("fsdp_config: {fsdp_reshard_after_forward: NO_SHARD}", "fsdp_sharding_strategy", "NO_SHARD"),
+        ("fp8_config: {amax_history_length: 16}", "fp8_amax_history_length", 16),
+        ("fp8_config: {amax_compute_algorithm: max}", "fp8_amax_compute_algorithm", "max"),
+    ],
+)
+def test_what_accelerate_itself_writes_or_takes_is_read(tmp_path, text, setting, value):
+    assert read_file(written(tmp_path, f"distributed_type: 'NO'\n{text}\n"))[setting] == value
+
+
+def test_the_length_of_fp8s_history_is_the_one_that_the_questions_wrote():
+    told = environment({"mixed_precision": "fp8", "fp8_amax_history_length": 16})
+
+    assert told["ACCELERATE_FP8_AMAX_HISTORY_LEN"] == "16"
+
+
+def test_fsdp_1_shards_as_the_questions_have_written(tmp_path):
+    line = "fsdp_config:\n  fsdp_reshard_after_forward: SHARD_GRAD_OP\n"
+    file = written(tmp_path, FSDP.replace("fsdp_config:\n", line))
+    told = environment(parse(["--config_file", file, "train.py"], None).settings)
+
+    assert told["FSDP_SHARDING_STRATEGY"] == "SHARD_GRAD_OP"
+    assert told["FSDP_RESHARD_AFTER_FORWARD"] == "true"
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "wanted"),
+    [
+        ("num_machines", "0", "--num_machines is 0, not a number of 1 or more"),
+        ("fsdp_offload_params", "maybe", "--fsdp_offload_params is 'maybe', not true or false"),
+    ],
+)
+def test_a_flags_wrong_value_is_refused_before_anything_starts(flag, value, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        parse(["--num_processes", "2", f"--{flag}", value, "train.py"], None)
+
+
+def test_a_variable_that_the_launcher_replaces_is_named(monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr("subprocess.run", lambda *words, **options: CompletedProcess(words, 0))
+    launch(parse(["--mixed_precision", "fp16", "train.py"], None))
+    assert "gives way" not in capsys.readouterr().err
+
+    launch(parse(["train.py"], None))
+    assert "ACCELERATE_MIXED_PRECISION=bf16 gives way to no, as in Accelerate" in capsys.readouterr().err
+
+
 def test_a_bare_no_is_the_word(tmp_path):
     (tmp_path / "bare.yaml").write_text("mixed_precision: no\ndynamo_backend: NO\n")
 
     assert read_file(str(tmp_path / "bare.yaml")) == {"mixed_precision": "no", "dynamo_backend": "no"}
 
 
-def test_a_hostfile_chooses_the_launcher_of_mpi():
+def test_a_hostfile_chooses_the_launcher_of_mpi(tmp_path):
     processes = {"num_processes": 4, "num_machines": 2}
+    file = written(
+        tmp_path, "mpirun_config: {mpirun_hostfile: hosts, mpirun_ccl: '2'}\nmain_process_port: 29500\n"
+    )
+    asked = parse(["--config_file", file, "--num_processes", "4", "--num_machines", "2", "train.py"], None)
+    mpi = ["--launcher", "mpi", "--mpi.hostfile", "hosts", "--mpi.ccl-workers", "2"]
+    assert command(asked)[2:] == ["-n", "2", "--nodes", "2", *mpi, "train.py"]
 
     converted = convert({"mpirun_hostfile": "hosts", "mpirun_ccl": "2", **processes})
 

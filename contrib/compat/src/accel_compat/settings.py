@@ -24,8 +24,9 @@ MEGATRON: Final = "megatron_lm_"
 STRATEGIES: Final = {"use_fsdp": "fsdp", "use_deepspeed": "deepspeed", "use_megatron_lm": "megatron"}
 """Switch -> the strategy that it chooses, whose section has the same name."""
 SECTIONS: Final[Mapping[str, str]] = {
-    **dict.fromkeys(("fsdp_config", "deepspeed_config", "megatron_lm_config", "dynamo_config"), ""),
-    "mpirun_config": "",
+    **dict.fromkeys(("deepspeed_config", "megatron_lm_config", "mpirun_config"), ""),
+    "fsdp_config": "fsdp_",
+    "dynamo_config": "dynamo_",
     "parallelism_config": "parallelism_config_",
     "fp8_config": "fp8_",
 }
@@ -34,8 +35,15 @@ WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "mixed_precision": ("no", "fp16", "bf16", "fp8"),
     "dynamo_backend": tuple(backend.value.lower() for backend in DynamoBackend),
     "dynamo_mode": ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+    "fsdp_version": ("1", "2"),
+    "fp8_backend": ("ao", "te", "msamp"),
+    **dict.fromkeys(("fp8_format", "fp8_fp8_format"), ("HYBRID", "E4M3", "E5M2")),
+    **dict.fromkeys(("fp8_amax_compute_algo", "fp8_amax_compute_algorithm"), ("max", "most_recent")),
+    "fp8_opt_level": ("O1", "O2"),
+    "parallelism_config_cp_backend": ("torch",),
+    "parallelism_config_sp_backend": ("deepspeed",),
 }
-"""Setting -> the words that it takes."""
+"""Setting -> the words that it takes, in any case of letters."""
 
 
 @frozen

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import yaml
 
+from accel_compat.environment.constants import FSDP_SHARDING_STRATEGY
 from accel_compat.environment.variables import str_to_bool
 from accel_compat.settings import SECTIONS, WORDS, Setting, settings
 from accel_core import ConfigError
@@ -86,8 +87,13 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
 
 def unmet(setting: Setting, value: Any) -> str:
     """Return what the value should have been, or nothing."""
+    text = str(value).upper()
     if words := WORDS.get(setting.name):
-        return "" if value is False or str(value).lower() in words else f"one of {', '.join(words)}"
+        return "" if value is False or text in map(str.upper, words) else f"one of {', '.join(words)}"
+    if text == "AUTO" and setting.unset == "auto":
+        return ""
+    if setting.name == "fsdp_reshard_after_forward" and text in FSDP_SHARDING_STRATEGY:
+        return ""  # what `accelerate config` writes for version 1
     whole: Callable[[str], Any] | None = {"int": int, "float": float}.get(setting.kind)
     if setting.name in ("num_processes", "num_machines"):
         whole = _positive

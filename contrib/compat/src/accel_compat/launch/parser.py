@@ -76,7 +76,8 @@ def _add_flag(parser: argparse.ArgumentParser, setting: Setting) -> None:
     if setting.kind == "switch":
         options = {"nargs": 0, "const": True}
     elif setting.name in WORDS:
-        options |= {"type": str.lower, "choices": WORDS[setting.name]}
+        words = WORDS[setting.name]
+        options |= {"type": str.upper if words[0].isupper() else str.lower, "choices": words}
     parser.add_argument(
         *spellings,
         dest=setting.name,

@@ -9,8 +9,9 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.environment.constants import FSDP_SHARDING_STRATEGY
 from accel_compat.launch.cloud import is_cloud, kind_of
-from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes
+from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes, unmet
 from accel_compat.launch.parser import given_flags, launch_parser
 from accel_compat.settings import SECTIONS, STRATEGIES, find_setting, ignored_settings
 from accel_core import ConfigError
@@ -58,11 +59,19 @@ def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> 
     module = bool(flags.pop("module", False))
     if file is None and default_file is not None and default_file.is_file():
         file = str(default_file)
-    settings = _merged(read_file(file) if file else {}, flags)
+    _refuse_wrong_values(flags)
+    settings = _with_sharding(_merged(read_file(file) if file else {}, flags))
     ignored = ignored_settings()
     dropped = {name: ignored[name] for name in settings if name in ignored}
     kept = {name: value for name, value in settings.items() if name not in ignored}
     return Request(kept, target, module, file, dropped)
+
+
+def _refuse_wrong_values(flags: Mapping[str, Any]) -> None:
+    for name, value in flags.items():
+        setting = find_setting(name)
+        if setting is not None and (wanted := unmet(setting, value)):
+            raise ConfigError(f"--{name} is {value!r}, not {wanted}\ncorrect it, or leave it out")
 
 
 def _merged(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -73,7 +82,10 @@ def _merged(settings: Mapping[str, Any], flags: Mapping[str, Any]) -> dict[str, 
     Raises:
         ConfigError: several strategies are chosen.
     """
-    replaced = STRATEGIES if any(flags.get(name) for name in (*STRATEGIES, "multi_gpu", "tpu")) else ()
+    chosen = [name for name in (*STRATEGIES, "multi_gpu", "tpu") if flags.get(name)]
+    replaced = [*STRATEGIES, "use_parallelism_config"] if chosen else []
+    if chosen == ["use_fsdp"]:
+        replaced = [*STRATEGIES]  # whose layout the file may say
     merged = {name: value for name, value in settings.items() if name not in replaced} | dict(flags)
     chosen = [f"--{name}" for name in STRATEGIES if merged.get(name)]
     if len(chosen) > 1:
@@ -95,9 +107,11 @@ def read_file(file: str) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: expected keys and values, found {type(content).__name__}\nname another file"
         )
+    if content.pop("fp16", False):  # of the first releases
+        content.setdefault("mixed_precision", "fp16")
     found = {place: (name, value) for place, name, value in _flat(content)}
     refuse_mistakes(file, lines, found)
-    return _as_flags(dict(found.values()))
+    return _with_sharding(_as_flags(dict(found.values())))
 
 
 def _flat(content: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
@@ -128,5 +142,16 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"distributed_type {kind} is not one of {types}\nchoose one of these")
     if settings.pop("use_cpu", False):
         settings["cpu"] = True
+    if any(name.startswith(SECTIONS["parallelism_config"]) for name in settings):
+        settings["use_parallelism_config"] = True  # a file has no switch for it
     bare = [name for name in ("mixed_precision", "dynamo_backend") if settings.get(name) is False]
     return {**settings, **dict.fromkeys(bare, "no")}
+
+
+def _with_sharding(settings: dict[str, Any]) -> dict[str, Any]:
+    """Take the strategy of FSDP 1 from the key in which `accelerate config` writes it."""
+    word = str(settings.get("fsdp_reshard_after_forward")).upper()
+    if word in FSDP_SHARDING_STRATEGY and str(settings.get("fsdp_version", 1)) == "1":
+        del settings["fsdp_reshard_after_forward"]
+        settings.setdefault("fsdp_sharding_strategy", word)
+    return settings

@@ -27,6 +27,7 @@ _VISIBLE = (
     "SDAA_VISIBLE_DEVICES",
     "NEURON_RT_VISIBLE_CORES",
 )
+_READ_BY_WORKERS = ("ACCELERATE_", "FSDP_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 _NEEDS = {
     "fsdp_": "use_fsdp",
     "fp8_": "fp8",
@@ -50,13 +51,28 @@ def launch(request: Request) -> int:
         return subprocess.run(command(request), env=variables, check=False).returncode  # noqa: S603  the user's
     with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
         write_shim(Path(folder))
-        variables = {**os.environ, **environment(request.settings)}
+        told = environment(request.settings)
+        _tell_replaced(told, request.settings)
+        variables = {**os.environ, **told}
         here = [str(Path.cwd())] if request.settings.get("use_deepspeed") else []  # as DeepSpeed's launcher
         paths = [folder, variables.get("PYTHONPATH"), *here]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         variables["PATH"] = os.pathsep.join([str(Path(folder, "bin")), variables.get("PATH", "")])
         done = subprocess.run(command(request), env=variables, check=False)  # noqa: S603  the user's script
         return done.returncode
+
+
+def _tell_replaced(told: Mapping[str, str], given: Mapping[str, Any]) -> None:
+    """Warn of this shell's variables that defaults of the launcher replace."""
+    asked = {setting.variable for setting in map(find_setting, given) if setting is not None}
+    asked |= {"ACCELERATE_USE_CPU"} if given.get("cpu") else set()
+    for name in told.keys() - asked:
+        before = os.environ.get(name, told[name])
+        if name.startswith(_READ_BY_WORKERS) and before.lower() != told[name].lower():
+            warn_once(
+                f"the variable {name}={before} gives way to {told[name]}, as in Accelerate:"
+                " `launch` takes its flag, or the config file's key"
+            )
 
 
 def accel() -> str:
@@ -87,8 +103,15 @@ def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
             )
         yield from ("-n", str(count // nodes))
     if nodes > 1:
-        yield from ("--nodes", str(nodes), "--node-rank", str(settings.get("machine_rank", 0)))
+        yield from ("--nodes", str(nodes))
     host, port = settings.get("main_process_ip"), settings.get("main_process_port")
+    if "mpirun_hostfile" in settings:  # mpirun starts the ranks of all machines, and numbers them
+        yield from ("--launcher", "mpi", "--mpi.hostfile", str(settings["mpirun_hostfile"]))
+        if "mpirun_ccl" in settings:
+            yield from ("--mpi.ccl-workers", str(settings["mpirun_ccl"]))
+        port = None if host is None else port
+    elif nodes > 1:
+        yield from ("--node-rank", str(settings.get("machine_rank", 0)))
     if host is not None or port not in (None, 0):  # 0: any free one, as without a word
         yield from ("--rendezvous", f"{host or '127.0.0.1'}:{port or 29500}")
     if int(settings.get("max_restarts", 0)):
@@ -116,7 +139,7 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
     three = variables.pop("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "").strip("([])").split(",")
     if len(three) == len(_PRODUCTS):
         variables |= {name: part.strip() for name, part in zip(_PRODUCTS, three, strict=True)}
-    variables["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no"))
+    variables["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no")).lower()
     variables["ACCELERATE_DYNAMO_BACKEND"] = str(settings.get("dynamo_backend", "no")).upper()
     variables["ACCELERATE_USE_CPU"] = str(bool(settings.get("cpu")))
     if settings.get("cpu"):
