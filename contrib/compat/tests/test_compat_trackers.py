@@ -9,10 +9,11 @@ import pytest
 import torch
 from accelerate import Accelerator, tracking
 from accelerate.utils import LoggerType
-from peers import needs_accelerate, said
+from peers import OURS, needs_accelerate, printed, said
 
 from accel_compat.environment import libraries as imports
 from accel_core import AccelError
+from accel_testing import run_processes
 
 
 @pytest.fixture
@@ -277,3 +278,48 @@ def test_several_processes_save_after_their_trackers_were_finished(tmp_path, mon
         seen.append(said(SAVING_AT_THE_END, ours=ours, processes=2))
 
     assert seen[0] == seen[1]
+
+
+ON_TWO_PROCESSES = """
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker, LOGGER_TYPE_TO_CLASS
+
+
+class Mine(GeneralTracker):
+    name, requires_logging_directory, main_process_only, tracker = "mine", False, False, None
+
+    def __init__(self, *words):
+        super().__init__()
+
+    def start(self):
+        print("start")
+
+    def log(self, values, step):
+        print(values, step)
+
+
+class Named(Mine):
+    name = "named"
+
+
+LOGGER_TYPE_TO_CLASS["named"] = Named
+accelerator = Accelerator(log_with=ASKED, cpu=True)
+accelerator.init_trackers("project")
+accelerator.log({"loss": 1}, step=2)
+print([type(each).__name__ for each in accelerator.trackers])
+"""
+
+
+@pytest.mark.parametrize(
+    ("ours", "asked"),
+    [
+        (True, "[Mine(), 'named']"),
+        pytest.param(False, "[Mine(), Named()]", marks=needs_accelerate),  # whose names are its own
+    ],
+)
+def test_trackers_are_started_on_the_main_process_only(ours, asked):
+    code = (OURS if ours else "") + ON_TWO_PROCESSES.replace("ASKED", asked)
+    main, other = run_processes(printed, code, world=2)
+
+    assert main.split("\n") == [*["start"] * 2, *["{'loss': 1} 2"] * 2, "['Mine', 'Named']", ""]
+    assert other == "[]\n"

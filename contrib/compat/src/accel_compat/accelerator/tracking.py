@@ -120,7 +120,7 @@ class Tracking(Preparing):
                     f"accelerator.log_with: {each!r} is a tracker of a package, chosen when the run is made\n"
                     f"make it Accelerator(log_with={each!r})"
                 )
-            if self.is_main_process or not each.main_process_only:
+            if self.is_main_process:
                 each.project = project
                 each.start(**options.get(each.name, {}))
                 if config:

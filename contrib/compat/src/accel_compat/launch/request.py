@@ -149,7 +149,7 @@ def _as_flags(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_sharding(settings: dict[str, Any]) -> dict[str, Any]:
-    """Take the strategy of FSDP 1 from the key in which `accelerate config` writes it."""
+    """Take FSDP 1's strategy from the key in which `accelerate config` writes it."""
     word = str(settings.get("fsdp_reshard_after_forward")).upper()
     if word in FSDP_SHARDING_STRATEGY and str(settings.get("fsdp_version", 1)) == "1":
         del settings["fsdp_reshard_after_forward"]

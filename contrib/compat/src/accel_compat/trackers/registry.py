@@ -83,12 +83,15 @@ def register_tracker_class(tracker_class: type[Any]) -> None:
 
 
 class Registered(GeneralTracker):
-    """A registered class until `init_trackers` makes its object, then that."""
+    """A registered class until `init_trackers` makes its object, then that.
+
+    As there, trackers are started on the main process only, even where their methods serve every rank.
+    """
 
     tracker: Any = None
 
     def __init__(self, made: Callable[..., Any], folder: str | None) -> None:
-        self.name, self.main_process_only = made.name, made.main_process_only  # type: ignore[attr-defined]
+        self.name = made.name  # type: ignore[attr-defined]
         self._make, self._folder = made, [] if folder is None else [folder]
 
     def start(self, **options: Any) -> None:
@@ -109,6 +112,18 @@ class Registered(GeneralTracker):
         self.tracker.finish()
 
 
+class OnMainProcess(Registered):
+    """A tracker of the program's own, whose methods serve every rank."""
+
+    def __init__(self, tracker: GeneralTracker) -> None:
+        self.name, self._waiting = tracker.name, tracker
+
+    def start(self, **options: Any) -> None:
+        """Start it."""
+        self.tracker, self._waiting.project = self._waiting, self.project
+        self.tracker.start(**options)
+
+
 def resolve_trackers(asked: Iterable[Any], folder: str | os.PathLike[str] | None) -> Iterator[Any]:
     """Give `log_with` with trackers for names of classes; names of plugins stay.
 
@@ -123,7 +138,12 @@ def resolve_trackers(asked: Iterable[Any], folder: str | os.PathLike[str] | None
         without = [each for each in needy if LOGGER_TYPE_TO_CLASS[_word(each)].requires_logging_directory]
         several = [each for each in several if folder is not None or each not in without]
     words = dict.fromkeys(_word(each) if _is_word(each) else each for each in several)
-    yield from (_named(each, folder) if isinstance(each, str) else each for each in words)
+    for each in words:
+        if isinstance(each, str):
+            yield _named(each, folder)
+        else:
+            serves_all = isinstance(each, GeneralTracker) and not each.main_process_only
+            yield OnMainProcess(each) if serves_all else each
 
 
 def _named(word: str, folder: Any) -> str | Registered:
