@@ -212,7 +212,6 @@ class Accelerator(Ranks, Training, States):
         from accel_core.training.prepare import prepare  # late: start-up need not wait for it
 
         prepared = prepare(self.run, objects, strategy=strategy, name=name, placement=device_placement)
-        self._accumulations.clear()
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def model_init_context(

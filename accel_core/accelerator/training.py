@@ -12,7 +12,7 @@ from accel_core.data.uneven import check_unit
 from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError
 from accel_core.training import step
-from accel_core.training.accumulation import Accumulation
+from accel_core.training.accumulation import Accumulation, units_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -29,7 +29,7 @@ class Training:
 
     run: Run
     _accumulations: dict[tuple[nn.Module, ...], Accumulation]
-    """Made once for a set of models, until something more is prepared."""
+    """Made once for a set of models."""
 
     @property
     def window(self) -> Window:
@@ -82,13 +82,10 @@ class Training:
         except KeyError:
             accumulation = None
         if accumulation is None:
-            self.run.require_alive()
-            units = self._units(models) if models else list(self.run.units)
-            accumulation = self._accumulations[models] = Accumulation(self.run, units, models)
+            accumulation = self._accumulations[models] = Accumulation(self.run, models)
         if items is not None:
             _check_items(items)
-        accumulation.items, accumulation.batch = items, batch
-        return accumulation
+        return accumulation if items is None and batch is None else accumulation.of(items, batch)
 
     def maybe_context_parallel(
         self,
@@ -118,7 +115,7 @@ class Training:
         It changes nothing where the strategy reduces at a window's end, or never. `accumulate` does it by
         itself. Raises AccelError for a model that is not prepared.
         """
-        (unit,) = self._units([model])
+        (unit,) = units_of(self.run, [model])
         return step.quiet(unit, [model])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -141,7 +138,7 @@ class Training:
         Raises:
             AccelError: the loss requires no gradient, or `model` is needed.
         """
-        step.backward(self.run, loss, None if model is None else self._units([model])[0], options)
+        step.backward(self.run, loss, None if model is None else units_of(self.run, [model])[0], options)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -231,7 +228,7 @@ class Training:
         if items is not None:
             _check_items(items)
         self.run.require_alive()
-        (unit,) = self._units([model])
+        (unit,) = units_of(self.run, [model])
         self.run.use_windows([unit.window])
         if self.run.world.size > 1:
             check_unit(self.run, unit, "forward" if forward_only else "backward", trains=not forward_only)
@@ -259,7 +256,7 @@ class Training:
         Raises:
             ConfigError: their strategy cannot.
         """
-        units = self._units(joinables)
+        units = units_of(self.run, joinables)
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.run.loaders:
@@ -270,20 +267,6 @@ class Training:
             for unit in units:
                 stack.enter_context(unit.step_state.uneven_inputs())
             yield
-
-    def _units(self, models: Iterable[nn.Module]) -> list[Unit]:
-        units: list[Unit] = []
-        for model in models:
-            unit = self.run.unit_of_model(model)
-            if unit is None:
-                self.run.require_alive()
-                raise AccelError(
-                    f"this run has not prepared the {type(model).__name__} it was given\n"
-                    "prepare it first, and use what accelerator.prepare(...) returns"
-                )
-            if unit not in units:
-                units.append(unit)
-        return units
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)

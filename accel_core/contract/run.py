@@ -24,8 +24,9 @@ class Run(UnitRun, Protocol):
 
     units: list[Unit]
     trained: list[Unit]
-    """The units of the innermost `accumulate`, or those of the one entered last."""
+    """The units with optimizers: another list whenever units change, or the run ends."""
     windows: Sequence[Window]
+    """Those of the innermost `accumulate`, or of the one entered last."""
     prepared: list[Any]
     """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
     optimizers: list[tuple[Any, Any]]

@@ -316,9 +316,9 @@ class Run:
 
     def forget_prepared(self) -> None:
         """Forget all that was prepared or registered."""
-        lists = (self.units, self.trained, self.optimizers, self.prepared, self.loaders, self.registered)
-        for held in lists:
+        for held in (self.units, self.optimizers, self.prepared, self.loaders, self.registered):
             held.clear()
+        self.trained = []
         self.parameters.clear()
 
     def note_profile(self) -> None:

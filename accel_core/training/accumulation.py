@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -23,33 +23,52 @@ class Accumulation:
     """The context of `accumulate(*models)`: one micro-batch of these units' windows.
 
     Made once per set of models and entered for each micro-batch; nests with others.
-    units: all that the models belong to. trained: those of them with optimizers, if any.
-    windows: those of the units. outer: the accumulation around this one.
+    models: those given; none: all of the run. units: all that the models belong to. trained: those of
+    them with optimizers, if any. windows: those of the units. outer: the accumulation around this one.
     items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
     batch: what `step_context` is given; None: no such context is entered.
+
+    Raises:
+        AccelError: the run has ended, or has not prepared a model. So does entering it later.
     """
 
-    def __init__(self, run: Run, units: Sequence[Unit], models: Sequence[nn.Module]) -> None:
-        self.run = run
-        self.units = tuple(units)
-        self.trained = tuple(unit for unit in units if unit.optimizers) or self.units
-        self.windows = tuple(unit.window for unit in units)
+    def __init__(self, run: Run, models: Sequence[nn.Module]) -> None:
+        self.run, self.models = run, models
         self.outer: Accumulation | None = None
         self.items: Tensor | float | None = None
         self.batch: Any = None
-        options = run.config.accumulation
-        self._ends_with_loader = options.sync_with_dataloader
-        self._reducing = () if options.sync_each_batch else tuple(_reducing(self.units, models))
-        self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
-        simple = len(self.windows) == 1 and not self._reducing and not self._surrounded
-        self._only_window = self.windows[0] if simple else None
         self._entered = False
         """Notices a second `__exit__`; the accumulation in force is `run.accumulation`."""
         self._contexts: ExitStack | None = None
         self._no_sync: ExitStack | None = None
+        self._find_units()
+
+    def _find_units(self) -> None:
+        run = self.run
+        run.require_alive()
+        found_with = run.trained
+        self.units = units = tuple(units_of(run, self.models) if self.models else run.units)
+        self.trained = tuple(unit for unit in units if unit.optimizers) or units
+        self.windows = tuple(unit.window for unit in units)
+        options = run.config.accumulation
+        self._ends_with_loader = options.sync_with_dataloader
+        self._reducing = () if options.sync_each_batch else tuple(_reducing(units, self.models))
+        self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
+        simple = len(self.windows) == 1 and not self._reducing and not self._surrounded
+        self._only_window = self.windows[0] if simple else None
+        self._found_with = found_with  # last: Ctrl-C may come before
+
+    def of(self, items: Tensor | float | None, batch: Any) -> Accumulation:
+        """Return the context of one micro-batch that has these."""
+        made = object.__new__(Accumulation)
+        own = {"outer": None, "_entered": False, "_contexts": None, "_no_sync": None}
+        made.__dict__.update(self.__dict__, **own, items=items, batch=batch)
+        return made
 
     def __enter__(self) -> None:
         run, items = self.run, self.items
+        if run.trained is not self._found_with:  # the program kept it while it prepared or freed something
+            self._find_units()
         if items is not None:
             refuse_items(self.units)
         outer = run.accumulation
@@ -144,14 +163,13 @@ class Accumulation:
 
     def drop(self) -> None:
         """End as if nothing had happened inside: windows and contexts are told no error."""
-        self.batch = None
         self.run.end_accumulation(self)
         self._end_contexts()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, self._entered, self.batch = self._entered, False, None
+        entered, self._entered = self._entered, False
         self.run.end_accumulation(self)
         window = self._only_window
         if window is None:
@@ -167,6 +185,22 @@ class Accumulation:
                 "accumulate was entered inside accumulate of the same models: one micro-batch counts as two\n"
                 "enter it once per micro-batch"
             )
+
+
+def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
+    """Return the units of these models. Raises AccelError for one that the run has not prepared."""
+    units: list[Unit] = []
+    for model in models:
+        unit = run.unit_of_model(model)
+        if unit is None:
+            run.require_alive()
+            raise AccelError(
+                f"this run has not prepared the {type(model).__name__} it was given\n"
+                "prepare it first, and use what accelerator.prepare(...) returns"
+            )
+        if unit not in units:
+            units.append(unit)
+    return units
 
 
 def _reducing(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:

@@ -368,3 +368,21 @@ def test_an_optimizer_that_steps_later_may_have_had_no_gradients_before(accelera
                 optimizer.step()
                 optimizer.zero_grad()
     assert second.param_groups[0]["params"][0].grad is None
+
+
+def test_each_context_has_the_items_that_it_was_made_with(accelerator_of):
+    accelerator = accelerator_of()
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    made = [accelerator.accumulate(model, items=items) for items in (2, 10)]
+    reference = net()
+    for context, (x, y), items in zip(made, batches(2), (2, 10), strict=True):
+        with context:
+            accelerator.accumulate(model)  # that only looks
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+            optimizer.step()
+            optimizer.zero_grad()
+        reference.zero_grad()
+        (F.mse_loss(reference(x), y, reduction="sum") / items).backward()
+        SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())

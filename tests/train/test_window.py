@@ -704,3 +704,59 @@ def test_an_optimizer_takes_what_was_added_to_its_model_and_nothing_else(acceler
     accelerator.clip_grad_norm_(model.parameters(), 100.0)
     optimizer.step()
     assert model.scale.item() != 1
+
+
+def trainer(lr=0.1):
+    model = net()
+    return model, SGD(model.parameters(), lr=lr)
+
+
+def train_in(context, accelerator, pairs, batch):
+    x, y = batch
+    with context:
+        accelerator.backward(sum(F.mse_loss(model(x), y) for model, _ in pairs))
+        for _, optimizer in pairs:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def windows_by_hand(all_batches, size=2):
+    model, optimizer = trainer()
+    for number, (x, y) in enumerate(all_batches, start=1):
+        (F.mse_loss(model(x), y) / size).backward()
+        if number % size == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return list(model.parameters())
+
+
+def test_a_context_that_is_kept_follows_what_is_prepared_later(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    first = accelerator.prepare(*trainer())
+    of_all = accelerator.accumulate()
+    train_in(of_all, accelerator, [first], batches(1)[0])
+    train_in(of_all, accelerator, [first], batches(1)[0])
+    second = accelerator.prepare(*trainer())
+    for batch in batches(4):
+        train_in(of_all, accelerator, [first, second], batch)
+    for ours, plain in zip(second[0].parameters(), windows_by_hand(batches(4)), strict=True):
+        assert torch.equal(ours, plain)
+
+
+def test_a_context_that_is_kept_ends_with_its_models(accelerator_of):
+    accelerator = accelerator_of()
+    model, _ = accelerator.prepare(*trainer())
+    of_it = accelerator.accumulate(model)
+    accelerator.free_memory()
+    with pytest.raises(AccelError, match="has not prepared the"), of_it:
+        pass
+
+
+def test_no_micro_batch_begins_after_the_run_has_ended(accelerator_of):
+    accelerator = accelerator_of()
+    model, _ = accelerator.prepare(*trainer())
+    with accelerator.accumulate(model):
+        pass
+    accelerator.end_training()
+    with pytest.raises(AccelError, match="has ended"), accelerator.accumulate(model):
+        pass
