@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from attrs import define, field
 from torch import nn
 
 from accel_compat.big_models.hooks import ModelHook, add_hook_to_module, outside_graphs
@@ -19,6 +20,7 @@ from accel_compat.modeling.wrappers import recursive_getattr
 from accel_compat.state.operations import find_device, send_to_device
 
 
+@define(eq=False, slots=False)
 class AlignDevicesHook(ModelHook):
     """Bring weights and inputs to `execution_device` before the forward.
 
@@ -31,37 +33,19 @@ class AlignDevicesHook(ModelHook):
     tied_params_map: address of a tied weight -> its copies by device, made once.
     """
 
-    def __init__(
-        self,
-        execution_device: int | str | torch.device | None = None,
-        offload: bool = False,
-        io_same_device: bool = False,
-        weights_map: Mapping[str, torch.Tensor] | None = None,
-        offload_buffers: bool = False,
-        place_submodules: bool = False,
-        skip_keys: str | list[str] | None = None,
-        tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-    ) -> None:
-        self.execution_device = execution_device
-        self.offload = offload
-        self.io_same_device = io_same_device
-        self.weights_map = weights_map
-        self.offload_buffers = offload_buffers
-        self.place_submodules = place_submodules
-        self.skip_keys = skip_keys
-        self.input_device: torch.device | None = None
-        self.param_original_devices: dict[str, torch.device] = {}
-        self.buffer_original_devices: dict[str, torch.device] = {}
-        self.tied_params_names: set[str] = set()
-        self.tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = tied_params_map
-        self.tied_pointers_to_remove: set[tuple[int, Any]] = set()
-
-    def __repr__(self) -> str:
-        return (
-            f"AlignDevicesHook(execution_device={self.execution_device}, offload={self.offload},"
-            f" io_same_device={self.io_same_device}, offload_buffers={self.offload_buffers},"
-            f" place_submodules={self.place_submodules}, skip_keys={self.skip_keys!r})"
-        )
+    execution_device: Any = field(default=None, repr=str)
+    offload: bool = False
+    io_same_device: bool = False
+    weights_map: Mapping[str, torch.Tensor] | None = field(default=None, repr=False)
+    offload_buffers: bool = False
+    place_submodules: bool = False
+    skip_keys: str | list[str] | None = None
+    tied_params_map: dict[int, dict[Any, torch.Tensor]] | None = field(default=None, repr=False)
+    input_device: torch.device | None = field(default=None, init=False, repr=False)
+    param_original_devices: dict[str, torch.device] = field(factory=dict, init=False, repr=False)
+    buffer_original_devices: dict[str, torch.device] = field(factory=dict, init=False, repr=False)
+    tied_params_names: set[str] = field(factory=set, init=False, repr=False)
+    tied_pointers_to_remove: set[tuple[int, Any]] = field(factory=set, init=False, repr=False)
 
     def init_hook(self, module: nn.Module) -> nn.Module:
         """Place the weights, or offload them."""
@@ -205,17 +189,8 @@ def attach_align_device_hook(
         )
         add_hook_to_module(module, hook, append=True)
     for name, child in () if whole else module.named_children():
-        attach_align_device_hook(
-            child,
-            execution_device=execution_device,
-            offload=offload,
-            weights_map=weights_map,
-            offload_buffers=offload_buffers,
-            module_name=f"{prefix}{name}",
-            preload_module_classes=preload_module_classes,
-            skip_keys=skip_keys,
-            tied_params_map=tied_params_map,
-        )
+        placing = (execution_device, offload, weights_map, offload_buffers, f"{prefix}{name}")
+        attach_align_device_hook(child, *placing, skip_keys, preload_module_classes, tied_params_map)
 
 
 def attach_align_device_hook_on_blocks(
@@ -284,12 +259,7 @@ def _attach_to_block(
         preloaded = given["preload_module_classes"]
         attach_execution_device_hook(module, device, preload_module_classes=preloaded, **shared)
         return
-    hook = AlignDevicesHook(
-        device,
-        offload_buffers=given["offload_buffers"],
-        io_same_device=is_model,
-        place_submodules=True,
-        **shared,
-    )
+    shared_buffers = {"offload_buffers": given["offload_buffers"], **shared}
+    hook = AlignDevicesHook(device, io_same_device=is_model, place_submodules=True, **shared_buffers)
     add_hook_to_module(module, hook)
     attach_execution_device_hook(module, device, **shared)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ def _room(model: nn.Module, sizes: dict[str, int], whole: list[str]) -> int:
     """
     blocks: dict[str, int] = {}
     for name, size in sizes.items():
-        kind = type(_at(model, name)).__name__
+        kind = type(attrgetter(name)(model) if name else model).__name__
         if name and kind in whole:
             blocks.setdefault(kind, size)
     tensors = set(get_module_leaves(sizes))
@@ -77,10 +78,3 @@ def _room(model: nn.Module, sizes: dict[str, int], whole: list[str]) -> int:
     leaves = get_module_leaves(modules)
     mean = int(sum(modules[name] for name in leaves) / max(len(leaves), 1))
     return int(1.25 * max([mean, *blocks.values()]))
-
-
-def _at(model: nn.Module, name: str) -> Any:
-    found: Any = model
-    for part in name.split(".") if name else ():
-        found = getattr(found, part)
-    return found

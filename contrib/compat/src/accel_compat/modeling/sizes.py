@@ -8,6 +8,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -132,16 +133,11 @@ def retie_parameters(model: nn.Module, tied_params: Sequence[Sequence[str]]) -> 
     They get its first parameter off the meta device, or the first of all.
     """
     for group in filter(None, tied_params):
-        parameters = [_at(model, name) for name in group]
+        parameters = [attrgetter(name)(model) for name in group]
         kept = next((each for each in parameters if each.device.type != "meta"), parameters[0])
         for name in group:
             parent, _, last = name.rpartition(".")
             setattr(model.get_submodule(parent), last, kept)
-
-
-def _at(model: nn.Module, name: str) -> Any:
-    parent, _, last = name.rpartition(".")
-    return getattr(model.get_submodule(parent), last)
 
 
 def check_tied_parameters_in_config(model: nn.Module) -> bool:
