@@ -24,7 +24,7 @@ class ParameterIndex:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._units: dict[int, Unit] = {}
-        """The unit of each entry, by itself: clipping asks for those of all parameters in each step."""
+        """The unit of each entry: clipping asks for that of each parameter in each step."""
 
     def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember the parameters that have, or had, these names in the unit."""

@@ -94,7 +94,7 @@ class Accumulation:
             raise
 
     def _end_others(self, entered: Accumulation | None) -> Accumulation | None:
-        """End other accumulations of the same units; return the innermost one that is left.
+        """End other accumulations of the same units; return the innermost left.
 
         Ctrl-C has kept such an accumulation from ending, or the program misuses it.
         """

@@ -250,3 +250,11 @@ def test_free_memory_forgets_everything(accelerator):
 def test_evaluation_mode_prepares_without_training(accelerator):
     model = accelerator.prepare_model(net(), evaluation_mode=True)
     assert accelerator.run.unit_of_model(model).strategy == "single"
+
+
+def test_a_state_put_in_the_place_of_an_optimizers_is_the_inner_ones(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    state = {parameter: {} for parameter in model.parameters()}
+    optimizer.state = state
+    assert optimizer.optimizer.state is state
