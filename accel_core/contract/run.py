@@ -26,7 +26,7 @@ class Run(UnitRun, Protocol):
     trained: list[Unit]
     """The units with optimizers: another list whenever units change, or the run ends."""
     windows: Sequence[Window]
-    """Those of the innermost `accumulate`, or of the one entered last."""
+    """Windows of the innermost `accumulate`, or of the one entered last."""
     prepared: list[Any]
     """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
     optimizers: list[tuple[Any, Any]]

@@ -188,7 +188,11 @@ class Accumulation:
 
 
 def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
-    """Return the units of these models. Raises AccelError for one that the run has not prepared."""
+    """Return the units of these models.
+
+    Raises:
+        AccelError: the run has not prepared one of them.
+    """
     units: list[Unit] = []
     for model in models:
         unit = run.unit_of_model(model)
