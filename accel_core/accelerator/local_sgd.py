@@ -96,6 +96,6 @@ class LocalSGD:
         self.unit.hooks.parameters_averaged(self.unit)
         scaler: Any = self.unit.scaler
         if scaler is not None and scaler.is_enabled():  # once gradients are shared again, so is their scale
-            scale = torch.tensor(scaler.get_scale())
+            scale = torch.tensor(scaler.get_scale(), device="cpu")
             self.unit.run.collectives("control").all_reduce(scale, "min")
             scaler.load_state_dict({**scaler.state_dict(), "scale": scale.item()})

@@ -138,7 +138,7 @@ class Ranks:
 
     def check_trigger(self) -> bool:
         """Return True if any rank called `set_trigger` since the last check. Collective."""
-        flag = torch.tensor([int(self._triggered)])
+        flag = torch.tensor([int(self._triggered)], device="cpu")
         self._triggered = False
         return bool(self.run.collectives("control").all_reduce(flag, "max").item())
 

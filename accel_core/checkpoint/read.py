@@ -55,7 +55,7 @@ class Stored:
 
     def tensor(self) -> Tensor:
         """Return the whole tensor, in memory of its own."""
-        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype])
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype], device="cpu")
         self.require(whole(tensor))
         fill([(self, whole(tensor))])
         return tensor

@@ -190,7 +190,7 @@ class CollectiveCall:
         Raises:
             CollectiveError: ranks differ in operation.
         """
-        own = torch.empty(0, dtype=torch.uint8) if payload is None else payload
+        own = torch.empty(0, dtype=torch.uint8, device=_CPU) if payload is None else payload
         lengths, table = self._exchange_headers(
             digest(self.operation), len(own), lambda into: into.copy_(own)
         )
@@ -222,7 +222,7 @@ class CollectiveCall:
         Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
         """
         room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
-        header = torch.empty(_HEAD.size + room, dtype=torch.uint8)
+        header = torch.empty(_HEAD.size + room, dtype=torch.uint8, device=_CPU)
         _HEAD.pack_into(header.numpy().data, 0, agreed, length)
         if write is not None and length <= room:
             write(header.narrow(0, _HEAD.size, length))

@@ -83,7 +83,7 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
             shape.append(("NoneType", 0, len(tensors)))
             return
         keys, children = found
-        named = type(keys) is not range and tuple(map(str, keys))
+        named = type(keys) is not range and tuple(map(repr, keys))  # 1 is not '1'
         shape.append((type(value).__qualname__, named or len(children), len(tensors)))
         for child in children:
             if isinstance(child, Tensor):

@@ -39,7 +39,7 @@ def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -
     """
     size = bytes_within(len(buffer), dtype, shape, start)
     if size == 0:
-        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype], device="cpu")
     data = torch.frombuffer(buffer, dtype=torch.uint8, count=size, offset=start)
     return data.view(DTYPES[dtype]).reshape(tuple(shape))
 

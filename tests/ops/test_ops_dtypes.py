@@ -8,7 +8,7 @@ import pytest
 import torch
 from rank_processes import ranks
 
-from accel_core import ops
+from accel_core import CollectiveError, ops
 from accel_core.distributed.packing import make_plan
 
 pytestmark = [pytest.mark.together, pytest.mark.filterwarnings("ignore:ComplexHalf")]
@@ -201,3 +201,34 @@ def test_leaves_are_put_in_order_on_their_own_device_whatever_the_default_one_is
     with torch.device("meta"):
         rows = plan.rows(table)
     assert [row.tolist() for row in rows] == [[1, 2, 4, 5], [3, 6]]
+
+
+def gather_all_kinds(accelerator, device):
+    with torch.device(device):
+        values = {
+            "tensors": accelerator.gather(
+                {"a": torch.ones(2, device="cpu"), "b": torch.ones(0, 3, device="cpu")}
+            ),
+            "objects": ops.gather_object([accelerator.process_index]),
+            "first": ops.broadcast_object_list([accelerator.process_index]),
+            "triggered": accelerator.check_trigger(),
+        }
+        accelerator.wait_for_everyone()
+    return values["tensors"]["a"].tolist(), values["objects"], values["first"], values["triggered"]
+
+
+def test_the_default_device_is_no_concern_of_what_ranks_exchange():
+    assert ranks(gather_all_kinds, "meta") == [([1.0] * 4, [0, 1], [0], False)] * 2
+
+
+def gather_by_other_keys(accelerator):
+    keys = [1, "1"] if accelerator.is_main_process else ["1", 1]
+    with pytest.raises(CollectiveError, match="ranks passed different inputs") as error:
+        accelerator.gather({key: torch.ones(1) for key in keys})
+    return str(error.value)
+
+
+def test_keys_that_only_read_alike_are_different():
+    for told in ranks(gather_by_other_keys):
+        assert "rank 0: gather of dict; [1] (1,) float32; ['1']" in told
+        assert "rank 1: gather of dict; ['1'] (1,) float32; [1]" in told

@@ -61,6 +61,7 @@ def test_a_line_has_its_tests_the_quickest_first_and_those_of_a_file_that_import
 
 @pytest.mark.together
 def test_each_fault_counts_but_those_of_a_message_and_of_strict(mutation, tmp_path, monkeypatch):
+    pytest.importorskip("cosmic_ray")
     source = tmp_path / "source.py"
     source.write_text(
         "def f(a, b):\n"
