@@ -114,3 +114,14 @@ def test_a_boundary_that_a_program_sets_counts_for_both():
         accelerator.backward(models[1](torch.ones(1, 1)).sum())
         optimizers[1].step()
     assert models[1].bias.item() != before
+
+
+def test_items_of_some_models_only_are_refused():
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    models = [torch.nn.Linear(2, 1) for _ in range(2)]
+    for model in models:
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="name all models that train"):
+        accelerator.accumulate(models[0], items=3)
+    with accelerator.accumulate(*models, items=3):
+        pass

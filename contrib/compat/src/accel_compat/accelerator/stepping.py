@@ -63,11 +63,13 @@ class Stepping(Assignable):
         if not run.units:
             self.step = self._count
         accumulation = _accumulate(self, *models, items=items, batch=batch)
-        return (
-            Following(accumulation, self._followers.units)
-            if models and self._followers.units
-            else accumulation
-        )
+        followers = self._followers.units if models else ()
+        if followers and items is not None:
+            raise ValueError(
+                f"accumulate(items=...): {len(followers)} prepared model(s) with an optimizer are not named,"
+                " so their gradients would not be divided by these items\nname all models that train"
+            )
+        return Following(accumulation, followers) if followers else accumulation
 
     @contextmanager
     def join_uneven_inputs(
