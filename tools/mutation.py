@@ -36,7 +36,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 KEPT: Final = ROOT / ".mutation"
 BAR: Final = 0.85
 PACKAGES: Final = {"accel_core": ROOT, "accel_compat": ROOT / "contrib/compat/src"}
-COMPAT: Final = "contrib/compat/src/accel_compat/**/"
+COMPAT: Final = "contrib/compat/src/accel_compat/"
 ROOMS: Final = {
     "training": (
         ("accel_core/training/*.py",),
@@ -55,7 +55,7 @@ ROOMS: Final = {
         ("tests/ops", "tests/run", "tests/data", "tests/utilities/test_rank_logging.py"),
     ),
     "compat": (
-        (f"{COMPAT}*loader*.py", f"{COMPAT}loaders/*.py", f"{COMPAT}*sampler*.py", f"{COMPAT}*step*.py"),
+        tuple(f"{COMPAT}{folder}/*.py" for folder in ("accelerator", "loaders", "state")),
         ("contrib/compat/tests",),
     ),
 }

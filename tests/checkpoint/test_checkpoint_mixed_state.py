@@ -74,6 +74,21 @@ def test_what_was_restored_before_the_failure_is_said(saved):
     assert torch.equal(model.weight, torch.full((2, 2), 7.0))
 
 
+@pytest.mark.parametrize(
+    ("restored", "listed"), [(5, "object 4 (Counter)\n"), (7, "object 4 (Counter) and 2 more\n")]
+)
+def test_of_what_was_restored_five_are_listed_and_the_others_counted(tmp_path, restored, listed):
+    accelerator = Accelerator(device="cpu")
+    counters = [Counter() for _ in range(restored + 1)]
+    accelerator.register_for_checkpointing(*counters)
+    accelerator.save_state(tmp_path / "ck")
+    counters[-1].error = ValueError("boom")
+    with pytest.raises(CheckpointError) as raised:
+        accelerator.load_state(tmp_path / "ck")
+    assert f"registered {listed}" in str(raised.value)
+    accelerator.end_training()
+
+
 def test_extra_state_that_fails_is_named_before_weights_are_touched(saved):
     accelerator, model, _, folder = saved
     model.error = RuntimeError("boom")

@@ -40,6 +40,12 @@ def test_replicas_are_written_once_and_spread(tmp_path):
     assert min(map(len, written)) > 5
 
 
+def test_plain_state_that_ranks_have_alike_is_in_no_ranks_own_file(tmp_path):
+    run(ranks_job.save_it, tmp_path)
+    for rank in range(2):
+        assert index(tmp_path, rank)["state"].keys() == {"loaders", "plugins", "random", "reader"}
+
+
 def test_buffers_are_those_of_the_first_rank(tmp_path):
     first, second = run(ranks_job.save_it, tmp_path, "batch norm")
     assert first != second, "batch norm has seen other samples on each rank"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from accel_core.checkpoint import replicas as module
 from accel_core.checkpoint.replicas import Replicas, checksums, sums
 from accel_core.distributed.tensor_bytes import bytes_of
 
@@ -65,6 +66,13 @@ def test_a_sign_that_changes_its_place_counts_wherever_it_goes():
         found.append(both(tensor))
     for each in zip(*found, strict=True):
         assert len({*map(tuple, each)}) == 63
+
+
+def test_a_tensor_that_is_read_in_pieces_has_the_sums_of_one_piece(monkeypatch):
+    tensor = random((8, 33), torch.float32)
+    whole = sums(tensor)
+    monkeypatch.setattr(module, "_CHUNK", 10)
+    assert sums(tensor) == whole
 
 
 @pytest.mark.parametrize(

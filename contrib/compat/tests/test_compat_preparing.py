@@ -295,6 +295,33 @@ def test_a_prepared_loader_says_where_it_is():
     assert loader.gradient_state.active_dataloader is None
 
 
+@pytest.mark.parametrize("setting", [False, True])
+def test_a_prepared_loader_says_how_it_reads(setting):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=setting))
+    loader = accelerator.prepare(DataLoader(list(range(8)), batch_size=3, drop_last=setting))
+
+    assert loader._non_blocking is setting
+    assert loader._drop_last is setting
+    assert loader.use_stateful_dataloader is False
+    assert loader.skip_batches == 0
+    assert loader.device == accelerator.device
+
+
+def test_the_number_of_the_next_epoch_can_be_assigned_and_gives_its_order():
+    def third_epoch(go_there):
+        accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True))
+        loader = accelerator.prepare(
+            DataLoader(list(range(64)), shuffle=True, generator=torch.Generator().manual_seed(1))
+        )
+        go_there(loader)
+        return loader.iteration, [int(batch) for batch in loader]
+
+    read = third_epoch(lambda loader: [list(loader), list(loader)])
+    assigned = third_epoch(lambda loader: setattr(loader, "iteration", 2))
+    assert assigned == read
+    assert read[0] == 2
+
+
 def test_a_loader_that_one_process_reads_counts_as_dispatcher():
     accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=True))
     loader = accelerator.prepare(DataLoader(list(range(4))))
