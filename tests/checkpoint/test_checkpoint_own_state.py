@@ -241,6 +241,19 @@ def test_a_child_that_is_called_as_torchs_wrappers_call_theirs_keeps_its_name(ac
     assert all(torch.equal(value, expected[key]) for key, value in model.state_dict().items())
 
 
+def test_buffers_that_a_module_does_not_keep_stay_as_they_are(accelerator, tmp_path):
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model.register_buffer("scratch", torch.zeros(2), persistent=False)
+    model[1].register_buffer("scratch", torch.zeros(2), persistent=False)
+    model = accelerator.prepare(model)
+    accelerator.save_state(tmp_path / "ck")
+    for buffer in model.buffers():
+        buffer.fill_(5)
+    accelerator.load_state(tmp_path / "ck")
+    assert model.scratch.tolist() == model[1].scratch.tolist() == [5, 5]
+    assert model[1].running_mean.tolist() == [0, 0]
+
+
 def test_weights_untied_after_prepare_are_saved_as_two(accelerator, tmp_path):
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].weight = model[0].weight

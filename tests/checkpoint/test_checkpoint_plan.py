@@ -206,6 +206,12 @@ def test_leaves_are_compared_beside_those_that_are_not(first):
         assert [*Replicas.of(order, 0)._parts.values()] == [[(after, 0)]]
 
 
+def test_what_one_rank_alone_holds_is_not_compared():
+    halves = [{KEY: leaf((4,), ((start,), (2,)))} for start in (0, 2)]
+    for rank, groups in enumerate(groups_of(halves)):
+        assert Replicas.of(groups, rank)._parts == {}
+
+
 @pytest.mark.parametrize("number", [30, 300])
 def test_each_way_to_declare_leaves_is_looked_at_once(number, monkeypatch):
     shapes, looks = [(8, 4), (4,), ()], []
