@@ -116,9 +116,12 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
 
     Read from each device once.
     """
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        here = [tensor for tensor in tensors if tensor.is_cpu]
-        found = list(threads.map(lambda tensor: xxh3_64_intdigest(bytes_of(tensor)), here))
+    here, count = [tensor for tensor in tensors if tensor.is_cpu], torch.get_num_threads()
+    found = [0] * len(here)
+    with ThreadPoolExecutor(count) as threads:  # each takes its share at once: a task of its own costs more
+        parts = threads.map(_digests, [here[first::count] for first in range(count)])
+        for first, part in enumerate(parts):
+            found[first::count] = part
     elsewhere: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
         if not tensor.is_cpu:
@@ -126,6 +129,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
     for each in elsewhere.values():
         found += torch.stack(each).tolist()
     return found
+
+
+def _digests(tensors: Sequence[Tensor]) -> list[int]:
+    return [xxh3_64_intdigest(bytes_of(tensor)) for tensor in tensors]
 
 
 def sums(tensor: Tensor) -> list[Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from xxhash import xxh3_64_intdigest
 
 from accel_core.checkpoint import replicas as module
 from accel_core.checkpoint.replicas import Replicas, checksums, sums
@@ -94,6 +95,14 @@ def test_memory_order_and_alignment_do_not(view):
 def test_conjugated_lazily_or_not_it_is_the_same():
     tensor = random((5,), torch.complex64)
     assert both(tensor.conj()) == both(tensor.conj().resolve_conj())
+
+
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_ranks_of_another_number_of_threads_have_the_same(count, monkeypatch):
+    tensors = [random((size,), torch.float32) for size in range(1, 6)]
+    alone = [*map(xxh3_64_intdigest, map(bytes_of, tensors))]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: count)
+    assert checksums(tensors) == alone
 
 
 def test_small_ones_are_read_together_and_any_of_them_counts():
