@@ -40,8 +40,13 @@ OPEN_FILES: Final = 64
 
 A checkpoint of many ranks has more files than a process may open.
 """
+PIECE_BYTES: Final = 1 << 19
+"""Bytes of a block that are read at a time to be hashed.
+
+A core's own cache still holds so many when they are hashed.
+"""
 _memory: Final = threading.local()
-"""The buffer `block` of each thread, which it reads into."""
+"""The buffer `piece` of each thread, which it reads into."""
 _seeking: Final = threading.Lock()
 """Held while a handle is moved and read, on systems that read nowhere else."""
 _ALIGNMENT: Final = 64
@@ -212,11 +217,14 @@ class DataFile:
 
     def block(self, number: int) -> str:
         """Return the digest of a block, as it is on the disk now."""
-        start, size = number * BLOCK_BYTES, self.size_of(number)
-        if not hasattr(_memory, "block"):
-            _memory.block = memoryview(bytearray(BLOCK_BYTES))
-        self.read(start, block := _memory.block[:size])
-        return xxh3_64_hexdigest(block)
+        if not hasattr(_memory, "piece"):
+            _memory.piece = memoryview(bytearray(PIECE_BYTES))
+        digest, begin = xxh3_64(), number * BLOCK_BYTES
+        end = begin + self.size_of(number)
+        for start in range(begin, end, PIECE_BYTES):
+            self.read(start, piece := _memory.piece[: end - start])
+            digest.update(piece)
+        return digest.hexdigest()
 
     def size_of(self, number: int) -> int:
         """Return the bytes of a block: only the last one may have less than all."""
