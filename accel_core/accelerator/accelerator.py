@@ -269,7 +269,7 @@ class Accelerator(Ranks, Training, States):
             keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
-        unit = self.run.unit_of_model(model)
+        unit = self.run.prepared.unit_of_model(model)
         if unit is None:
             return model
         inner: nn.Module = unit.hooks.unwrap_model(unit, model, keep_torch_compile)
@@ -290,7 +290,8 @@ class Accelerator(Ranks, Training, States):
         """
         run = self.run
         run.release_units()
-        run.forget_prepared()
+        run.prepared.forget()
+        run.registered.clear()
         run.checkpoints.free_memory()
         self._accumulations.clear()
         run.hooks.empty_cache()

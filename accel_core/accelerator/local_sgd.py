@@ -44,7 +44,7 @@ class LocalSGD:
         if local_sgd_steps < 1:
             raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
         run = accelerator.run
-        unit = run.unit_of_model(model)
+        unit = run.prepared.unit_of_model(model)
         if unit is None:
             raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
         self.unit, self.every = unit, local_sgd_steps

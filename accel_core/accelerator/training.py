@@ -179,15 +179,15 @@ class Training:
         optimizer: as `prepare` returned it, or several; default: all. Those of its unit go with it.
         """
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for unit in self.run.trained:
-            proxies = [proxy for _, proxy in self.run.optimizers if proxy.unit is unit]
+        for unit in self.run.prepared.trained:
+            proxies = [proxy for _, proxy in self.run.prepared.optimizers if proxy.unit is unit]
             if unit.window.boundary and (optimizer is None or any(proxy in chosen for proxy in proxies)):
                 step.unscale(unit)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
         """True if any optimizer skipped its last step: overflow under a loss scale."""
-        return any(proxy.step_was_skipped for _, proxy in self.run.optimizers)
+        return any(proxy.step_was_skipped for _, proxy in self.run.prepared.optimizers)
 
     def forward_backward(
         self,
@@ -259,7 +259,7 @@ class Training:
         units = units_of(self.run, joinables)
         with ExitStack() as stack:
             if even_batches is not None:
-                for loader in self.run.loaders:
+                for loader in self.run.prepared.loaders:
                     stack.enter_context(loader.padding(even=even_batches))
             for strategy in dict.fromkeys(unit.strategy for unit in units):
                 of_one = [unit for unit in units if unit.strategy == strategy]
@@ -272,16 +272,16 @@ class Training:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.run.ended:
             self.run.require_alive()
+        units = self.run.prepared.parameters.units_of(listed)
+        if len(units) == 1:
+            (unit,) = units
+            if unit is not None:
+                return unit, listed
         if not listed:
             raise AccelError(
                 "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
                 "pass model.parameters(), or a list"
             )
-        units = self.run.parameters.units_of(listed)
-        if len(units) == 1:
-            (unit,) = units
-            if unit is not None:
-                return unit, listed
         names = sorted("no unit" if unit is None else unit.name for unit in units)
         raise AccelError(
             f"clipping: these {len(listed)} parameters belong to {', '.join(names)};"

@@ -99,7 +99,7 @@ def collect(run: Run, *, alone: bool = False) -> Collected:
     for unit in run.units:
         unit.drop_cut_ties()
     plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}
-    loaders = [loader.state_dict() for loader in run.loaders]
+    loaders = [loader.state_dict() for loader in run.prepared.loaders]
     state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
     state.shared["prepared"] = _prepared(run)
     state.shared["registered"] = state.encode_objects(run.registered, "registered")
@@ -228,7 +228,7 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     """Return (unit, number there) of prepared objects by sort, in `prepare`'s order."""
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
-    for proxy in run.prepared:
+    for proxy in run.prepared.ordered:
         inner = getattr(proxy, "scheduler", getattr(proxy, "optimizer", None))
         for unit in run.units:
             for sort, held, prepared in (

@@ -273,7 +273,7 @@ class Restoration:
         One that its loader cannot take is a difference like others.
         """
         positions = self.checkpoint.decode(self._own["loaders"], "loaders")
-        loaders = self.run.loaders
+        loaders = self.run.prepared.loaders
         self._problems.compare("dataloader ", range(len(positions)), range(len(loaders)))
         for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
             try:

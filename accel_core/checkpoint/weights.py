@@ -120,7 +120,7 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     A unit of its own if it was not prepared.
     """
     run.require_alive()
-    unit = run.unit_of_model(model)
+    unit = run.prepared.unit_of_model(model)
     if unit is None:
         unit = run.make_unit("unprepared", "single")
         unit.add_models([model])

@@ -9,9 +9,10 @@ from accel_core.contract.unit import UnitRun
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
     from accel_core.contract.mesh import Mesh
+    from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
 
@@ -22,15 +23,9 @@ class Run(UnitRun, Protocol):
     Plugins are built with it: `Plugin(config, run)`.
     """
 
-    units: list[Unit]
-    trained: list[Unit]
-    """The units with optimizers: another list whenever units change, or the run ends."""
+    prepared: PreparedObjects
     windows: Sequence[Window]
     """Windows of the innermost `accumulate`, or of the one entered last."""
-    prepared: list[Any]
-    """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
-    optimizers: list[tuple[Any, Any]]
-    """(the user's optimizer, what `prepare` returned for it)."""
     active_loaders: list[Any]
     """The prepared loaders that are being iterated, the innermost last."""
     registered: list[Any]
@@ -42,26 +37,12 @@ class Run(UnitRun, Protocol):
     checkpoints: Any
     """The run's checkpoint session: saves, loads, and what one leaves to the next."""
 
+    @property
+    def units(self) -> list[Unit]:
+        """The units of what is prepared."""
+
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
         """Return a unit without objects, its hooks resolved for its strategy."""
-
-    def unit_of_model(self, model: object) -> Unit | None:
-        """Return a model's unit, given the user's module or `prepare`'s result for it."""
-
-    def proxy_of(self, optimizer: object) -> Any:
-        """Return the proxy that `prepare` returned for an optimizer, or None."""
-
-    def prepared_form(self, thing: Any) -> Any:
-        """Return what `prepare` returned for a model or optimizer; None for others.
-
-        Given either of both.
-        """
-
-    def add_unit(self, unit: Unit, merged: Sequence[Unit], optimizers: Iterable[tuple[Any, Any]]) -> None:
-        """Add a new unit to the run's, in place of those that were merged into it."""
-
-    def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
-        """Remember what `prepare` returns."""
 
     def use_step(self, step: Callable[..., bool]) -> None:
         """Have optimizers call this at a boundary."""

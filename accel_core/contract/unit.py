@@ -66,8 +66,8 @@ class UnitRun(Protocol):
     ended: bool
     mark_step: Callable[..., Any] | None
     """The device's per-step hook of that name; None where nothing is to be marked."""
-    parameters: Any
-    """Parameter -> its unit and its name in it (`ParameterIndex`)."""
+    prepared: Any
+    """All that the run has prepared (`PreparedObjects`)."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""
     step: Callable[..., bool]
@@ -75,8 +75,6 @@ class UnitRun(Protocol):
     trackers: Any
     record: Any
     """The record that the run keeps of itself."""
-    loaders: list[Any]
-    """Dataloaders that `prepare` returned."""
     apart: list[nn.Module]
 
     @property
@@ -262,10 +260,9 @@ class Unit:
         """Take in models and optimizers, and the models of units without optimizers.
 
         Gives the number and names of each new model. The block inside transforms and wraps them. If it
-        raises, the unit and the run's index of parameters are as before; what plugins have changed in the
-        objects themselves stays.
+        raises, the unit is as before; what plugins have changed in the objects themselves stays.
         """
-        before, parameters = self._snapshot(), self.run.parameters.snapshot()
+        before = self._snapshot()
         attached = {id(detach) for unit in (self, *joining) for detach in unit.detach}
         try:
             for other in joining:
@@ -274,7 +271,6 @@ class Unit:
             self.optimizers.extend(optimizers)
             yield names
             if models:
-                self.run.parameters.add(self, self.all_names())
                 self._record_ties()
                 if self.scaler is None:  # a model that comes later shares the unit's scale
                     self.scaler = self.hooks.grad_scaler(self)
@@ -283,7 +279,6 @@ class Unit:
                 if id(detach) not in attached:
                     detach()
             self._restore(before)
-            self.run.parameters.restore(parameters)
             raise
 
     def add_models(self, originals: Sequence[nn.Module]) -> dict[int, list[PartName]]:

@@ -33,7 +33,7 @@ def _lines(run: Run) -> Iterator[str]:
     yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
     for unit in run.units:
         yield from _unit(run, unit)
-    for number, loader in enumerate(run.loaders):
+    for number, loader in enumerate(run.prepared.loaders):
         yield from _loader(run, number, loader)
 
 

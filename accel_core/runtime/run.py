@@ -18,6 +18,7 @@ from attrs import evolve
 
 from accel_core.checkpoint.session import CheckpointSession
 from accel_core.config.unused import unused_profile_options
+from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
@@ -36,7 +37,6 @@ from accel_core.runtime.assembly import (
 )
 from accel_core.runtime.exit import end_runs
 from accel_core.runtime.join import agree_on_run, join_world, leave_world
-from accel_core.runtime.parameters import ParameterIndex
 from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
@@ -45,7 +45,6 @@ from accel_core.training.step import step as apply_step
 if TYPE_CHECKING:
     import torch
     from torch import nn
-    from torch.optim import Optimizer
 
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
@@ -53,7 +52,6 @@ if TYPE_CHECKING:
     from accel_core.data.loader import PreparedLoader
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.accumulation import Accumulation
-    from accel_core.training.proxies import PreparedOptimizer
 
 PATIENCE_SECONDS: Final = 60.0
 """Seconds that a process that failed waits for its last save."""
@@ -85,18 +83,12 @@ class Run:
     ) -> None:
         self.ended = False
         self.process = os.getpid()
-        self.units: list[Unit] = []
-        self.trained: list[Unit] = []
-        self.optimizers: list[tuple[Optimizer, PreparedOptimizer]] = []
-        self.prepared: list[Any] = []
-        """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
-        self.parameters = ParameterIndex()
+        self.prepared = PreparedObjects()
         self.windows: Sequence[Window] = ()
         """The windows of the innermost `accumulate`, or of the one entered last."""
         self._no_window = Window()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
-        self.loaders: list[PreparedLoader] = []
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.apart: list[nn.Module] = []
@@ -175,6 +167,11 @@ class Run:
     def cards(self) -> Mapping[str, Card]:
         """The card of each of those plugins, by the same names."""
         return self._assembly.cards
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units of what is prepared."""
+        return self.prepared.units
 
     @property
     def window(self) -> Window:
@@ -265,62 +262,6 @@ class Run:
             check_capabilities(self, hooks, alias)
         return hooks
 
-    def unit_of_model(self, model: object) -> Unit | None:
-        """Return a model's unit, given the user's module or `prepare`'s result for it."""
-        for unit in self.units:
-            if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
-                return unit
-        return None
-
-    def proxy_of(self, optimizer: object) -> PreparedOptimizer | None:
-        """Return the proxy of an optimizer, given either of both; None for others."""
-        for given, proxy in self.optimizers:
-            if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
-                return proxy
-        return None
-
-    def prepared_form(self, thing: Any) -> Any:
-        """Return what `prepare` returned for a model or optimizer; None for others.
-
-        Given either of both.
-        """
-        unit = self.unit_of_model(thing)
-        if unit is None:
-            return self.proxy_of(thing)
-        return thing if thing in unit.wrapped else unit.wrapped[unit.given.index(thing)]
-
-    def add_unit(
-        self,
-        unit: Unit,
-        merged: Sequence[Unit],
-        optimizers: Iterable[tuple[Optimizer, PreparedOptimizer]],
-    ) -> None:
-        """Add a new unit to the run's, in place of those that were merged into it.
-
-        optimizers: (the user's, what `prepare` returns for it) of those that are new.
-        """
-        if unit not in self.units:
-            self.units.append(unit)
-        for other in merged:
-            self.units.remove(other)
-        self.optimizers.extend(optimizers)
-        self.trained = [trained for trained in self.units if trained.optimizers]
-        if self.trained:
-            self.record.begin_unit()
-
-    def add_prepared(self, objects: Sequence[Any], loaders: Sequence[Any]) -> None:
-        """Remember what `prepare` returns."""
-        self.loaders += [loader for loader in loaders if loader not in self.loaders]
-        new = [thing for thing in objects if not any(thing is other for other in self.prepared)]
-        self.prepared += [thing for thing in new if thing is not None and thing not in self.loaders]
-
-    def forget_prepared(self) -> None:
-        """Forget all that was prepared or registered."""
-        for held in (self.units, self.optimizers, self.prepared, self.loaders, self.registered):
-            held.clear()
-        self.trained = []
-        self.parameters.clear()
-
     def note_profile(self) -> None:
         """Note that section `profile` was used; the end of the run warns if it never was."""
         self._profile_is_used = True
@@ -365,9 +306,7 @@ class Run:
         except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
             problems.append(error)
         self.ended = True
-        self.trained = []
-        for _, optimizer in self.optimizers:
-            optimizer.__dict__["step"] = _ended
+        self.prepared.end_training(_ended)
         live_runs.discard(self)
         steps: list[Callable[[], object]] = [self.checkpoints.end_watch]
         finished = self.trackers.names if self.trackers.has_finished else ()

@@ -54,6 +54,7 @@ class StepSampler:
         fail: Callable[[Exception], None],
     ) -> None:
         self.run, self.count = run, 0
+        self._prepared = run.prepared
         self._every, self._write, self._fail = every, write, fail
         self._next = -1
         self._begun = time.perf_counter()
@@ -103,7 +104,7 @@ class StepSampler:
         applied = step.step(unit, optimizer, closure)
         if self._marks is not None:
             self.mark("optimizer")
-        counted = self.run.optimizers  # none after free_memory
+        counted = self._prepared.optimizers  # none after free_memory
         if counted and optimizer is counted[0][1].optimizer:
             self.count += 1
             if self._marks is not None or self.count == self._next:

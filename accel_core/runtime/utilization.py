@@ -43,6 +43,6 @@ def _dtype(run: Run) -> str | None:
     card = run.stack.precision.card
     if card.name != "fp32" and run.config.autocast.enabled:
         return next((DTYPES[word] for word in (card.name, *card.also) if word in DTYPES), None)
-    models = [model for unit in run.trained for model in unit.models]
+    models = [model for unit in run.prepared.trained for model in unit.models]
     dtypes = {parameter.dtype for model in models for parameter in model.parameters()}
     return str(dtypes.pop()).removeprefix("torch.") if len(dtypes) == 1 else None

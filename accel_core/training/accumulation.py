@@ -46,7 +46,7 @@ class Accumulation:
     def _find_units(self) -> None:
         run = self.run
         run.require_alive()
-        found_with = run.trained
+        found_with = run.prepared.trained
         self.units = units = tuple(units_of(run, self.models) if self.models else run.units)
         self.trained = tuple(unit for unit in units if unit.optimizers) or units
         self.windows = tuple(unit.window for unit in units)
@@ -67,7 +67,7 @@ class Accumulation:
 
     def __enter__(self) -> None:
         run, items = self.run, self.items
-        if run.trained is not self._found_with:  # the program kept it while it prepared or freed something
+        if run.prepared.trained is not self._found_with:  # kept while the program prepared or freed something
             self._find_units()
         if items is not None:
             refuse_items(self.units)
@@ -76,7 +76,8 @@ class Accumulation:
             outer = self._end_others(outer)
         active = run.active_loaders
         last = active[-1].last if active and self._ends_with_loader else False
-        self.outer, self._entered = outer, True
+        self.outer = outer
+        self._entered = True
         run.begin_accumulation(self)
         window, windows = self._only_window, self.windows
         try:
@@ -195,7 +196,7 @@ def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
     """
     units: list[Unit] = []
     for model in models:
-        unit = run.unit_of_model(model)
+        unit = run.prepared.unit_of_model(model)
         if unit is None:
             run.require_alive()
             raise AccelError(

@@ -18,17 +18,19 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.unit import PartName, Unit
     from accel_core.training.plan import PreparePlan, UnitGroup
 
+    NameOf = Callable[[nn.Parameter], str]
 
-def build_unit(group: UnitGroup, plan: PreparePlan) -> list[tuple[Optimizer, PreparedOptimizer]]:
-    """Take the group's objects into its unit; return its new optimizers.
 
-    Each is given as (the user's, its proxy). Collective. A unit that cannot be built is left as it was
-    before.
+def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -> None:
+    """Take the group's objects into its unit, and the unit into what is prepared.
+
+    Collective. A unit that cannot be built is left as it was before.
     """
-    unit, loaders = group.unit, plan.of_kind["dataloader"]
+    unit = group.unit
     if unit.stream is None:
         unit.use_stream(fork(unit))
     models = " and ".join(type(model).__name__ for model in group.models)
@@ -36,49 +38,43 @@ def build_unit(group: UnitGroup, plan: PreparePlan) -> list[tuple[Optimizer, Pre
         show_progress(f"preparing {models} for {unit.strategy}"),
         unit.extended(group.models, group.optimizers, group.units[1:]) as names,
     ):
-        if unit.hooks.step("prepare_unit") is not None:
-            _build_whole(unit, group, plan, names)
+        before = {parameter: name for name, parameter in unit.all_names()}
+
+        def name_of(parameter: nn.Parameter) -> str:
+            return before.get(parameter) or prepared.parameters.name_of(parameter)
+
+        if unit.hooks.step("prepare_unit") is None:
+            _build(group, plan, names, name_of)
         else:
-            unit.configure(loaders)
-            stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
-            carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
-            _build(unit, group.optimizers, plan.placed, names, carried)
-    new = zip(group.optimizers, _last(unit.optimizers, len(group.optimizers)), strict=True)
-    return [(optimizer, PreparedOptimizer(wrapped, unit)) for optimizer, wrapped in new]
+            _build_whole(group, plan, names, name_of)
+    inner = _last(unit.optimizers, len(group.optimizers))
+    proxies = [PreparedOptimizer(optimizer, unit) for optimizer in inner]
+    prepared.add_unit(unit, group.units[1:], zip(group.optimizers, proxies, strict=True), before)
 
 
-def _build(
-    unit: Unit,
-    optimizers: Sequence[Optimizer],
-    placed: Mapping[int, bool],
-    names: Mapping[int, list[PartName]],
-    carried: Mapping[Optimizer, Callable[[], None]],
-) -> None:
-    """Wrap each model and each optimizer by itself.
-
-    carried: optimizer -> the function that restores its state (see `carry`).
-    """
-    hooks, original = unit.hooks, dict(unit.all_names())
+def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:
+    """Wrap each model and each optimizer by itself."""
+    unit, hooks = group.unit, group.unit.hooks
+    unit.configure(plan.of_kind["dataloader"])
+    stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
+    carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
     for number, parts in names.items():
         model = _transform(unit, unit.given[number])
-        if placed.get(id(unit.given[number]), True):
+        if plan.placed.get(id(unit.given[number]), True):
             model = hooks.place_model(unit, model, unit.run.device)
         unit.wrapped.append(hooks.wrap_model(unit, model))
         _finish_model(unit, number, parts)
-    # Not before: torch cannot move a parameter in place that others refer to weakly.
-    unit.run.parameters.add(unit, original.items())
-    for optimizer in optimizers:
-        _rebind(unit, optimizer, carried.get(optimizer))
+    for optimizer in group.optimizers:
+        _rebind(unit, optimizer, name_of, carried.get(optimizer))
         made = hooks.transform_optimizer(unit, hooks.wrap_optimizer(unit, optimizer))
         unit.optimizers[unit.optimizers.index(optimizer)] = made
 
 
 def _build_whole(
-    unit: Unit, group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]]
+    group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf
 ) -> None:
     """Build by a strategy that makes models, optimizers and schedulers one thing."""
-    hooks, loaders = unit.hooks, plan.of_kind["dataloader"]
-    unit.run.parameters.add(unit, unit.all_names())
+    unit, hooks, loaders = group.unit, group.unit.hooks, plan.of_kind["dataloader"]
     unit.schedulers.extend(
         scheduler
         for scheduler in plan.of_kind["scheduler"]
@@ -88,7 +84,7 @@ def _build_whole(
     for number, parts in names.items():
         unit.replace_model(number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
-        _rebind(unit, optimizer)
+        _rebind(unit, optimizer, name_of)
     hooks.prepare_unit(unit, loaders)
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
     for number, parts in names.items():
@@ -125,14 +121,17 @@ def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
     attach_contexts(unit, unit.models[number])
 
 
-def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None = None) -> None:
+def _rebind(
+    unit: Unit, optimizer: Optimizer, name_of: NameOf, put_back: Callable[[], None] | None = None
+) -> None:
     """Give the optimizer the parameters that took the place of its original ones.
 
-    put_back: restores the optimizer's state for the new parameters (see `carry`).
+    name_of: of a parameter that may be an original one. put_back: restores the optimizer's state for the
+    new parameters (see `carry`).
     """
     now = dict(unit.all_names())
     for group in optimizer.param_groups:
-        names = [unit.run.parameters.name_of(parameter) for parameter in group["params"]]
+        names = [name_of(parameter) for parameter in group["params"]]
         if lost := [name for name in names if name not in now]:
             raise AccelError(
                 f"prepare: the {type(optimizer).__name__} holds {lost[0]}, which a transform of its model has"

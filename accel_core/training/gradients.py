@@ -39,7 +39,7 @@ def attach_gradient_transforms(unit: Unit, number: int) -> None:
 
 
 def _transform(unit: Unit, parameter: nn.Parameter) -> Callable[[Tensor], Tensor]:
-    parameters = unit.run.parameters
+    parameters = unit.run.prepared.parameters
 
     def transform(gradient: Tensor) -> Tensor:
         # Looked up in each backward: units may be joined, which gives the parameter another name.

@@ -5,7 +5,7 @@ Planning changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.contract.run import Run
+    from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.unit import Unit
 
 KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
@@ -93,43 +93,45 @@ class PreparePlan:
 
 
 def plan_prepare(
-    run: Run,
+    prepared: PreparedObjects,
     objects: Sequence[Any],
+    kind_of: Callable[[Any], str | None],
+    placement: Sequence[bool],
     *,
     strategy: str | None = None,
     name: str | None = None,
-    placement: Sequence[bool] | None = None,
 ) -> PreparePlan:
-    """Plan `prepare(*objects)` beside what the run has prepared. Not collective.
+    """Plan `prepare(*objects)` beside what is prepared already. Not collective.
+
+    kind_of: the hook. placement: whether each object is put on the device.
 
     Raises:
         AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of
             an unknown optimizer.
         ConfigError: the objects do not form units of this strategy or name.
     """
-    places = list(placement) if placement is not None else [run.config.device_placement] * len(objects)
-    if len(places) != len(objects):
+    if len(placement) != len(objects):
         raise ConfigError(
-            f"device_placement has {len(places)} entries for {len(objects)} objects\ngive one per object"
+            f"device_placement has {len(placement)} entries for {len(objects)} objects\ngive one per object"
         )
     of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
     for number, thing in enumerate(objects, start=1):
         if thing is not None:
-            of_kind[_kind(run, thing, number)].append(thing)
-    groups = _group_objects(run, of_kind["model"], of_kind["optimizer"])
-    _check_schedulers(run, of_kind["scheduler"], of_kind["optimizer"])
+            of_kind[_kind(kind_of, thing, number)].append(thing)
+    groups = _group_objects(prepared, of_kind["model"], of_kind["optimizer"])
+    _check_schedulers(prepared, of_kind["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
         raise ConfigError(
             f"name={name!r} needs objects of exactly one unit, got {len(groups)}\nprepare them one by one"
         )
     for group in groups:
         group.check(strategy)
-    placed = {id(thing): place for thing, place in zip(objects, places, strict=True)}
+    placed = {id(thing): place for thing, place in zip(objects, placement, strict=True)}
     return PreparePlan(of_kind, placed, groups)
 
 
-def _kind(run: Run, thing: Any, number: int) -> str:
-    kind: str | None = run.hooks.kind_of(thing)
+def _kind(kind_of: Callable[[Any], str | None], thing: Any, number: int) -> str:
+    kind = kind_of(thing)
     if kind is None:
         raise AccelError(
             f"prepare: argument {number} is a {type(thing).__module__}.{type(thing).__qualname__},"
@@ -139,18 +141,20 @@ def _kind(run: Run, thing: Any, number: int) -> str:
     return kind
 
 
-def _group_objects(run: Run, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]) -> list[UnitGroup]:
+def _group_objects(
+    prepared: PreparedObjects, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+) -> list[UnitGroup]:
     """Group optimizers with the new and prepared models whose parameters they hold."""
-    groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if run.unit_of_model(m) is None]
+    groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if prepared.unit_of_model(m) is None]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in optimizers:
-        if isinstance(optimizer, PreparedOptimizer) or run.proxy_of(optimizer) is not None:
+        if isinstance(optimizer, PreparedOptimizer) or prepared.proxy_of(optimizer) is not None:
             continue
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         joined: list[UnitGroup] = []
         for parameter in parameters:
             # A parameter of no new model has its group by the prepared unit that it belongs to.
-            key = parameter if parameter in group_of else _unit_of(run, optimizer, parameter)
+            key = parameter if parameter in group_of else _unit_of(prepared, optimizer, parameter)
             if key not in group_of:
                 group_of[key] = UnitGroup(units=[key])
                 groups.append(group_of[key])
@@ -168,9 +172,9 @@ def _group_objects(run: Run, models: Iterable[nn.Module], optimizers: Iterable[O
     return groups
 
 
-def _unit_of(run: Run, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
+def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
     """Return the prepared unit that a parameter of the optimizer belongs to."""
-    (unit,) = run.parameters.units_of([parameter])
+    (unit,) = prepared.parameters.units_of([parameter])
     if unit is None:
         raise AccelError(
             f"prepare: the {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)}"
@@ -178,15 +182,18 @@ def _unit_of(run: Run, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
             " by name\n"
             "prepare the model it belongs to in the same call or before, or register it in a module"
         )
-    return unit  # type: ignore[no-any-return]
+    return unit
 
 
-def _check_schedulers(run: Run, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]) -> None:
+def _check_schedulers(
+    prepared: PreparedObjects, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]
+) -> None:
     """Refuse a scheduler of an optimizer that is not prepared."""
     coming = list(optimizers)
     for scheduler in schedulers:
         optimizer = getattr(scheduler, "optimizer", None)
-        has_optimizer = any(optimizer is other for other in coming) or run.proxy_of(optimizer) is not None
+        is_coming = any(optimizer is other for other in coming)
+        has_optimizer = is_coming or prepared.proxy_of(optimizer) is not None
         if not has_optimizer and not isinstance(scheduler, PreparedScheduler):
             raise AccelError(
                 f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"

@@ -32,25 +32,29 @@ def prepare(
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.
     """
     run.require_alive()
-    plan = plan_prepare(run, objects, strategy=strategy, name=name, placement=placement)
+    prepared = run.prepared
+    if placement is None:
+        placement = [run.config.device_placement] * len(objects)
+    plan = plan_prepare(prepared, objects, run.hooks.kind_of, placement, strategy=strategy, name=name)
     for number, group in enumerate(plan.groups):
         if not group.units:
             earlier = [other.unit for other in plan.groups[:number]]
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
     brings = plan.in_words()
-    prepared: dict[int, Any] = {
+    results: dict[int, Any] = {
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
-    loaders = list(prepared.values())
+    loaders = list(results.values())
     if plan.of_kind["model"]:
         assemble(run, "prepare", brings)
     for group in plan.groups:
-        optimizers = build_unit(group, plan)
-        run.add_unit(group.unit, group.units[1:], optimizers)
+        build_unit(group, plan, prepared)
+        if prepared.trained:
+            run.record.begin_unit()
     for scheduler in plan.of_kind["scheduler"]:
-        prepared[id(scheduler)] = prepare_scheduler(scheduler, run.proxy_of(scheduler.optimizer))
-    made = [prepared[id(thing)] if id(thing) in prepared else run.prepared_form(thing) for thing in objects]
-    run.add_prepared(made, loaders)
+        results[id(scheduler)] = prepare_scheduler(scheduler, prepared.proxy_of(scheduler.optimizer))
+    made = [results[id(thing)] if id(thing) in results else prepared.form_of(thing) for thing in objects]
+    prepared.add_results(made, loaders)
     return made

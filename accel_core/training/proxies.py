@@ -100,10 +100,11 @@ class PreparedOptimizer(Optimizer):
             AccelError: the unit lacks one of them. Nothing is added.
         """
         self.optimizer.add_param_group(param_group)
-        unit, parameters = self.unit, self.param_groups[-1]["params"]
-        if None in unit.run.parameters.units_of(parameters) and unit.run.world.size == 1:
-            unit.run.parameters.add(unit, unit.all_names())  # alone it reduces nothing: later ones may join
-        if None in unit.run.parameters.units_of(parameters):
+        unit, added = self.unit, self.param_groups[-1]["params"]
+        known = unit.run.prepared.parameters
+        if None in known.units_of(added) and unit.run.world.size == 1:
+            known.add(unit, unit.all_names())  # alone it reduces nothing: later ones may join
+        if None in known.units_of(added):
             del self.param_groups[-1]
             raise AccelError(
                 f"add_param_group: a parameter for the {type(self.optimizer).__name__} was not in its models"

@@ -81,7 +81,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         AccelError: nothing requires a gradient, or several strategies own the backward.
     """
     accumulation = run.accumulation
-    trained: Sequence[Unit] = run.trained if accumulation is None else accumulation.trained
+    trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
         _check_batches(run, units)

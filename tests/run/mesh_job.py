@@ -69,7 +69,7 @@ def refused():
 def shape():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
-    assert accelerator.run.unit_of_model(model).mesh is accelerator.run.mesh
+    assert accelerator.run.prepared.unit_of_model(model).mesh is accelerator.run.mesh
     found = described(accelerator.run.mesh)
     accelerator.end_training()
     return found
@@ -139,7 +139,7 @@ def draws():
 def beside():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(1, 1), strategy="other")
-    found = described(accelerator.run.unit_of_model(model).mesh)
+    found = described(accelerator.run.prepared.unit_of_model(model).mesh)
     accelerator.end_training()
     return found
 

@@ -91,7 +91,7 @@ class Script:
             "units": [
                 (unit.step_state.no_sync_depth, unit.step_state.allows_uneven_inputs) for unit in run.units
             ],
-            "shardings": [loader._plan.sharding for loader in run.loaders],
+            "shardings": [loader._plan.sharding for loader in run.prepared.loaders],
             "training": [module.training for module in self.model.modules()],
             "hooks": [list(module._forward_pre_hooks) for module in self.model.modules()],
         }

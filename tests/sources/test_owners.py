@@ -11,6 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 OWNERS = {
     "run": "accel_core/runtime/run.py",
+    "prepared": "accel_core/contract/prepared.py",
     "unit": "accel_core/contract/unit.py",
     "window": "accel_core/contract/window.py",
     "step_state": "accel_core/training/step_state.py",

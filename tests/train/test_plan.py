@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader
 
-from accel_core import AccelError, ConfigError, RunConfig
-from accel_core.runtime.parameters import ParameterIndex
+from accel_core import AccelError, ConfigError
+from accel_core.contract.prepared import PreparedObjects
+from accel_core.contract.window import Window
 from accel_core.training.plan import plan_prepare
+from accel_core.training.proxies import PreparedOptimizer
 
 KINDS = {
     nn.Module: "model",
@@ -22,32 +22,25 @@ KINDS = {
 }
 
 
-class PlainRun:
-    """What a plan asks of a run."""
+def kind_of(thing):
+    return next((kind for cls, kind in KINDS.items() if isinstance(thing, cls)), None)
 
-    def __init__(self, *units):
-        self.config = RunConfig()
-        self.hooks = SimpleNamespace(kind_of=self.kind_of)
-        self.units = units
-        self.parameters = ParameterIndex()
-        for unit in units:
-            self.parameters.add(unit, unit.all_names())
 
-    @staticmethod
-    def kind_of(thing):
-        return next((kind for cls, kind in KINDS.items() if isinstance(thing, cls)), None)
-
-    def unit_of_model(self, model):
-        return next((unit for unit in self.units if unit.model is model), None)
-
-    def proxy_of(self, optimizer):
-        return next((optimizer for unit in self.units if optimizer in unit.optimizers), None)
+def plan_beside(units, objects, placement=None, **options):
+    """Plan these objects beside prepared units."""
+    prepared = PreparedObjects()
+    for unit in units:
+        proxies = [PreparedOptimizer(optimizer, unit) for optimizer in unit.optimizers]
+        prepared.add_unit(unit, [], zip(unit.optimizers, proxies, strict=True), {})
+    places = [True] * len(objects) if placement is None else placement
+    return plan_prepare(prepared, objects, kind_of, places, **options)
 
 
 class PlainUnit:
     def __init__(self, name, model, *optimizers, strategy="single"):
         self.name, self.model, self.strategy = name, model, strategy
-        self.optimizers = list(optimizers)
+        self.given = self.models = self.wrapped = [model]
+        self.optimizers, self.window = list(optimizers), Window()
 
     def all_names(self):
         return self.model.named_parameters()
@@ -65,7 +58,7 @@ def test_objects_are_told_by_kind_and_none_passes():
     model = linear()
     optimizer, loader = sgd(model), DataLoader([1])
 
-    plan = plan_prepare(PlainRun(), [loader, None, optimizer, model], placement=[True, True, True, False])
+    plan = plan_beside([], [loader, None, optimizer, model], placement=[True, True, True, False])
 
     assert plan.of_kind == {
         "model": [model],
@@ -80,7 +73,7 @@ def test_each_model_is_a_group_with_the_optimizers_of_its_parameters():
     first, second, third = linear(), linear(), linear()
     of_first, of_second = sgd(first), sgd(second)
 
-    groups = plan_prepare(PlainRun(), [first, second, third, of_second, of_first]).groups
+    groups = plan_beside([], [first, second, third, of_second, of_first]).groups
 
     assert [(group.models, group.optimizers) for group in groups] == [
         ([first], [of_first]),
@@ -93,7 +86,7 @@ def test_an_optimizer_over_several_models_makes_them_one_group():
     first, second, third = linear(), linear(), linear()
     over_two, over_the_others = sgd(first, second), sgd(second, third)
 
-    (group,) = plan_prepare(PlainRun(), [first, second, third, over_two, over_the_others]).groups
+    (group,) = plan_beside([], [first, second, third, over_two, over_the_others]).groups
 
     assert sorted(map(id, group.models)) == sorted(map(id, (first, second, third)))
     assert group.optimizers == [over_two, over_the_others]
@@ -102,7 +95,7 @@ def test_an_optimizer_over_several_models_makes_them_one_group():
 def test_an_optimizer_of_a_prepared_model_completes_its_unit():
     unit, new = PlainUnit("unit0", linear()), linear()
 
-    (group,) = plan_prepare(PlainRun(unit), [sgd(unit.model, new), new]).groups
+    (group,) = plan_beside([unit], [sgd(unit.model, new), new]).groups
 
     assert (group.models, group.units) == ([new], [unit])
 
@@ -111,7 +104,7 @@ def test_the_unit_with_an_optimizer_takes_over_the_others():
     model, other = linear(), linear()
     trained, frozen = PlainUnit("a", model, sgd(model)), PlainUnit("b", other)
 
-    (group,) = plan_prepare(PlainRun(frozen, trained), [sgd(other, model)]).groups
+    (group,) = plan_beside([frozen, trained], [sgd(other, model)]).groups
 
     assert group.units == [trained, frozen]
 
@@ -120,14 +113,14 @@ def test_units_that_both_train_are_not_joined():
     units = [PlainUnit(name, model, sgd(model)) for name, model in (("a", linear()), ("b", linear()))]
 
     with pytest.raises(ConfigError, match="spans the units 'a' and 'b'"):
-        plan_prepare(PlainRun(*units), [sgd(*(unit.model for unit in units))])
+        plan_beside(units, [sgd(*(unit.model for unit in units))])
 
 
 def test_prepared_models_and_optimizers_are_planned_no_more():
     model = linear()
     optimizer = sgd(model)
 
-    assert plan_prepare(PlainRun(PlainUnit("a", model, optimizer)), [model, optimizer]).groups == []
+    assert plan_beside([PlainUnit("a", model, optimizer)], [model, optimizer]).groups == []
 
 
 @pytest.mark.parametrize(
@@ -147,11 +140,11 @@ def test_prepared_models_and_optimizers_are_planned_no_more():
 )
 def test_what_is_wrong_with_the_objects_is_said(objects, options, says):
     with pytest.raises(AccelError, match=says):
-        plan_prepare(PlainRun(), objects, **options)
+        plan_beside([], objects, **options)
 
 
 def test_objects_of_a_unit_have_its_strategy():
     unit = PlainUnit("a", linear())
 
     with pytest.raises(ConfigError, match="belong to unit 'a', prepared with 'single'"):
-        plan_prepare(PlainRun(unit), [sgd(unit.model)], strategy="other")
+        plan_beside([unit], [sgd(unit.model)], strategy="other")

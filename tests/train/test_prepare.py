@@ -88,10 +88,11 @@ def test_an_optimizer_that_is_refused_late_leaves_its_unit_as_it_was(accelerator
     unit.hooks.wrap_optimizer = refusing
     with pytest.raises(ValueError, match="not this one"):
         accelerator.prepare(SGD(model.parameters(), lr=0.1))
-    assert (unit.optimizers, accelerator.run.optimizers, accelerator.run.trained) == ([], [], [])
+    prepared = accelerator.run.prepared
+    assert (unit.optimizers, prepared.optimizers, prepared.trained) == ([], [], [])
     del unit.hooks.wrap_optimizer
     assert accelerator.prepare(SGD(model.parameters(), lr=0.1)).unit is unit
-    assert (len(unit.optimizers), accelerator.run.trained) == (1, [unit])
+    assert (len(unit.optimizers), prepared.trained) == (1, [unit])
 
 
 def test_units_that_could_not_be_joined_are_whole_again(accelerator):
@@ -103,7 +104,7 @@ def test_units_that_could_not_be_joined_are_whole_again(accelerator):
         accelerator.prepare(joining)
     assert accelerator.run.units == [first, second]
     assert (first.given, second.given) == ([a], [b])
-    assert accelerator.run.parameters.units_of(b.parameters()) == {second}
+    assert accelerator.run.prepared.parameters.units_of(b.parameters()) == {second}
     del first.hooks.wrap_optimizer
     assert accelerator.prepare(joining).unit.models == [a, b]
 
@@ -130,8 +131,8 @@ def test_a_model_that_could_not_join_a_unit_is_not_known(accelerator):
     unit.hooks.wrap_optimizer = refusing
     with pytest.raises(ValueError, match="not this one"):
         accelerator.prepare(second, optimizer)
-    assert accelerator.run.parameters.units_of(first.parameters()) == {unit}
-    assert accelerator.run.parameters.units_of(second.parameters()) == {None}
+    assert accelerator.run.prepared.parameters.units_of(first.parameters()) == {unit}
+    assert accelerator.run.prepared.parameters.units_of(second.parameters()) == {None}
 
 
 def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(accelerator_of):
@@ -160,7 +161,7 @@ def test_optimizers_of_two_models_make_two_units(accelerator):
     a, b = net(0), net(1)
     accelerator.prepare(SGD(b.parameters(), lr=0.1), a, SGD(a.parameters(), lr=0.1), b)
     assert [len(unit.optimizers) for unit in accelerator.run.units] == [1, 1]
-    assert accelerator.run.unit_of_model(a) is not accelerator.run.unit_of_model(b)
+    assert accelerator.run.prepared.unit_of_model(a) is not accelerator.run.prepared.unit_of_model(b)
 
 
 def test_two_optimizers_may_share_a_model(accelerator):
@@ -249,7 +250,7 @@ def test_free_memory_forgets_everything(accelerator):
 
 def test_evaluation_mode_prepares_without_training(accelerator):
     model = accelerator.prepare_model(net(), evaluation_mode=True)
-    assert accelerator.run.unit_of_model(model).strategy == "single"
+    assert accelerator.run.prepared.unit_of_model(model).strategy == "single"
 
 
 def test_a_state_put_in_the_place_of_an_optimizers_is_the_inner_ones(accelerator):

@@ -121,7 +121,7 @@ def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
     before = [p.clone() for p in teacher.parameters()]
     accelerator.backward(F.mse_loss(student(x), teacher(x)))
     optimizer.step()
-    assert [unit.name for unit in accelerator.run.trained] == ["student"]
+    assert [unit.name for unit in accelerator.run.prepared.trained] == ["student"]
     assert all(torch.equal(a, b) for a, b in zip(before, teacher.parameters(), strict=True))
 
 

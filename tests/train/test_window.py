@@ -183,8 +183,8 @@ def test_accumulate_nests(accelerator_of):
     a, b = accelerator.prepare(net(0), net(1))
     with accelerator.accumulate(a):
         with accelerator.accumulate(b):
-            assert accelerator.run.accumulation.units == (accelerator.run.unit_of_model(b),)
-        assert accelerator.run.accumulation.units == (accelerator.run.unit_of_model(a),)
+            assert accelerator.run.accumulation.units == (accelerator.run.prepared.unit_of_model(b),)
+        assert accelerator.run.accumulation.units == (accelerator.run.prepared.unit_of_model(a),)
     assert accelerator.run.accumulation is None
 
 

@@ -83,7 +83,7 @@ def _batch_size(
     Only DeepSpeed's own sample counter looks at it.
     """
     run = unit.run
-    sizes = [size for loader in (loaders or run.loaders) if (size := _samples(loader)) is not None]
+    sizes = [size for loader in (loaders or run.prepared.loaders) if (size := _samples(loader)) is not None]
     if not sizes:
         there = made["train_micro_batch_size_per_gpu"]
         return (1, "no loader") if there == settings.AUTO else (there, "the DeepSpeed config")

@@ -128,7 +128,7 @@ def _key(number: int, chunks: int) -> str:
 
 
 def _unit(accelerator: Accelerator, model: nn.Module) -> Any:
-    unit: Any = accelerator.run.unit_of_model(model)
+    unit: Any = accelerator.run.prepared.unit_of_model(model)
     if unit is None or unit not in getattr(unit.plugin, "engines", {}):
         raise CheckpointError("this model was not prepared by strategy megatron\nprepare it first")
     return unit

@@ -68,7 +68,7 @@ class Schedule:
         self.inner.step(self._samples() if self._by_samples else 1)
 
     def _samples(self) -> int:
-        loaders = self.run.active_loaders or self.run.loaders
+        loaders = self.run.active_loaders or self.run.prepared.loaders
         if not loaders or not loaders[-1].total_batch_size:
             raise ConfigError(
                 "megatron: train_samples counts samples, and no prepared DataLoader says how many a step is\n"

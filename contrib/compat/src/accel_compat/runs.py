@@ -42,7 +42,7 @@ def training() -> Run | None:
 
     It is the newest that has prepared something, else the newest.
     """
-    at_work = (run for run in reversed(_runs) if not run.ended and (run.units or run.loaders))
+    at_work = (run for run in reversed(_runs) if not run.ended and (run.units or run.prepared.loaders))
     return next(at_work, None) or newest()
 
 

@@ -56,7 +56,8 @@ def averaged(*models: nn.Module) -> Iterator[None]:
 
 
 def _average_of(model: nn.Module) -> Average:
-    units = [(plugin, unit) for plugin in _live if (unit := plugin.run.unit_of_model(model)) is not None]
+    found = [(plugin, plugin.run.prepared.unit_of_model(model)) for plugin in _live]
+    units = [(plugin, unit) for plugin, unit in found if unit is not None]
     trained = [(plugin, unit) for plugin, unit in units if unit.optimizers]
     if len(trained) == 1:
         ((plugin, unit),) = trained

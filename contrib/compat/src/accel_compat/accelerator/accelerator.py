@@ -214,7 +214,8 @@ def _as_before(given: dict[str, Any]) -> None:
 def _forget(run: Run) -> None:
     """Empty a run whose Accelerator is gone, as the states still look at the run."""
     runs.unregister(run)
-    run.forget_prepared()
+    run.prepared.forget()
+    run.registered.clear()
 
 
 def _ours(handler: Any) -> Any:

@@ -177,7 +177,7 @@ class Assignable(States):
         self.run.keep_apart(self._apart)
 
     def _set_dataloaders(self, loaders: Iterable[Any]) -> None:
-        self.run.loaders[:] = loaders
+        self.run.prepared.loaders[:] = loaders
 
     def _set_custom_objects(self, objects: Iterable[Any]) -> None:
         known = [each for each in self.run.registered if _among(each, [*self._loose, *self._stepping])]
@@ -190,7 +190,7 @@ class Assignable(States):
         _refuse_other("_schedulers", list(schedulers), self._stepping)
 
     _models: Any = _listed(lambda self: _without(self._all_models(), self._apart), _set_models)
-    _dataloaders: Any = property(lambda self: self.run.loaders, _set_dataloaders)
+    _dataloaders: Any = property(lambda self: self.run.prepared.loaders, _set_dataloaders)
     _custom_objects: Any = _listed(
         lambda self: _without(self.run.registered, [*self._loose, *self._stepping]), _set_custom_objects
     )

@@ -50,7 +50,7 @@ class Followers:
 
     def name(self, run: Run, models: Sequence[Any]) -> None:
         """Have the units of these models count for themselves from now on."""
-        named = [run.unit_of_model(model) for model in models]
+        named = [run.prepared.unit_of_model(model) for model in models]
         for unit in self.units:
             if unit in named:
                 unit.window.begin_anew()

@@ -118,7 +118,7 @@ class Preparing(accel_core.Accelerator):
             is_there = any(followed is each for each in args) and all(
                 followed is not each.optimizer for each in self._loose
             )
-            if not is_there and self.run.proxy_of(followed) is None:
+            if not is_there and self.run.prepared.proxy_of(followed) is None:
                 return self._scheduled_by_itself(thing)
         return None
 
@@ -128,7 +128,7 @@ class Preparing(accel_core.Accelerator):
             return False
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         models = (thing for thing in args if isinstance(thing, torch.nn.Module))
-        return self.run.parameters.units_of(mine) == {None} and not any(
+        return self.run.prepared.parameters.units_of(mine) == {None} and not any(
             parameter in mine for model in models for parameter in model.parameters()
         )
 
@@ -157,7 +157,7 @@ class Preparing(accel_core.Accelerator):
         """Let the proxy that the program holds be the one that the run knows."""
         proxy.__class__ = AcceleratedOptimizer
         vars(proxy).update(vars(made))
-        known = self.run.optimizers
+        known = self.run.prepared.optimizers
         known[:] = [(given, proxy if each is made else each) for given, each in known]
         self._loose = [each for each in self._loose if each is not proxy]
         self.run.registered[:] = [each for each in self.run.registered if each is not proxy]
@@ -190,7 +190,7 @@ class Preparing(accel_core.Accelerator):
         return made
 
     def _all_optimizers(self) -> list[Any]:
-        return [*(proxy for _, proxy in self.run.optimizers), *self._loose]
+        return [*(proxy for _, proxy in self.run.prepared.optimizers), *self._loose]
 
     def _selected(self) -> str | None:
         """Return the name of the selected DeepSpeedPlugin, where there are several."""
@@ -268,7 +268,7 @@ class Preparing(accel_core.Accelerator):
                 f"unwrap_model: a {type(model).__name__} is not a torch.nn.Module\n"
                 "pass the model that accelerator.prepare(...) returned"
             )
-        if self.run.unit_of_model(model) is None:
+        if self.run.prepared.unit_of_model(model) is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 

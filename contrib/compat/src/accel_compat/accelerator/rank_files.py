@@ -32,7 +32,7 @@ def write(run: Run, target: Path) -> None:
     file = _file(target, run.world.rank)
     file.parent.mkdir(parents=True, exist_ok=True)
     streams = {name: state.cpu().contiguous() for name, state in run.hooks.rng_state().items()}
-    own = {"moment": _moment(run), "loaders": [loader.state_dict() for loader in run.loaders]}
+    own = {"moment": _moment(run), "loaders": [loader.state_dict() for loader in run.prepared.loaders]}
     beside = file.with_suffix(f".{os.getpid()}")
     save_file(streams, beside, metadata={"own": json.dumps(own)})
     os.replace(beside, file)
@@ -73,7 +73,7 @@ def read(run: Run, loaded: Path) -> None:
     found = _opened(run, loaded, run.world.rank)
     if all(run.collectives("control").all_gather_object(found is not None)):
         loaders, streams = found or ([], {})
-        for loader, position in zip(run.loaders, loaders, strict=True):
+        for loader, position in zip(run.prepared.loaders, loaders, strict=True):
             loader.load_state_dict(position)
         run.hooks.set_rng_state(streams)
     elif run.world.rank == 0:
@@ -103,7 +103,7 @@ def _moment(run: Run) -> str:
 
     It is alike on all ranks, as far as their weights are.
     """
-    told = hashlib.blake2b(json.dumps([run.world.size, [*map(_place, run.loaders)]]).encode())
+    told = hashlib.blake2b(json.dumps([run.world.size, [*map(_place, run.prepared.loaders)]]).encode())
     for model in (model for unit in run.units for model in unit.models):
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         for parameter in trained[-1:]:

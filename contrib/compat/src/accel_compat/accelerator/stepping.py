@@ -57,7 +57,7 @@ class Stepping(Assignable):
             given = (
                 each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
             )
-            models = tuple(model for model in given if run.unit_of_model(model) is not None)
+            models = tuple(model for model in given if run.prepared.unit_of_model(model) is not None)
             if models:
                 self._followers.name(run, models)
         if not run.units:
@@ -79,7 +79,7 @@ class Stepping(Assignable):
 
         Models that are not prepared are left out: they wait for no other rank.
         """
-        mine = [model for model in joinables if self.run.unit_of_model(model) is not None]
+        mine = [model for model in joinables if self.run.prepared.unit_of_model(model) is not None]
         if len(mine) < len(joinables):
             warn_once("join_uneven_inputs: has no effect on a model that is not prepared")
         with super().join_uneven_inputs(mine, even_batches):
@@ -117,7 +117,7 @@ class Stepping(Assignable):
         if not mine:
             warn_once(f"clip_grad_norm_: {_EMPTY}")
             return torch.tensor(0.0)
-        units = self.run.parameters.units_of(mine)
+        units = self.run.prepared.parameters.units_of(mine)
         unit = next(iter(units)) if len(units) == 1 else None
         if unit is not None and unit.window.boundary:
             return _clip_grad_norm_(self, mine, max_norm, norm_type)
@@ -129,7 +129,7 @@ class Stepping(Assignable):
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient at the end of a window."""
         mine = _listed(parameters)
-        units = self.run.parameters.units_of(mine)
+        units = self.run.prepared.parameters.units_of(mine)
         if not mine:
             warn_once(f"clip_grad_value_: {_EMPTY}")
         elif len(units) == 1 and None not in units:
@@ -146,7 +146,7 @@ class Stepping(Assignable):
                 f"clipping: these {len(parameters)} parameters belong to {names}, and ranks hold parts of"
                 " them\nclip the parameters of each prepared model in a call of its own"
             )
-        self.unscale_gradients([proxy for _, proxy in self.run.optimizers if proxy.unit in units])
+        self.unscale_gradients([proxy for _, proxy in self.run.prepared.optimizers if proxy.unit in units])
 
     # -- metrics -----------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def extract_model_from_parallel(
 ) -> Any:
     """Return the user's own model inside what wraps it."""
     run = runs.newest()
-    unit = None if run is None else run.unit_of_model(model)
+    unit = None if run is None else run.prepared.unit_of_model(model)
     if unit is not None:
         return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
     compiled = model if is_wrapped(model) or "_orig_mod" in vars(model) else None

@@ -1,0 +1,136 @@
+"""The objects that a run has prepared, found by what the user holds of them."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.contract.unit import Unit
+
+
+class PreparedObjects:
+    """A run's units, with their optimizers and parameters, and its dataloaders."""
+
+    def __init__(self) -> None:
+        self.units: list[Unit] = []
+        self.trained: list[Unit] = []
+        """The units with optimizers: another list whenever units change, or the run ends."""
+        self.parameters = ParameterIndex()
+        self.optimizers: list[tuple[Optimizer, Any]] = []
+        """(the user's optimizer, what `prepare` returned for it)."""
+        self.loaders: list[Any] = []
+        """Dataloaders that `prepare` returned."""
+        self.ordered: list[Any] = []
+        """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
+
+    def unit_of_model(self, model: object) -> Unit | None:
+        """Return a model's unit, given the user's module or `prepare`'s result for it."""
+        for unit in self.units:
+            if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
+                return unit
+        return None
+
+    def proxy_of(self, optimizer: object) -> Any:
+        """Return the proxy of an optimizer, given either of both; None for others."""
+        for given, proxy in self.optimizers:
+            if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
+                return proxy
+        return None
+
+    def form_of(self, thing: Any) -> Any:
+        """Return what `prepare` returned for a model or optimizer; None for others.
+
+        Given either of both.
+        """
+        unit = self.unit_of_model(thing)
+        if unit is None:
+            return self.proxy_of(thing)
+        return thing if thing in unit.wrapped else unit.wrapped[unit.given.index(thing)]
+
+    def add_unit(
+        self,
+        unit: Unit,
+        merged: Sequence[Unit],
+        optimizers: Iterable[tuple[Optimizer, Any]],
+        before: Mapping[nn.Parameter, str],
+    ) -> None:
+        """Add a unit, or what is new in it, in place of those merged into it.
+
+        optimizers: (the user's, what `prepare` returns for it) of those that are new. before: the names of
+        its parameters before models were wrapped, which may have replaced them.
+        """
+        self.parameters.add(unit, ((name, parameter) for parameter, name in before.items()))
+        self.parameters.add(unit, unit.all_names())
+        if unit not in self.units:
+            self.units.append(unit)
+        for other in merged:
+            self.units.remove(other)
+        self.optimizers.extend(optimizers)
+        self.trained = [trained for trained in self.units if trained.optimizers]
+
+    def add_results(self, results: Iterable[Any], loaders: Iterable[Any]) -> None:
+        """Add what a call of `prepare` returns, and the dataloaders among it."""
+        self.loaders += [loader for loader in loaders if loader not in self.loaders]
+        new = [thing for thing in results if not any(thing is other for other in self.ordered)]
+        self.ordered += [thing for thing in new if thing is not None and thing not in self.loaders]
+
+    def end_training(self, refuse: Callable[..., Any]) -> None:
+        """Train no unit any more: what calls an optimizer's `step` calls `refuse`."""
+        self.trained = []
+        for _, proxy in self.optimizers:
+            proxy.__dict__["step"] = refuse
+
+    def forget(self) -> None:
+        """Forget all objects."""
+        for held in (self.units, self.optimizers, self.loaders, self.ordered):
+            held.clear()
+        self.trained = []
+        self.parameters.clear()
+
+
+class ParameterIndex:
+    """Parameter -> (its unit, its name there), by identity.
+
+    Parameters that were replaced are found as well.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
+        self._units: dict[int, Unit] = {}
+        """The unit of each entry: clipping asks for that of each parameter in each step."""
+
+    def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
+        """Remember the parameters that have, or had, these names in the unit."""
+        for name, parameter in named:
+            key = id(parameter)
+            alive, _ = self._entries.get(key, (None, ""))
+            if alive is None or alive() is not parameter:
+                alive = weakref.ref(parameter, self._forget(key))
+            self._entries[key] = alive, name
+            self._units[key] = unit
+
+    def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
+        """Their units; None among them for what no prepared model has."""
+        return set(map(self._units.get, map(id, parameters)))
+
+    def name_of(self, parameter: nn.Parameter) -> str:
+        """Return the canonical name of a parameter that has a unit."""
+        return self._entries[id(parameter)][1]
+
+    def clear(self) -> None:
+        """Forget all parameters."""
+        self._entries.clear()
+        self._units.clear()
+
+    def _forget(self, key: int) -> Callable[[object], object]:
+        def forget(_: object) -> None:  # another object may get the id of one that is gone
+            self._entries.pop(key, None)
+            self._units.pop(key, None)
+
+        return forget
