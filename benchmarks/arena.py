@@ -37,15 +37,15 @@ class Row(NamedTuple):
 
 
 class Contender:
-    """`script NAME` under one interpreter, in one process a rank, waiting for its turn."""
+    """`script OPTIONS NAME` under one interpreter, in one process a rank, waiting for its turn."""
 
-    def __init__(self, name: str, python: str, script: str, ranks: int = 1) -> None:
+    def __init__(self, name: str, python: str, script: str, ranks: int = 1, *options: str) -> None:
         shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": _free_port(), "OMP_NUM_THREADS": 1}
         self.name = name
         self.processes = [
             subprocess.Popen(
-                [python, str(HERE / script), name],
+                [python, str(HERE / script), *options, name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -57,10 +57,14 @@ class Contender:
 
     def turn(self, case: str) -> float:
         """Run one round of a case; what rank 0 measured."""
+        return self.turns(case)[0]
+
+    def turns(self, case: str) -> list[float]:
+        """Run one round of a case; what each rank measured."""
         for process in self.processes:
             process.stdin.write(case + "\n")
             process.stdin.flush()
-        return self.answers()[0]
+        return self.answers()
 
     def answers(self) -> list[float]:
         """The next figure of each rank."""

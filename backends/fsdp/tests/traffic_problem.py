@@ -1,4 +1,7 @@
-"""A small language model, split by torch's public API and by an Accelerator, and what a step sends."""
+"""A small language model, split by torch's public API and by an Accelerator, and what a step sends.
+
+`benchmarks/parallel.py` times the two loops at a larger scale.
+"""
 
 from __future__ import annotations
 
@@ -16,41 +19,53 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional as F
 
-from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_core import Accelerator, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import Traffic
 
-VOCABULARY, LENGTH, WIDTH, HEADS, ROWS = 18, 8, 16, 4, 4
 WINDOW = 3
 """Micro-batches of a step."""
 CLIP = 0.5
 LEARNING_RATE = 1e-2
+PATIENCE = timedelta(seconds=40)
+
+
+class Scale(NamedTuple):
+    """How large the model and its batches are, and if blocks are compiled."""
+
+    vocabulary: int = 18
+    length: int = 8
+    width: int = 16
+    heads: int = 4
+    rows: int = 4
+    compiled: bool = False
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, width, heads):
         super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.queries, self.keys, self.values = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.out = nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.head = width // heads
+        self.norm = nn.LayerNorm(width)
+        self.queries, self.keys, self.values = (nn.Linear(width, width) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x):
         normed = self.norm(x)
         mixed = [each(normed) for each in (self.queries, self.keys, self.values)]
-        heads = [each.unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2) for each in mixed]
+        heads = [each.unflatten(-1, (-1, self.head)).transpose(1, 2) for each in mixed]
         seen = F.scaled_dot_product_attention(*heads, is_causal=True)
         x = x + self.out(seen.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Gpt(nn.Module):
-    def __init__(self):
+    def __init__(self, scale):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.tokens = nn.Embedding(scale.vocabulary, scale.width)
+        self.blocks = nn.ModuleList(Block(scale.width, scale.heads) for _ in range(4))
+        self.norm, self.head = nn.LayerNorm(scale.width), nn.Linear(scale.width, scale.vocabulary, bias=False)
 
     def forward(self, ids):
         x = self.tokens(ids)
@@ -65,10 +80,10 @@ PLAN = {
 }
 
 
-def window(step, reader, readers):
+def window(step, reader, readers, scale):
     """This reader's rows of each micro-batch."""
     generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(VOCABULARY, (WINDOW, ROWS, LENGTH + 1), generator=generator)
+    ids = torch.randint(scale.vocabulary, (WINDOW, scale.rows, scale.length + 1), generator=generator)
     return [(each[:, :-1], each[:, 1:]) for each in ids[:, reader::readers]]
 
 
@@ -83,14 +98,16 @@ def optimizer_of(model):
 # -- by hand: torch's public API alone -------------------------------------------------------------
 
 
-def by_hand(sizes):
+def by_hand(sizes, scale):
     """Return the function that trains a window, of a mesh with these sizes."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     samples = [name for name in sizes if name.startswith("dp")]
     shared = mesh[tuple(samples)] if samples else None
-    model = Gpt()
+    model = Gpt(scale)
+    for block in model.blocks if scale.compiled else ():
+        block.compile()
     if "pp" in sizes:
-        return pipeline_by_hand(model, mesh, shared)
+        return pipeline_by_hand(model, mesh, shared, scale)
     if "tp" in sizes:
         styles = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
         for block in model.blocks:
@@ -105,7 +122,7 @@ def by_hand(sizes):
 
     def train(step):
         losses = []
-        for number, (ids, targets) in enumerate(window(step, reader, readers)):
+        for number, (ids, targets) in enumerate(window(step, reader, readers, scale)):
             if shared is not None:
                 model.set_requires_gradient_sync(number + 1 == WINDOW)
             loss = loss_of(model(ids), targets) / WINDOW
@@ -119,7 +136,7 @@ def by_hand(sizes):
     return train
 
 
-def pipeline_by_hand(model, mesh, shared):
+def pipeline_by_hand(model, mesh, shared, scale):
     """Half of the model on each of two ranks."""
     rank, group = mesh.get_local_rank("pp"), mesh.get_group("pp")
     pieces = ((model.tokens, *model.blocks[:2]), (*model.blocks[2:], model.norm, model.head))
@@ -134,7 +151,7 @@ def pipeline_by_hand(model, mesh, shared):
     schedule = Schedule1F1B(piped, WINDOW, loss_fn=loss_of)
 
     def train(step):
-        batches = window(step, reader, readers)
+        batches = window(step, reader, readers, scale)
         losses = []
         if rank == 0:
             schedule.step(torch.cat([ids for ids, _ in batches]))
@@ -178,23 +195,25 @@ def clip_by_hand(model, stages=None):
 # -- by an Accelerator ------------------------------------------------------------------------------
 
 
-def by_accelerator(sizes):
+def by_accelerator(sizes, scale):
     """Return the function that trains a window, and the one that ends the run."""
     options = {f"{name}_size": size for name, size in sizes.items() if name != "tp"}
     given = [
-        InitProcessGroupKwargs(timeout=timedelta(seconds=40)),
+        InitProcessGroupKwargs(timeout=PATIENCE),
         FullyShardedDataParallelPlugin(transformer_cls_names_to_wrap=["Block"], **options),
     ]
     if "tp" in sizes:
         plan = {f"blocks.*.{name}": style for name, style in PLAN.items()}
         given.append(TorchTensorParallelPlugin(tp_size=sizes["tp"], parallelize_plan=plan))
+    if scale.compiled:
+        given.append(TorchDynamoPlugin(backend="inductor", use_regional_compilation=True))
     run = Accelerator(cpu=True, plugins=given, gradient_accumulation_steps=1 if "pp" in sizes else WINDOW)
-    model = Gpt()
+    model = Gpt(scale)
     model, optimizer = run.prepare(model, optimizer_of(model))
     reader, readers = run.run.topology.reader, run.run.topology.readers
 
     def train(step):
-        batches = window(step, reader, readers)
+        batches = window(step, reader, readers, scale)
         if "pp" in sizes:
             found = run.forward_backward(model, batches, staged_loss, microbatches=WINDOW)
             loss = found.loss
@@ -232,11 +251,11 @@ class Measured(NamedTuple):
 
 def traffic(cases):
     """Of each case: by hand and by an Accelerator, the losses, and what a step sends after two others."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=40))
-    found = {}
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    found, scale = {}, Scale()
     for name, sizes in cases.items():
-        train, end = by_accelerator(sizes)
-        found[name] = measured(by_hand(sizes)), measured(train)
+        train, end = by_accelerator(sizes, scale)
+        found[name] = measured(by_hand(sizes, scale)), measured(train)
         end()
     dist.destroy_process_group()
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from datetime import timedelta
 
 import torch
 from torch import nn
@@ -35,10 +36,10 @@ class Block(nn.Module):
 class Gpt(nn.Module):
     """Learnt positions, embeddings tied to the output."""
 
-    def __init__(self, causal=True, width=16, layers=2, heads=2):
+    def __init__(self, causal=True, width=16, layers=2, heads=2, length=LENGTH):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.where = nn.Embedding(VOCABULARY, width), nn.Embedding(LENGTH, width)
+        self.tokens, self.where = nn.Embedding(VOCABULARY, width), nn.Embedding(length, width)
         self.blocks = nn.ModuleList(Block(width, heads, causal) for _ in range(layers))
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
@@ -79,14 +80,13 @@ def plain(causal=True, batch_size=4, epochs=7):
     return losses, model.head.weight.detach().clone()
 
 
+PATIENCE = timedelta(seconds=30)
 BUFFERS = {"input_ids": 1, "targets": 1}
 
 
-def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, **more):
-    from datetime import timedelta
-
+def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, timeout=PATIENCE, **more):
     plugin = ContextParallelPlugin(size=size, buffers=buffers)
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=30))
+    patience = InitProcessGroupKwargs(timeout=timeout)
     return Accelerator(cpu=True, strategy=strategy, plugins=[plugin, patience], **more)
 
 

@@ -1,14 +1,17 @@
-"""Windows of three micro-batches whose sequences two ranks share: by hand, and by an Accelerator."""
+"""Windows of three micro-batches whose sequences two ranks share: by hand, and by an Accelerator.
+
+`benchmarks/parallel.py` times the two loops at a larger scale.
+"""
 
 from __future__ import annotations
 
 import itertools
 from contextlib import nullcontext
-from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from cp_problem import LENGTH, Gpt, accelerator_of, loss_of, samples
+from cp_problem import LENGTH, PATIENCE, Gpt, accelerator_of, loss_of, samples
 from torch import nn
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+from accel_core import TorchDynamoPlugin
 from accel_testing import Traffic
 
 WINDOW, STEPS = 3, 3
@@ -25,29 +29,49 @@ gather = getattr(collectives, "all_gather_single_autograd", None) or collectives
 attend = F.scaled_dot_product_attention
 
 
+class Scale(NamedTuple):
+    """How large the model and its sequences are, and if blocks are compiled."""
+
+    length: int = LENGTH
+    width: int = 16
+    heads: int = 2
+    compiled: bool = False
+
+
+def gpt(scale):
+    return Gpt(width=scale.width, heads=scale.heads, length=scale.length)
+
+
 def optimizer_of(model):
     return torch.optim.AdamW(model.parameters(), lr=1e-2)
 
 
-def windows(loader):
-    """The micro-batches of each step."""
-    batches = iter(loader)
-    for _ in range(STEPS):
-        yield list(itertools.islice(batches, WINDOW))
+def whole_windows(scale):
+    return samples(scale.length)[: 10 * WINDOW]
 
 
-def share(rank):
+def endless(loader):
+    while True:
+        yield from loader
+
+
+def share(rank, length):
     """Where the tokens of a rank stand: a piece of the sequence's head, and the matching one of its tail."""
-    piece = LENGTH // 4
-    pieces = torch.arange(LENGTH).split(piece)
+    pieces = torch.arange(length).split(length // 4)
     return torch.cat((pieces[rank], pieces[3 - rank]))
 
 
-def by_hand(strategy):
-    """Gather keys and values, as torch's own context parallelism has no kernel for a CPU."""
+def by_hand(strategy, scale):
+    """Return the function that trains a window.
+
+    It gathers keys and values, as torch's own context parallelism has no kernel for a CPU.
+    """
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("cp",))
-    mine, model = share(mesh.get_local_rank()), Gpt()
-    mask = mine[:, None] >= torch.cat((share(0), share(1)))
+    mine, model = share(mesh.get_local_rank(), scale.length), gpt(scale)
+    mask = mine[:, None] >= torch.cat([share(rank, scale.length) for rank in range(2)])
+    batches = endless(DataLoader(whole_windows(scale), 2))
+    for block in model.blocks if scale.compiled else ():
+        block.compile()
 
     def attention(query, key, value, is_causal):
         keys, values = (gather(each.contiguous(), 2, mesh) for each in (key, value))
@@ -60,9 +84,9 @@ def by_hand(strategy):
             fully_shard(part, mesh=mesh)
     optimizer = optimizer_of(model)
 
-    def train(batches):
+    def train():
         total = 0.0
-        for number, batch in enumerate(batches):
+        for number, batch in enumerate(itertools.islice(batches, WINDOW)):
             last = number + 1 == WINDOW
             if strategy == "fsdp":
                 model.set_requires_gradient_sync(last)
@@ -79,17 +103,21 @@ def by_hand(strategy):
         optimizer.zero_grad()
         return total
 
-    return measured(train, windows(DataLoader(samples(), 2)))
+    return train
 
 
-def by_accelerator(strategy):
-    run = accelerator_of(strategy, size=2, gradient_accumulation_steps=WINDOW)
-    model = Gpt()
-    model, optimizer, loader = run.prepare(model, optimizer_of(model), DataLoader(samples(), 2))
+def by_accelerator(strategy, scale):
+    """Return the function that trains a window, and the one that ends the run."""
+    compiling = TorchDynamoPlugin(backend="inductor", use_regional_compilation=True)
+    more = {"dynamo_plugin": compiling} if scale.compiled else {}
+    run = accelerator_of(strategy, size=2, timeout=PATIENCE, gradient_accumulation_steps=WINDOW, **more)
+    model, loader = gpt(scale), DataLoader(whole_windows(scale), 2)
+    model, optimizer, loader = run.prepare(model, optimizer_of(model), loader)
+    batches = endless(loader)
 
-    def train(batches):
+    def train():
         total = 0.0
-        for batch in batches:
+        for batch in itertools.islice(batches, WINDOW):
             with run.accumulate(model, batch=batch):
                 loss = loss_of(model, batch)[0]
                 run.backward(loss)
@@ -100,22 +128,24 @@ def by_accelerator(strategy):
             total += loss.item() / WINDOW
         return total
 
-    found = measured(train, windows(loader))
-    run.end_training()
-    return found
+    return train, run.end_training
 
 
-def measured(train, steps):
+def measured(train):
     """The losses, and what the last step sends."""
     losses = []
-    for batches in steps:
+    for _ in range(STEPS):
         with Traffic() as seen:
-            losses.append(train(batches))
+            losses.append(train())
     return losses, seen.kinds()
 
 
 def both(strategies):
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    found = {name: (by_hand(name), by_accelerator(name)) for name in strategies}
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    found, scale = {}, Scale()
+    for name in strategies:
+        train, end = by_accelerator(name, scale)
+        found[name] = measured(by_hand(name, scale)), measured(train)
+        end()
     dist.destroy_process_group()
     return found
