@@ -48,6 +48,19 @@ def test_the_loaders_end_can_be_ignored(accelerator_of):
     assert seen == [False, False, False, True, False, False]
 
 
+def test_a_change_of_the_config_reaches_accumulate_at_once(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model, data = accelerator.prepare(net(), DataLoader(batches(6), batch_size=None))
+    kept, seen = accelerator.accumulate(model), []
+    for number, _ in enumerate(data):
+        if number == 5:
+            changed = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
+            accelerator.run.reconfigure(accumulation=changed)
+        with kept:
+            seen.append(accelerator.sync_gradients)
+    assert seen == [False, False, False, True, False, False]
+
+
 @pytest.mark.parametrize(("adjust", "steps"), [(True, 3), (False, 10)])
 def test_schedulers_step_once_a_window_or_each_micro_batch(accelerator_of, adjust, steps):
     plugin = GradientAccumulationPlugin(num_steps=4, adjust_scheduler=adjust)
