@@ -164,19 +164,26 @@ class Accumulation:
 
     def drop(self) -> None:
         """End as if nothing had happened inside: windows and contexts are told no error."""
-        self.run.end_accumulation(self)
-        self._end_contexts()
+        try:
+            self._end_contexts()
+        finally:
+            self.run.end_accumulation(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         entered, self._entered = self._entered, False
-        self.run.end_accumulation(self)
-        window = self._only_window
-        if window is None:
-            self._leave_all(kind, error, trace)
-        elif window.awaits_backward:
-            window.note_backward()
+        try:
+            window = self._only_window
+            if window is None:
+                self._leave_all(kind, error, trace)
+            elif window.awaits_backward:
+                window.note_backward()
+        except BaseException:  # Ctrl-C, maybe before all of them had ended
+            self._end_contexts(kind, error, trace)
+            raise
+        finally:  # last: as long as it is in force, the next one ends its contexts
+            self.run.end_accumulation(self)
         if error is not None and isinstance(
             error, RuntimeError
         ):  # of a forward, by the strategy's collectives

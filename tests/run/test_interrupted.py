@@ -395,6 +395,14 @@ def interrupted(script, scenario, at) -> list[str]:
     return left + check(script, f"interrupted in {interruption.where} (place {at})")
 
 
+def places_of(script, micro_batch, items) -> int:
+    for _ in range(2):
+        script.accelerator.run.units[0].begin_anew()
+        with Interruption() as counted:
+            micro_batch(items, nothing)
+    return counted.count
+
+
 def places(script, scenario) -> int:
     for _ in range(2):  # the first time, caches are filled
         with Interruption() as counted:
@@ -424,6 +432,45 @@ def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_lo
             inside = accelerator.run.accumulation
         problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
         accelerator.run.units[0].begin_anew()
+    assert not problems
+
+
+def test_after_ctrl_c_at_any_place_of_accumulate_the_next_window_reduces_its_gradients(script, monkeypatch):
+    quiet = []
+
+    @contextlib.contextmanager
+    def no_sync(unit, models):
+        quiet.append(unit)
+        try:
+            yield
+        finally:
+            quiet.pop()
+
+    (unit,) = script.accelerator.run.units
+    monkeypatch.setattr(unit.steps, "no_sync", no_sync)
+
+    def micro_batch(items, leave):
+        with script.accelerator.accumulate(items=items):
+            leave()
+
+    problems, raised = [], []  # a notebook keeps what was raised too, and all frames below it
+    for items in (1, None):
+        script.accelerator._accumulations.clear()
+        for at in range(1, places_of(script, micro_batch, items) + 1):
+            unit.begin_anew()
+            try:
+                with Interruption(at) as interruption:
+                    micro_batch(items, nothing)
+            except KeyboardInterrupt as error:
+                raised.append(error)
+            with script.accelerator.accumulate(items=items):
+                script.accelerator.sync_gradients = True
+                problems += [f"{items}: {interruption.where}"] * bool(quiet)
+            problems += [f"{items}: after {interruption.where}"] * bool(quiet)
+            quiet.clear()
+    script.accelerator._accumulations.clear()
+    unit.begin_anew()
+    assert raised
     assert not problems
 
 
