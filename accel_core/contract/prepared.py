@@ -80,6 +80,10 @@ class PreparedObjects:
         new = [thing for thing in results if not any(thing is other for other in self.ordered)]
         self.ordered += [thing for thing in new if thing is not None and thing not in self.loaders]
 
+    def renew_trained(self) -> None:
+        """Make `trained` another list, by which contexts of `accumulate` notice a change."""
+        self.trained = [*self.trained]
+
     def end_training(self, refuse: Callable[..., Any]) -> None:
         """Train no unit any more: what calls an optimizer's `step` calls `refuse`."""
         self.trained = []

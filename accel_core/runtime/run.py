@@ -269,7 +269,7 @@ class Run:
     def reconfigure(self, **changes: Any) -> None:
         """Change the config from now on: of steps and of objects prepared later."""
         self.config = evolve(self.config, **changes)
-        self.trained = [*self.trained]  # a new list: each `accumulate` reads the config anew
+        self.prepared.renew_trained()  # each `accumulate` that was made before reads the config anew
 
     def use_step(self, step: Callable[..., bool]) -> None:
         """Have optimizers call this at a boundary."""
