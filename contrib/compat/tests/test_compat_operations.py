@@ -4,8 +4,25 @@ from __future__ import annotations
 
 import pickle
 
+import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32, listify
+from accelerate.utils import convert_outputs_to_fp32, listify, pad_across_processes
+from peers import said
+
+COPIED = """
+import json, torch
+from accelerate import Accelerator
+from accelerate.utils.operations import copy_tensor_to_devices, gather_tensor_shape
+
+accelerator = Accelerator(cpu=True)
+seen = []
+for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
+    mine = torch.tensor([[1, 0, 1]], dtype=dtype) if accelerator.process_index == 1 else None
+    shape, kind = gather_tensor_shape(mine)
+    copied = copy_tensor_to_devices(mine)
+    seen.append([list(shape), kind == copied.dtype == dtype, copied.tolist()])
+print(json.dumps(seen))
+"""
 
 
 class Module(torch.nn.Module):
@@ -34,3 +51,17 @@ def test_a_function_with_converted_outputs_is_named_as_before_and_can_be_pickled
     assert (forward.__name__, forward.__doc__) == ("forward", "Twice x.")
     again = pickle.loads(pickle.dumps(forward))
     assert again(torch.ones(1, dtype=torch.float16))["out"].dtype is torch.float32
+
+
+def test_that_nested_tensors_are_not_padded_is_said_at_the_programs_line():
+    nested = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged)
+    with pytest.warns(UserWarning, match="Cannot pad nested tensors") as told:
+        assert pad_across_processes(nested) is nested
+    assert [warning.filename for warning in told] == [__file__]
+
+
+def test_the_tensor_that_one_rank_has_comes_to_all_in_its_dtype():
+    numbers, truths = [[1, 0, 1]], [[True, False, True]]
+    assert said(COPIED, ours=True, processes=2) == [
+        [[1, 3], True, copied] for copied in (numbers, numbers, numbers, truths)
+    ]

@@ -263,7 +263,7 @@ def copy_tensor_to_devices(tensor: Any = None) -> torch.Tensor:
     shape, dtype = gather_tensor_shape(tensor)
     mine = torch.zeros(shape, dtype=dtype, device=run.device) if tensor is None else tensor.to(run.device)
     summed: torch.Tensor = reduce(mine, "sum")
-    return summed
+    return summed.to(dtype)  # booleans are counted
 
 
 def slice_tensors(
