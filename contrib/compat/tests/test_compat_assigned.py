@@ -213,6 +213,18 @@ def test_a_disabled_scaler_may_be_assigned_and_an_enabled_one_needs_fp16():
         accelerator.scaler = torch.amp.GradScaler("cpu")
 
 
+def test_under_fp16_losses_are_scaled_by_the_scaler_that_is_assigned():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = torch.nn.Linear(1, 1, bias=False)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters()))
+    assert accelerator.scaler.is_enabled()
+
+    accelerator.scaler = mine = torch.amp.GradScaler("cpu", init_scale=4.0)
+    accelerator.backward(model(torch.ones(1, 1)).sum())
+    assert accelerator.scaler is mine
+    assert model.weight.grad.tolist() == [[4.0]]
+
+
 def test_a_model_taken_from_the_list_is_not_saved(tmp_path):
     accelerator = Accelerator(cpu=True)
     kept, model = accelerator.prepare(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))

@@ -67,6 +67,13 @@ def test_another_precision_needs_a_reset_first():
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
 
 
+def test_no_strategy_has_a_plugin_unless_it_is_asked_for(monkeypatch):
+    assert not hasattr(Accelerator().state, "fsdp_plugin")
+    AcceleratorState._reset_state(True)
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    assert type(Accelerator().state.fsdp_plugin).__name__ == "FullyShardedDataParallelPlugin"
+
+
 def test_the_gradient_state_follows_accumulate():
     accelerator = Accelerator(gradient_accumulation_steps=2)
     model = accelerator.prepare(torch.nn.Linear(1, 1))
