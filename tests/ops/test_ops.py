@@ -298,6 +298,24 @@ def test_pad_across_processes_makes_shapes_equal():
     ]
 
 
+class Table:
+    """Rows that are taken by their numbers and not sliced, as those of a dataset are."""
+
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __eq__(self, other):
+        return isinstance(other, Table) and self.rows == other.rows
+
+    __hash__ = None
+
+    def select(self, numbers):
+        return Table([self.rows[number] for number in numbers])
+
+
 @pytest.mark.parametrize(
     ("inputs", "padding", "parts"),
     [
@@ -306,6 +324,8 @@ def test_pad_across_processes_makes_shapes_equal():
         (("A",), True, [("A",), ("A",)]),
         ({"p": [1, 2, 3], "q": (4, 5, 6)}, True, [{"p": [1, 2], "q": (4, 5)}, {"p": [3, 3], "q": (6, 6)}]),
         ([], True, [[], []]),
+        (Table([1, 2, 3]), False, [Table([1, 2]), Table([3])]),
+        (Table([1, 2, 3]), True, [Table([1, 2]), Table([3, 3])]),
     ],
 )
 def test_split_between_processes(inputs, padding, parts):
