@@ -10,15 +10,17 @@ from torch import nn
 from accel_testing import simulated
 
 
-def steps(folder: str, device: str, resume: bool) -> tuple[str, list[float]]:
-    """Where the optimizer's state is after the checkpoint, and the losses from there on."""
+def steps(
+    folder: str, device: str, resume: bool, algorithm: str = "AdamW"
+) -> tuple[dict[str, str], list[float]]:
+    """Where each entry of the optimizer's state is after the checkpoint, and the losses from there on."""
     simulated.declare(Path(folder) / "plugins")
     from accel_core import Accelerator
 
     torch.manual_seed(0)
     accelerator = Accelerator(device=device)
     module = nn.Linear(4, 4)
-    inner = torch.optim.AdamW(module.parameters(), lr=0.1)
+    inner = getattr(torch.optim, algorithm)(module.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(module, inner)
 
     def step() -> float:
@@ -33,7 +35,7 @@ def steps(folder: str, device: str, resume: bool) -> tuple[str, list[float]]:
     else:
         step(), step()
         accelerator.save_state(Path(folder) / "here")
-    where = {str(state["exp_avg"].device) for state in inner.state.values()}
+    where = {name: entry.device.type for state in inner.state.values() for name, entry in state.items()}
     losses = [step() for _ in range(3)]
     accelerator.end_training()
-    return ", ".join(where), losses
+    return where, losses
