@@ -13,7 +13,7 @@ count as one. `run` defaults to the only live run.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -22,8 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from accel_core.contract.run import current
-from accel_core.distributed.exchange import CollectiveCall, collective_call
-from accel_core.distributed.nested import leaves, rebuild, recursively_apply, slice_tensors
+from accel_core.distributed.exchange import CollectiveCall, collective_call, summary
+from accel_core.distributed.nested import describe, leaves, rebuild, recursively_apply, slice_tensors
+from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -91,7 +92,8 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     list. Tensors arrive on the CPU.
 
     Raises:
-        CollectiveError: another rank calls something else, or cannot pickle its object.
+        CollectiveError: another rank calls something else, cannot pickle its object, or passes one that
+            cannot be joined with the others: of another kind, or a mapping with other keys.
     """
     return _gather_object(object, run or current(), "gather_object")
 
@@ -100,7 +102,10 @@ def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
     # A tensor that is pickled on a device would arrive on its sender's device.
     sent = object if run.device.type == "cpu" else recursively_apply(Tensor.cpu, object)
     with collective_call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
-        return _join_objects(call.all_objects(sent))
+        of_readers = call.all_objects(sent)
+        if any(_kind(value) != _kind(of_readers[0]) for value in of_readers):
+            raise _unlike(operation, of_readers)
+        return _join_objects(of_readers)
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
@@ -332,9 +337,29 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     return part + type(value)([value[-1]]) * missing if missing else part  # type: ignore[operator]
 
 
+def _kind(value: Any) -> Any:
+    """Return what is alike for objects that can be joined."""
+    if isinstance(value, Mapping):
+        return {key: _kind(item) for key, item in value.items()}
+    if isinstance(value, Tensor):
+        return Tensor if value.ndim else None
+    return list if isinstance(value, list | tuple) else None
+
+
+def _unlike(operation: str, of_readers: list[Any]) -> CollectiveError:
+    found = [summary(operation, texts, list(texts)) for texts in map(describe, of_readers)]
+    shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(found))
+    return CollectiveError(
+        f"{operation}: ranks passed objects that cannot be joined\n{shown}\n"
+        "pass the same kind with the same keys on all ranks, or each object in a list",
+        operation=operation,
+        found=found,
+    )
+
+
 def _join_objects(of_readers: list[Any]) -> Any:
     first = of_readers[0]
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {key: _join_objects([mapping[key] for mapping in of_readers]) for key in first}
     if isinstance(first, Tensor) and first.ndim:
         return torch.cat(of_readers)

@@ -80,7 +80,7 @@ class CollectiveCall:
     def __str__(self) -> str:
         texts = describe(self.tree)
         tensors = [place for place, text in texts.items() if text.startswith("(")]
-        return _summary(self.operation + self.at, texts, tensors or list(texts))
+        return summary(self.operation + self.at, texts, tensors or list(texts))
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -244,7 +244,7 @@ class CollectiveCall:
         places = list(dict.fromkeys(place for _, texts, _ in of_ranks for place in texts))
         different = [place for place in places if len({texts.get(place) for _, texts, _ in of_ranks}) > 1]
         told = [
-            refusal or _summary(operation, texts, different or list(texts))
+            refusal or summary(operation, texts, different or list(texts))
             for operation, texts, refusal in of_ranks
         ]
         return CollectiveError(
@@ -298,7 +298,8 @@ def collective_call(
                     sampler.mark(COLLECTIVES)
 
 
-def _summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
+def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
+    """Name an operation with what it was given: the descriptions of these places, cut."""
     shown = [f"{place} {texts[place]}".strip() for place in places if place in texts]
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     if shown == ["NoneType"]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import UserDict
 
 import pytest
 import torch
@@ -145,6 +146,54 @@ def refuse_on_one_rank(accelerator):
             each()
         messages.append((raised.value.found[1], repr(raised.value.__context__)))
     return messages
+
+
+OBJECTS = [
+    ({"a": [0]}, {"a": [1], "b": [2]}, " of dict; ['a'] list; ['a'][0] int"),
+    ({"a": [0], "b": [0]}, {"a": [1]}, " of dict; ['a'] list; ['a'][0] int; ['b'] list; and 1 more"),
+    ({"a": {"b": [0]}}, {"a": {"c": [0]}}, " of dict; ['a'] dict; ['a']['b'] list; ['a']['b'][0] int"),
+    ([0], {"a": 1}, " of list; [0] int"),
+    ([0], "text", " of list; [0] int"),
+    ([0], None, " of list; [0] int"),
+    (None, [0], ""),
+    (torch.ones(1), torch.tensor(1.0), " of (1,) float32"),
+]
+"""What two ranks give to gather_object, and what the error says of the first."""
+
+
+def gather_unlike_objects(accelerator):
+    messages = []
+    for *of_ranks, _ in OBJECTS:
+        with pytest.raises(CollectiveError) as raised:
+            messages.append(ops.gather_object(of_ranks[accelerator.process_index]))
+        messages.append((str(raised.value), raised.value.found[0]))
+    accelerator.wait_for_everyone()
+    return messages
+
+
+def test_objects_that_cannot_be_joined_are_refused_and_none_is_lost():
+    of_ranks = ranks(gather_unlike_objects)
+    assert of_ranks[0] == of_ranks[1]
+    for (message, found), (*_, expected) in zip(of_ranks[0], OBJECTS, strict=True):
+        assert found == f"gather_object{expected}"
+        assert message.startswith("gather_object: ranks passed objects that cannot be joined\n  rank 0: ")
+        assert message.splitlines()[-1].startswith("pass the same kind with the same keys on all ranks")
+
+
+def gather_like_objects(accelerator):
+    rank = accelerator.process_index
+    return [
+        ops.gather_object({"a": [rank], "b": (rank,)} if rank else {"b": (rank,), "a": [rank]}),
+        ops.gather_object(UserDict(a=[rank])),
+        ops.gather_object(("one",) if rank else ["other"]),
+        ops.gather_object("text" if rank else None),
+        ops.gather_object([] if rank else [None]),
+    ]
+
+
+def test_objects_that_are_alike_are_joined():
+    expected = [{"a": [0, 1], "b": [0, 1]}, {"a": [0, 1]}, ["other", "one"], [None, "text"], [None]]
+    assert ranks(gather_like_objects) == [expected, expected]
 
 
 def test_what_one_rank_cannot_do_is_told_to_the_others():
