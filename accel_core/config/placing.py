@@ -36,7 +36,7 @@ class PlacedValue(NamedTuple):
         return convert_option(raw, self.attribute, self.kind)
 
 
-@define
+@define(eq=False, repr=False)
 class Placement:
     """The values of all sources by option, and the mistakes in where they were given."""
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final
 
-from attrs import NOTHING, evolve, field, frozen
+from attrs import NOTHING, evolve, frozen
 
 from accel_core.config import sources
 from accel_core.config.convert import flat, plain, shown
@@ -40,16 +40,16 @@ FILE_VARIABLE: Final = "ACCEL_CONFIG"
 FILE_NAME: Final = "accel.yaml"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Resolved:
     """A config, and where each of its values comes from."""
 
     config: RunConfig
     file: str | None = None
     """The file that was read, as the user named it."""
-    _table: Table = field(repr=False, eq=False)
-    _environment: Mapping[str, str] = field(repr=False, eq=False)
-    _strategies: Mapping[str, object] = field(repr=False)
+    _table: Table
+    _environment: Mapping[str, str]
+    _strategies: Mapping[str, object]
 
     @property
     def settings(self) -> Mapping[Path, SourceValue]:

@@ -19,7 +19,7 @@ CORE: Final = {n: section_class(kind) for n, (_, kind) in options_of(RunConfig).
 """Core's own top-level options and sections: name -> a section's class."""
 
 
-@define(slots=False)  # attrs compiles another method for cached properties of slots
+@define(slots=False, eq=False, repr=False)  # attrs compiles another method for cached properties of slots
 class Sections:
     """Config classes by section name; a plugin's class is imported on first use."""
 

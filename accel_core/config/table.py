@@ -17,7 +17,7 @@ ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient
 """A second name of an option -> the first."""
 
 
-@define(slots=False)  # attrs compiles another method for cached properties of slots
+@define(slots=False, eq=False, repr=False)  # attrs compiles another method for cached properties of slots
 class Table:
     """Typed options by path. Mistakes are collected, so that all are told at once."""
 

@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., None])
 _KEY: Final = "accel_core.option"
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Option:
     """The facts of an option, beyond name, type and default."""
 

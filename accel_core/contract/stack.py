@@ -31,7 +31,7 @@ class Chosen(NamedTuple):
         return card
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False, repr=False)
 class Stack:
     """The plugins of a run, chosen but not yet loaded."""
 

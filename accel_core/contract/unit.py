@@ -114,7 +114,7 @@ class UnitRun(Protocol):
         """Raise AccelError after `end_training`."""
 
 
-@define(eq=False, kw_only=True)
+@define(eq=False, repr=False, kw_only=True)
 class Unit:
     """Models with their optimizers, schedulers and one strategy.
 

@@ -88,7 +88,7 @@ class Record:
         return f"{self.distribution} {self.version}"
 
 
-@frozen(eq=False)
+@frozen(eq=False, repr=False)
 class Discovery:
     """All installed plugins; names are unique over all slots.
 
