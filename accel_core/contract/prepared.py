@@ -24,6 +24,8 @@ class PreparedObjects:
         self.parameters = ParameterIndex()
         self.optimizers: list[tuple[Optimizer, Any]] = []
         """(the user's optimizer, what `prepare` returned for it)."""
+        self.counted: Optimizer | None = None
+        """The inner optimizer of the first of these: its steps are the run's steps."""
         self.loaders: list[Any] = []
         """Dataloaders that `prepare` returned."""
         self.ordered: list[Any] = []
@@ -72,6 +74,7 @@ class PreparedObjects:
         for other in merged:
             self.units.remove(other)
         self.optimizers.extend(optimizers)
+        self.counted = self.optimizers[0][1].optimizer if self.optimizers else None
         self.trained = [trained for trained in self.units if trained.optimizers]
 
     def add_results(self, results: Iterable[Any], loaders: Iterable[Any]) -> None:
@@ -94,7 +97,7 @@ class PreparedObjects:
         """Forget all objects."""
         for held in (self.units, self.optimizers, self.loaders, self.ordered):
             held.clear()
-        self.trained = []
+        self.trained, self.counted = [], None
         self.parameters.clear()
 
 

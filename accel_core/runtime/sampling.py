@@ -16,7 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 
 from accel_core.contract.world import COLLECTIVES
-from accel_core.training import step
+from accel_core.training.step import step as apply_step
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -88,7 +88,7 @@ class StepSampler:
     def stop(self) -> None:
         """Count no more."""
         self._release()
-        self.run.use_step(step.step)
+        self.run.use_step(apply_step)
 
     def end(self) -> None:
         """Write what the device still has to finish: the one place that waits for it."""
@@ -100,26 +100,32 @@ class StepSampler:
     def _step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
         """Stand in for `step.step`: the same, counted."""
         if self._marks is not None:
-            self.mark("other")
-        applied = step.step(unit, optimizer, closure)
-        if self._marks is not None:
-            self.mark("optimizer")
-        counted = self._prepared.optimizers  # none after free_memory
-        if counted and optimizer is counted[0][1].optimizer:
+            return self._sampled_step(unit, optimizer, closure)
+        applied = apply_step(unit, optimizer, closure)
+        if optimizer is self._prepared.counted:
+            self.count = count = self.count + 1
+            if count == self._next:
+                self._turn(unit, optimizer, applied)
+        return applied
+
+    def _sampled_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        self.mark("other")
+        applied = apply_step(unit, optimizer, closure)
+        self.mark("optimizer")
+        if optimizer is self._prepared.counted:
             self.count += 1
-            if self._marks is not None or self.count == self._next:
-                try:
-                    self._turn(unit, optimizer, applied)
-                except Exception as error:  # no error of the record may end the training
-                    self._fail(error)
+            self._turn(unit, optimizer, applied)
         return applied
 
     def _turn(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
         """End the sample of a step, or begin that of the next."""
-        if self._marks is not None:
-            self._finish(unit, optimizer, applied)
-        if self.count == self._next:
-            self._arm()
+        try:
+            if self._marks is not None:
+                self._finish(unit, optimizer, applied)
+            if self.count == self._next:
+                self._arm()
+        except Exception as error:  # no error of the record may end the training
+            self._fail(error)
 
     # -- a sample ---------------------------------------------------------------------------------
 

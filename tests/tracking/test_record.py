@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
 import signal
 import time
 import warnings
+import weakref
 from itertools import pairwise
 
 import pytest
@@ -327,6 +329,29 @@ def test_an_optimizer_that_the_run_no_longer_has_steps_as_without_a_record(tmp_p
     model(torch.ones(2, 3)).sum().backward()
 
     optimizer.step()
+
+    assert accelerator.run.record.sampler.count == 1
+
+
+def test_a_record_keeps_no_optimizer_alive_that_was_freed(tmp_path):
+    accelerator, model, optimizer = alone(tmp_path)
+    step(accelerator, model, optimizer)
+    alive = weakref.ref(optimizer.optimizer)
+
+    model, optimizer = accelerator.free_memory(model, optimizer)
+    gc.collect()
+
+    assert alive() is None
+
+
+def test_steps_of_the_first_optimizer_that_is_prepared_anew_are_counted(tmp_path):
+    accelerator, model, optimizer = alone(tmp_path)
+    step(accelerator, model, optimizer)
+    accelerator.free_memory()
+    again = accelerator.prepare(nn.Linear(3, 1))
+    step(accelerator, *accelerator.prepare(again, torch.optim.SGD(again.parameters(), lr=0.1)))
+
+    assert accelerator.run.record.sampler.count == 2
 
 
 def test_text_that_is_no_unicode_is_recorded(tmp_path):
