@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader
 
 from accel_core import TorchDynamoPlugin
@@ -138,6 +139,28 @@ def measured(train):
         with Traffic() as seen:
             losses.append(train())
     return losses, seen.kinds()
+
+
+class Comparisons(TorchDispatchMode):
+    """Counts elementwise comparisons, of which causal masks are made."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.overloadpacket is torch.ops.aten.ge
+        return func(*args, **(kwargs or {}))
+
+
+def masks():
+    """How many causal masks two windows of three micro-batches and two layers make."""
+    dist.init_process_group("gloo", timeout=PATIENCE)
+    train, end = by_accelerator("ddp", Scale())
+    with Comparisons() as seen:
+        train()
+        train()
+    end()
+    dist.destroy_process_group()
+    return seen.count
 
 
 def both(strategies):

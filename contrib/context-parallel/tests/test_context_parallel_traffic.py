@@ -25,3 +25,7 @@ def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends():
 def test_so_it_does_where_weights_are_sharded():
     # To clip, torch's own function reduces a norm of each parameter, ours one number.
     compare("fsdp", fewer={"all_reduce": (1, 4)})
+
+
+def test_a_causal_mask_is_made_once_for_all_layers_and_batches_of_a_length():
+    assert run_processes(cp_traffic.masks, world=2) == [1, 1]

@@ -13,7 +13,7 @@ from torch.distributed import _functional_collectives as collectives
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn import functional
 
-from accel_context_parallel.sequence import positions
+from accel_context_parallel.sequence import causal_mask
 from accel_core import AccelError
 
 if TYPE_CHECKING:
@@ -123,6 +123,5 @@ class Gathered:
         keys, values = (_gather(each.contiguous(), each.dim() - 2, self.mesh) for each in (key, value))
         mask = None
         if is_causal:
-            where = positions(whole, self.mesh.size(), query.device)
-            mask = where[self.mesh.get_local_rank()][:, None] >= where.flatten()
+            mask = causal_mask(whole, self.mesh.size(), self.mesh.get_local_rank(), query.device)
         return _attend(query, keys, values, mask, dropout_p, **options)

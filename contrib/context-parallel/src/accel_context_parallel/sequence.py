@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_core import AccelError
 
-__all__ = ["length_of", "part", "positions"]
+__all__ = ["causal_mask", "length_of", "part", "positions"]
 
 
 def length_of(batch: Mapping[str, Any], dims: Mapping[str, int], ranks: int) -> int:
@@ -59,3 +59,14 @@ def positions(length: int, ranks: int, device: torch.device) -> Tensor:
     """
     whole = torch.arange(length, device=device)
     return torch.stack([part(whole, 0, rank, ranks) for rank in range(ranks)])
+
+
+@lru_cache(maxsize=1)
+def causal_mask(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:
+    """(length / ranks, length).
+
+    True where a token of this rank sees one of the whole sequence, whose parts lie rank by rank. One is kept,
+    for all layers and batches of a length.
+    """
+    where = positions(length, ranks, device)
+    return where[rank][:, None] >= where.flatten()
