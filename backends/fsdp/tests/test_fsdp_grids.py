@@ -56,11 +56,12 @@ def assert_as_plain(found, name, clip=0.1, norm_type=2.0):
     [
         ({"dp_replicate": 2}, None, 4),
         ({"tp": 2}, PLAN, 2),
+        ({"tp": 2}, SEQUENCE, 2),
         ({"tp": 2}, TIED, 4),
         ({"dp_replicate": 2, "tp": 2}, PLAN, 4),
         ({"tp": 2}, SEQUENCE, 4),
     ],
-    ids=["hsdp", "tp", "fsdp x tp, tied", "replicas x tp", "fsdp x tp, sequence"],
+    ids=["hsdp", "tp", "tp, sequence", "fsdp x tp, tied", "replicas x tp", "fsdp x tp, sequence"],
 )
 def test_a_grid_trains_as_one_process_does(sizes, plan, world):
     assert_as_plain(train("gpt", sizes, plan, world=world), "gpt")
