@@ -108,8 +108,11 @@ class Preemption:
 
     def _tell(self, number: int, frame: object) -> None:
         if self._ended.is_set() or os.getpid() != self._process:
-            self._give_back(number)
+            handler = signal.signal(number, self._before[number] or signal.SIG_DFL)
             signal.raise_signal(number)
+            if handler != self._tell:  # a later one, which has called this one
+                signal.signal(number, handler)
+            return
         now = time.monotonic()
         self._first = now if self._first is None else self._first
         if now - self._first >= self._grace:

@@ -13,6 +13,8 @@ from pathlib import Path
 from async_job import Job
 from kill_job import fork_ranks
 
+from accel_core import Accelerator
+
 
 def told(folder: str, who: int, ranks: int, seed: int) -> list[dict]:
     """What each rank says of its end, after rank `who` was told at a random instant."""
@@ -91,3 +93,27 @@ def alone(folder: str) -> None:
     assert not job.accelerator.save_on_preemption(folder)
     os.kill(os.getpid(), signal.SIGTERM)
     job.accelerator.end_training()
+
+
+def chained(folder):
+    """A handler made later calls the one before it: in a forked process, and after the run."""
+    heard = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("first"))
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_on_preemption(f"{folder}/state")
+    watching = signal.getsignal(signal.SIGTERM)
+
+    def later(number, frame):
+        heard.append("later")
+        watching(number, frame)
+
+    signal.signal(signal.SIGTERM, later)
+    child = os.fork()
+    if not child:
+        signal.raise_signal(signal.SIGTERM)
+        os._exit(heard == ["later", "first"])
+    forked = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    accelerator.end_training()
+    for _ in range(2):
+        signal.raise_signal(signal.SIGTERM)
+    return forked, heard

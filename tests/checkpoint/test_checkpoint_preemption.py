@@ -31,6 +31,12 @@ def test_inside_a_window_it_waits_for_the_boundary(tmp_path):
     assert said == [False, False, False, True]
 
 
+def test_a_handler_made_later_may_call_the_one_that_watches(tmp_path):
+    ((forked, heard),) = run(preemption_job.chained, tmp_path, world=1)
+    assert forked == 1
+    assert heard == ["later", "first"] * 2
+
+
 @pytest.mark.together
 def test_ranks_that_are_steps_apart_meet(tmp_path):
     first, second = run(preemption_job.apart, tmp_path)
