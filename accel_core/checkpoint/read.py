@@ -153,7 +153,7 @@ class Checkpoint(CheckpointFiles):
         ranks: dict[int, Any] = {}
         for rank, (data, index) in files.shares.items():
             with understanding(data.path.with_suffix(".json")):
-                cut |= _add_tensors(tensors, index["tensors"], data, files)
+                cut |= _add_tensors(tensors, index.pop("tensors"), data, files)
                 ranks[rank] = index["state"]
         with understanding(files.folder / MANIFEST):
             for unit, key in cut if not files.absent else ():
@@ -194,13 +194,17 @@ class Checkpoint(CheckpointFiles):
 
 
 def _add_tensors(
-    tensors: dict[Key, Stored], index: Mapping[str, Mapping[str, Any]], data: DataFile, files: CheckpointFiles
+    tensors: dict[Key, Stored], index: dict[str, dict[str, Any]], data: DataFile, files: CheckpointFiles
 ) -> set[Key]:
-    """Add the tensors of a file; return those that are not one box."""
+    """Move the tensors of a file out of its index; return those that are not one box.
+
+    The decoded text takes more memory than what is made of it, which takes its place this way.
+    """
     lacks, has_domains, end = files.lacks if files.absent else None, files.manifest.domains, data.record.size
     cut = set()
     for unit, keys in index.items():
-        for key, each in keys.items():
+        for key in [*keys]:
+            each = keys.pop(key)
             dtype, whole_shape, is_whole = each["dtype"], tuple(each["shape"]), False
             described = Stored(each["kind"], whole_shape, dtype, each.get("layout"), lacks=lacks)
             stored = tensors.setdefault((unit, key), described)

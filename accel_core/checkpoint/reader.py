@@ -42,7 +42,7 @@ class CheckpointFiles:
     folder: Place
     manifest: Manifest
     state: Mapping[str, Any]
-    shares: Mapping[int, tuple[DataFile, Mapping[str, Any]]]
+    shares: Mapping[int, tuple[DataFile, dict[str, Any]]]
     node_copy: NodeCopy
 
     @classmethod

@@ -11,6 +11,7 @@ from torch import nn
 from accel_core import Accelerator
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.layout import _joined
+from accel_core.checkpoint.read import Checkpoint
 from accel_core.distributed.tensor_bytes import bytes_of
 
 DTYPES = (
@@ -117,3 +118,13 @@ def test_a_leaf_costs_few_calls(tmp_path):
     saved, loaded = ((after - before) / (4 * 200) for before, after in zip(few, many, strict=True))
     assert saved < 12
     assert loaded < 18
+
+
+def test_the_text_that_describes_tensors_is_not_kept_beside_them(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(Many(0))
+    accelerator.save_state(tmp_path / "saved")
+    checkpoint = Checkpoint.open(tmp_path / "saved")
+    accelerator.end_training()
+    assert ("unit0", "model/b0") in checkpoint.tensors
+    assert not any("tensors" in index for _, index in checkpoint.shares.values())
