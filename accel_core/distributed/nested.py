@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import suppress
 from functools import cache
 from itertools import islice
 from typing import Any, Final
@@ -199,13 +200,20 @@ def send_to_device(
         if isinstance(value, Tensor):
             return value.to(device, non_blocking=non_blocking)
         if hasattr(value, "to") and not (skipped and isinstance(value, Mapping)):
-            return value.to(device)
+            return _moved(value, device, non_blocking)
         if skipped and isinstance(value, Mapping):
             return _like(value, [(k, v if k in skipped else visit(v)) for k, v in value.items()])
         changed = _mapped(value, visit)
         return value if changed is _LEAF else changed
 
     return visit(data)
+
+
+def _moved(value: Any, device: torch.device | str | int, non_blocking: bool) -> Any:
+    if non_blocking:
+        with suppress(TypeError):  # an object's `to` may take a device only
+            return value.to(device, non_blocking=True)
+    return value.to(device)
 
 
 def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:

@@ -126,3 +126,15 @@ def test_send_to_device_uses_a_method_to_and_leaves_skipped_keys():
     sent = ops.send_to_device([{"a": T, "b": T, "c": packed}], "meta", skip_keys="b")
     assert (sent[0]["a"].device.type, sent[0]["b"].device.type) == ("meta", "cpu")
     assert sent[0]["c"].data.device.type == "meta"
+
+
+def test_an_object_moves_without_blocking_where_its_method_can():
+    class Movable:
+        def to(self, device, *, non_blocking=False):
+            return device, non_blocking
+
+    class Plain:
+        def to(self, device):
+            return device
+
+    assert ops.send_to_device([Movable(), Plain()], "meta", non_blocking=True) == [("meta", True), "meta"]
