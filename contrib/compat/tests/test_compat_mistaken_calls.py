@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.utils import TorchDynamoPlugin
+from accelerate import Accelerator, PartialState
+from accelerate.utils import (
+    DeepSpeedPlugin,
+    FullyShardedDataParallelPlugin,
+    ParallelismConfig,
+    TorchDynamoPlugin,
+    pad_across_processes,
+)
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -83,3 +89,57 @@ def test_a_number_is_no_strategy(name, kind):
 def test_only_a_module_can_be_unwrapped(given):
     with pytest.raises(TypeError, match=r"unwrap_model: a \w+ is not a torch.nn.Module\npass "):
         Accelerator(cpu=True).unwrap_model(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"fsdp_version": 3}, "fsdp_version is 3\nset it to the number 1 or 2"),
+        ({"fsdp_version": "2"}, "fsdp_version is '2'"),
+        ({"fsdp_version": 2, "sharding_strategy": "ALL"}, "sharding_strategy is 'ALL'; it must be one of"),
+        ({"fsdp_version": 2, "backward_prefetch": "SOON"}, "backward_prefetch is 'SOON'; it must be one of"),
+    ],
+    ids=repr,
+)
+def test_fsdps_words_are_judged_in_both_versions(given, message):
+    with pytest.raises(ValueError, match=message):
+        FullyShardedDataParallelPlugin(**given)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "message"),
+    [
+        ({"dp_replicate_size": "2"}, TypeError, "dp_replicate_size is '2', not a whole number"),
+        ({"tp_size": 2.5}, TypeError, "tp_size is 2.5, not a whole number"),
+        ({"dp_shard_size": -1}, ValueError, "dp_shard_size must be at least 1, but got -1"),
+    ],
+    ids=repr,
+)
+def test_sizes_of_a_mesh_are_numbers_from_one_on(given, error, message):
+    with pytest.raises(error, match=message):
+        ParallelismConfig(**given)
+
+
+@pytest.mark.parametrize("given", [3, []], ids=repr)
+def test_a_deepspeed_config_is_a_path_a_dict_or_text(given):
+    with pytest.raises(ValueError, match="Expected a string path to an existing deepspeed config"):
+        DeepSpeedPlugin(hf_ds_config=given)
+
+
+@pytest.mark.parametrize("name", ["kwargs_handlers", "rng_types"])
+@pytest.mark.parametrize("given", [3, "torch"], ids=repr)
+def test_a_list_is_asked_for(name, given):
+    with pytest.raises(TypeError, match=rf"{name} is {given!r}, not a list\nmake it {name}=\["):
+        Accelerator(cpu=True, **{name: given})
+
+
+@pytest.mark.parametrize("given", [{"a": [1, 2, 3], "b": [1]}, {"texts": ["x"], "length": 3}], ids=repr)
+def test_a_process_that_is_alone_gets_all_that_was_to_be_split(given):
+    for splits in (Accelerator(cpu=True), PartialState()):
+        with splits.split_between_processes(given) as share:
+            assert share == given
+
+
+def test_only_tensors_are_padded_on_one_process_too():
+    with pytest.raises(TypeError, match="<class 'int'>"):
+        pad_across_processes([torch.ones(1), 3])

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+from collections import UserDict
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32, listify, pad_across_processes
+from accelerate.utils import convert_outputs_to_fp32, listify, pad_across_processes, send_to_device
 from peers import said
 
 COPIED = """
@@ -65,3 +66,20 @@ def test_the_tensor_that_one_rank_has_comes_to_all_in_its_dtype():
     assert said(COPIED, ours=True, processes=2) == [
         [[1, 3], True, copied] for copied in (numbers, numbers, numbers, truths)
     ]
+
+
+class Encoding(UserDict):
+    """As transformers' BatchEncoding: more than its items, and not made from these alone."""
+
+    def __init__(self, data, encodings):
+        super().__init__(data)
+        self.encodings = encodings
+
+    def to(self, device):
+        raise AssertionError("moves the skipped items too")
+
+
+def test_a_batch_keeps_all_that_it_is_where_keys_are_skipped():
+    ids = torch.ones(1)
+    sent = send_to_device(Encoding({"ids": ids, "text": ids}, "kept"), "meta", skip_keys="text")
+    assert (sent["ids"].device.type, sent["text"].device.type, sent.encodings) == ("meta", "cpu", "kept")

@@ -193,6 +193,12 @@ class Accelerator(Stepping):
         """torch's profiler."""
         return super().profile(_ours(profile_handler or self.profile_handler))
 
+    def split_between_processes(
+        self, inputs: Any, apply_padding: bool = False
+    ) -> AbstractContextManager[Any]:
+        """Return a context that gives this process its share."""
+        return PartialState().split_between_processes(inputs, apply_padding)
+
     def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
         """Sum or mean over all ranks. Collective."""
         return operations.reduced_over(self.run, tensor, str(reduction), scale)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from attrs import define
@@ -131,7 +131,7 @@ def read(given: dict[str, Any]) -> Asked:
 
 
 def _refuse_mistaken(given: Mapping[str, Any]) -> None:
-    """Raise ValueError for what is no config object, and two words on torch.compile."""
+    """Refuse what is not a config object or a list, and two words on torch.compile."""
     if given["dynamo_plugin"] is not None and given["dynamo_backend"] is not None:
         raise ValueError(
             "You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one."
@@ -142,6 +142,10 @@ def _refuse_mistaken(given: Mapping[str, Any]) -> None:
                 f"{name} is a {type(given[name]).__name__}, not a {kind.__name__}\n"
                 f"make it {name}={kind.__name__}(...)"
             )
+    for name in ("kwargs_handlers", "rng_types"):
+        value = given[name]
+        if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
+            raise TypeError(f"{name} is {value!r}, not a list\nmake it {name}=[...]")
 
 
 def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:

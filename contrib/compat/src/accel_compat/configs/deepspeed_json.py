@@ -90,12 +90,12 @@ class HfDeepSpeedConfig:
 def _read(given: Any) -> dict[str, Any]:
     if isinstance(given, dict):
         return deepcopy(given)
-    if os.path.exists(given):
+    if isinstance(given, (str, os.PathLike)) and os.path.exists(given):
         text = Path(given).read_text(encoding="utf-8")
     else:
         try:
             text = base64.urlsafe_b64decode(given).decode("utf-8")
-        except (UnicodeDecodeError, AttributeError, ValueError) as error:
+        except (AttributeError, TypeError, ValueError) as error:
             raise ValueError(
                 "Expected a string path to an existing deepspeed config, or a dictionary, or a"
                 " base64 encoded string."

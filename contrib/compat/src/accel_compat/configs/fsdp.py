@@ -64,6 +64,10 @@ def _member(kind: type[Enum], words: list[str], value: Any, what: str) -> Any:
     return kind[f"_{word}" if word == "HYBRID_SHARD_ZERO2" else word]
 
 
+def _strategy(asked: Any) -> Any:
+    return _member(_torchs("ShardingStrategy"), FSDP_SHARDING_STRATEGY, asked, "sharding_strategy")
+
+
 @dataclass
 class FullyShardedDataParallelPlugin(Translated):
     """Options of FSDP. FSDP_ variables fill what is not given."""
@@ -95,6 +99,8 @@ class FullyShardedDataParallelPlugin(Translated):
     def __post_init__(self) -> None:
         self._filled: dict[str, Any] = {}  # what nobody gave: ours have their own
         fill_from_variables(self, "fsdp", "fsdp_version", "cpu_offload", "ignored_modules", *_FLAGS)
+        if self.fsdp_version not in (1, 2):
+            raise ValueError(f"fsdp_version is {self.fsdp_version!r}\nset it to the number 1 or 2")
         if self.fsdp_version == 1:
             fill_from_variables(self, "fsdp", *_FLAGS_OF_VERSION_1)
         self._set_sharding()
@@ -112,6 +118,8 @@ class FullyShardedDataParallelPlugin(Translated):
     def _set_sharding(self) -> None:
         """Set the sharding strategy in version 1, `reshard_after_forward` in version 2."""
         again = self.reshard_after_forward
+        if self.sharding_strategy is not None:
+            self.sharding_strategy = _strategy(self.sharding_strategy)
         if self.fsdp_version == 1:
             if isinstance(again, bool):
                 raise ValueError(
@@ -119,9 +127,7 @@ class FullyShardedDataParallelPlugin(Translated):
                     " strategy"
                 )
             asked = self.sharding_strategy or again or os.environ.get("FSDP_SHARDING_STRATEGY", "FULL_SHARD")
-            self.sharding_strategy = _member(
-                _torchs("ShardingStrategy"), FSDP_SHARDING_STRATEGY, asked, "sharding_strategy"
-            )
+            self.sharding_strategy = _strategy(asked)
             return
         if again is None and self.sharding_strategy is None:
             again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
@@ -141,13 +147,13 @@ class FullyShardedDataParallelPlugin(Translated):
         asked = self.backward_prefetch or os.environ.get("FSDP_BACKWARD_PREFETCH")
         if isinstance(asked, str) and asked.upper() == "NO_PREFETCH":
             asked = None
+        if asked is not None:
+            asked = _member(_torchs("BackwardPrefetch"), FSDP_BACKWARD_PREFETCH, asked, "backward_prefetch")
         if self.fsdp_version == 2:
             asked = None  # there is nothing to choose: its blocks always prefetch
             if self.forward_prefetch is not None:
                 raise ValueError("forward_prefetch is for fsdp_version=1; leave it unset")
-        self.backward_prefetch = asked and _member(
-            _torchs("BackwardPrefetch"), FSDP_BACKWARD_PREFETCH, asked, "backward_prefetch"
-        )
+        self.backward_prefetch = asked
 
     def _set_wrapping(self) -> None:
         policy = self.auto_wrap_policy

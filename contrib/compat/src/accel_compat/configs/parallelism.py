@@ -115,12 +115,15 @@ class ParallelismConfig:
     def __post_init__(self) -> None:
         sizes = [f"{name}_size" for name in _SIZES]
         fill_from_variables(self, "fsdp", *sizes, "cp_backend", "sp_backend")
+        for name in _SIZES:
+            size = getattr(self, f"{name}_size")
+            if type(size) is not int:
+                raise TypeError(f"{name}_size is {size!r}, not a whole number\ngive the number of ranks")
+            if size < 1:
+                raise ValueError(f"{name}_size must be at least 1, but got {size}")
         for name, handler in _HANDLERS.items():
             if self._size(name) > 1 and getattr(self, f"{name}_handler") is None:
                 setattr(self, f"{name}_handler", handler())
-        for name in _SIZES:
-            if self._size(name) < 1 and not (name == "dp_shard" and self.dp_shard_size == -1):
-                raise ValueError(f"{name}_size must be at least 1, but got {self._size(name)}")
         for kind, only in (("cp", "torch"), ("sp", "deepspeed")):
             if (backend := getattr(self, f"{kind}_backend")) != only:
                 raise ValueError(f"{kind}_backend must be one of ['{only}'], but got {backend}")

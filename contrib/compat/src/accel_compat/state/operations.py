@@ -106,15 +106,7 @@ def honor_type(obj: Any, generator: Any) -> Any:
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
     """Move the structure's tensors (and all with `to`); `skip_keys` stay."""
-    if isinstance(skip_keys, str):
-        skip_keys = [skip_keys]
-    if isinstance(tensor, Mapping) and skip_keys:
-        moved = {
-            key: value if key in skip_keys else send_to_device(value, device, non_blocking, skip_keys)
-            for key, value in tensor.items()
-        }
-        return type(tensor)(moved)  # type: ignore[call-arg]
-    return ops.send_to_device(tensor, device, non_blocking)
+    return ops.send_to_device(tensor, device, non_blocking, skip_keys)
 
 
 def get_data_structure(data: Any) -> Any:
@@ -247,7 +239,13 @@ def pad_across_processes(tensor: Any, dim: int = 0, pad_index: int = 0, pad_firs
             stacklevel=2,
         )
         return tensor
-    return _over_ranks(ops.pad_across_processes, tensor, dim, pad_index, pad_first)
+    if _alone():
+        return recursively_apply(_same, tensor, error_on_other_type=True)
+    return ops.pad_across_processes(tensor, dim, pad_index, pad_first, run=runs.current())
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def gather_tensor_shape(tensor: torch.Tensor | None) -> tuple[torch.Size, torch.dtype]:

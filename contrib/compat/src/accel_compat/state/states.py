@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -107,6 +107,8 @@ class _Ranked:
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
         """Return a context that gives this process its share."""
+        if self.num_processes == 1:
+            return nullcontext(inputs)
         return ops.split_between_processes(inputs, apply_padding=apply_padding, run=runs.current())
 
     @contextmanager
