@@ -15,7 +15,7 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate.utils import launch as launching
 from peers import needs_accelerate, said
 
-from accel_compat.launch import commands, config_file, config_questions, request, worker_commands
+from accel_compat.launch import commands, config_file, config_questions, request, worker_commands, workers
 
 PARSED = """
 import json
@@ -324,6 +324,28 @@ def script(monkeypatch, *words: str) -> object:
 def test_the_script_lists_its_commands(monkeypatch, capsys):
     assert script(monkeypatch, "--help") == 0
     assert "to-fsdp2" in capsys.readouterr().out
+
+
+def test_the_script_alone_lists_its_commands_and_fails(monkeypatch, capsys):
+    assert script(monkeypatch) == 1
+    assert "to-fsdp2" in capsys.readouterr().out
+
+
+def test_an_unknown_command_is_a_mistake_of_the_command_line(monkeypatch, capsys):
+    assert script(monkeypatch, "lunch") == 2
+    assert "invalid choice: 'lunch'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--cpu", "--use_fsdp"], ["--multi_gpu", "--use_deepspeed"], ["--multi_gpu", "--num_processes=1"]],
+)
+def test_the_script_launches_nothing_by_flags_that_contradict(monkeypatch, tmp_path, words):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    monkeypatch.setattr(workers, "launch", lambda request: 0)
+    said = script(monkeypatch, "launch", *words, "x.py")
+    assert "You " in str(said)
+    assert str(said).endswith("correct the flags; `accelerate launch --help` lists them")
 
 
 def test_the_script_says_in_a_line_what_is_wrong(monkeypatch):

@@ -117,7 +117,10 @@ def accelerate(*first: str) -> None:
 
     first: words before those of the command line, of scripts such as `accelerate-launch`.
     """
-    name, *words = [*first, *sys.argv[1:]] or ["--help"]
+    if not [*first, *sys.argv[1:]]:
+        click.echo(_USAGE)
+        sys.exit(1)
+    name, *words = [*first, *sys.argv[1:]]
     try:
         if name in ("-h", "--help"):
             click.echo(_USAGE)
@@ -132,7 +135,8 @@ def accelerate(*first: str) -> None:
             sys.exit(_called(name, words))
     except AccelError as error:
         sys.exit(f"accelerate: {error}")
-    sys.exit(f"accelerate {name} is not served by accel-compat\n{_USAGE}")
+    click.echo(f"{_USAGE}\naccelerate: error: invalid choice: {name!r}\nchoose one of these", err=True)
+    sys.exit(2)
 
 
 def _called(name: str, words: Sequence[str]) -> int:

@@ -14,10 +14,9 @@ import torch
 from accel_compat.configs.enums import ComputeEnvironment
 from accel_compat.launch import config_file
 from accel_compat.launch.parser import given_flags, launch_parser
-from accel_compat.launch.request import DISTRIBUTED_TYPES, read_arguments
+from accel_compat.launch.request import DISTRIBUTED_TYPES, read_arguments, refuse_contradictions
 from accel_compat.launch.workers import launch
 
-_ONE_OF = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
 _APART = ("compute_environment", "mixed_precision", "distributed_type")
 _PREFIXED = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
@@ -40,20 +39,6 @@ def launch_command(args: Namespace) -> None:
         sys.exit(code)
 
 
-def _require_one(args: Namespace) -> None:
-    if sum(bool(getattr(args, name, False)) for name in _ONE_OF) > 1:
-        raise ValueError(
-            "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` at a"
-            " time."
-        )
-    if args.multi_gpu and args.num_processes is not None and args.num_processes < 2:
-        raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
-    if args.use_parallelism_config and not (args.use_fsdp and int(args.fsdp_version) == 2):
-        raise ValueError(
-            "You cannot use `--use_parallelism_config` without `--use_fsdp` and `--fsdp_version=2`. "
-        )
-
-
 def _require_devices(args: Namespace, defaults: Any) -> None:
     ids = str(args.gpu_ids or defaults.gpu_ids or "all")
     machines = args.num_machines or defaults.num_machines
@@ -69,7 +54,7 @@ def _validate_launch_command(args: Namespace) -> tuple[Namespace, Any, bool]:
 
     Returns (the arguments, the file's config or None, True if the precision is the file's).
     """
-    _require_one(args)
+    refuse_contradictions(args)
     defaults: Any = None
     if args.config_file is not None or (os.path.isfile(config_file.default_config_file) and not args.cpu):
         defaults = config_file.load_config_from_file(args.config_file)

@@ -23,6 +23,7 @@ DISTRIBUTED_TYPES: Final[Mapping[str, str]] = {
     "TPU": "tpu",
     "XLA": "tpu",
 }
+_ONE_OF: Final = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
 _DEVICES: Final = ("CPU", "GPU", "NPU", "XPU", "HPU", "MLU", "MUSA", "SDAA", "NEURON")
 NO_STRATEGY: Final = ("NO", *(f"MULTI_{device}" for device in _DEVICES))
 
@@ -48,7 +49,28 @@ def parse(words: Sequence[str], default_file: Path | None) -> Request:
         ConfigError: the file is missing, or has unknown keys.
         SystemExit: argparse's, for unknown flags.
     """
-    return read_arguments(launch_parser().parse_args(words), default_file)
+    arguments = launch_parser().parse_args(words)
+    try:
+        refuse_contradictions(arguments)
+    except ValueError as error:
+        raise ConfigError(f"{error}\ncorrect the flags; `accelerate launch --help` lists them") from error
+    return read_arguments(arguments, default_file)
+
+
+def refuse_contradictions(arguments: argparse.Namespace) -> None:
+    """Raise ValueError for flags that Accelerate refuses together."""
+    if sum(bool(getattr(arguments, name, False)) for name in _ONE_OF) > 1:
+        raise ValueError(
+            "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`, `--use_deepspeed`, `--use_fsdp` at a"
+            " time."
+        )
+    if arguments.multi_gpu and arguments.num_processes is not None and arguments.num_processes < 2:
+        raise ValueError("You need to use at least 2 processes to use `--multi_gpu`.")
+    meshed = arguments.use_fsdp and int(arguments.fsdp_version) == 2
+    if arguments.use_parallelism_config and not meshed:
+        raise ValueError(
+            "You cannot use `--use_parallelism_config` without `--use_fsdp` and `--fsdp_version=2`. "
+        )
 
 
 def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> Request:
