@@ -27,6 +27,7 @@ class Accumulation:
     them with optimizers, if any. windows: those of the units. outer: the accumulation around this one.
     items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
     batch: what `step_context` is given; None: no such context is entered.
+    beside: other units whose gradients a loss inside may reach.
 
     Raises:
         AccelError: the run has ended, or has not prepared a model. So does entering it later.
@@ -37,6 +38,7 @@ class Accumulation:
         self.outer: Accumulation | None = None
         self.items: Tensor | float | None = None
         self.batch: Any = None
+        self.beside: Sequence[Unit] = ()
         self._entered = False
         """Notices a second `__exit__`; the accumulation in force is `run.accumulation`."""
         self._contexts: ExitStack | None = None

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit, UnitRun
+    from accel_core.training.step_state import Reduced
 
 
 @contextmanager
@@ -93,12 +94,13 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         owner = _owner(run, units)
     if accumulation is not None and owner is not None and (window := owner.window).size != 1:
         loss = loss / window.size if window.items is None else loss
+    units = units if accumulation is None or not accumulation.beside else (*units, *accumulation.beside)
+    reduced = None
     for loss_unit in units:
         loss_unit.window.note_backward()
         if loss_unit.step_state.needs_finish:
-            loss_unit.step_state.begin_window()
-            if accumulation is None:
-                loss_unit.window.drop_items()
+            reduced = _begin_windows(units, outside=accumulation is None)
+            break
     try:
         if owner is None or owner.steps.backward is None:
             loss.backward(**options)
@@ -107,10 +109,30 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
+    if reduced:
+        _keep_reduced(reduced)
     if accumulation is not None and accumulation.items is not None:
         _note_undivided(units)
     if run.mark_step is not None:
         run.mark_step("backward")
+
+
+def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:
+    """Have gradients of these units reduced anew.
+
+    Returns those that are reduced now. outside: of any window.
+    """
+    reduced = []
+    for unit in units:
+        unit.window.note_backward()
+        state = unit.step_state
+        if state.needs_finish:
+            if state.reduced:
+                reduced.append((unit, state.reduced_gradients()))
+            state.begin_window()
+            if outside:
+                unit.window.drop_items()
+    return reduced
 
 
 def _check_batches(run: Run, units: Iterable[Unit]) -> None:
@@ -187,6 +209,12 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     elif unit.steps.reduce_gradients is not None:
         unit.steps.reduce_gradients(unit, None)
     state.note_reduced(unit.optimizers)
+
+
+def _keep_reduced(reduced: Iterable[tuple[Unit, Reduced]]) -> None:
+    """Count as reduced, after a backward, the gradients that it has left alone."""
+    for unit, before in reduced:
+        unit.step_state.keep_reduced(before, unit.window)
 
 
 def _note_undivided(units: Iterable[Unit]) -> None:

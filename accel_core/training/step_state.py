@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 Versions = list[tuple[int, int] | None]
 """(id, number of changes in place) of each gradient; None for a missing one."""
+Reduced = tuple[dict["Optimizer | None", "Versions | None"], set["Optimizer"], dict["Optimizer", Versions]]
+"""(`StepState.reduced`, `StepState.unscaled`, versions of the gradients)."""
 
 
 @define(eq=False)
@@ -60,6 +62,8 @@ class StepState:
         """Have steps divide gradients by items, from the unit's current window on."""
         self.needs_finish = True
         window = unit.window
+        if window.index <= 0:
+            self.begin_window()
         for optimizer in unit.optimizers if window.index <= 0 else ():
             if optimizer in self.counted_in or optimizer in self.with_gradients:
                 # Their strategy may keep gradients elsewhere than in the parameters.
@@ -78,6 +82,34 @@ class StepState:
         """Forget what was done to the gradients of a window that ended without a step."""
         self.reduced.clear()
         self.unscaled.clear()
+
+    def reduced_gradients(self) -> Reduced:
+        """Return the gradients that are reduced, neither applied nor dropped.
+
+        They are for `keep_reduced`.
+        """
+        versions = {optimizer: _versions_of(optimizer) for optimizer in self.reduced if optimizer is not None}
+        return self.reduced.copy(), self.unscaled.copy(), versions
+
+    def keep_reduced(self, before: Reduced, window: Window) -> None:
+        """Count gradients that a backward has left alone as reduced still.
+
+        Its loss is then another unit's.
+
+        Raises:
+            AccelError: it has added to gradients that are divided by the window's items.
+        """
+        reduced, unscaled, versions = before
+        if not any(map(any, versions.values())):  # there were none
+            return
+        if all(_versions_of(optimizer) == noted for optimizer, noted in versions.items()):
+            self.reduced, self.unscaled = reduced, unscaled
+        elif window.items is not None:
+            raise AccelError(
+                "accumulate(items=...): this backward added to gradients that clipping, unscaling or a step"
+                " had divided by the window's items\n"
+                "call backward for each loss of a model before you clip, unscale or step"
+            )
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget the gradients of an optimizer: they are applied, or cleared."""
@@ -176,4 +208,6 @@ def _versions_of(optimizer: Optimizer) -> Versions:
 
 def _versions(parameters: Iterable[nn.Parameter]) -> Versions:
     gradients = [parameter.grad for parameter in parameters]
+    # What strategies add to a DTensor, they add to this rank's part of it.
+    gradients = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
     return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]

@@ -143,6 +143,43 @@ def test_several_losses_of_a_micro_batch_share_its_items(accelerator):
     assert_near(ours, [p.grad for p in model.parameters()])
 
 
+@pytest.mark.parametrize("early", ["clip_grad_norm_", "clip_grad_value_", "unscale_gradients"])
+def test_gradients_are_divided_once_where_another_model_has_its_loss_later(accelerator_of, early):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    models = [net(0), net(1)]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    x, y = batches(1)[0]
+    for _ in range(2):
+        with accelerator.accumulate(*models, items=len(x)):
+            accelerator.backward(F.mse_loss(models[0](x), y, reduction="sum"))
+            edit = getattr(accelerator, early)
+            edit(optimizers[0]) if early == "unscale_gradients" else edit(models[0].parameters(), 1e9)
+            accelerator.backward(F.mse_loss(models[1](x), y, reduction="sum"))
+            accelerator.unscale_gradients()
+    for number, model in enumerate(models):
+        reference = net(number)
+        F.mse_loss(reference(x), y).backward()
+        assert_near([p.grad for p in model.parameters()], [p.grad for p in reference.parameters()])
+
+
+def test_a_backward_onto_gradients_that_are_divided_already_is_refused(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    x, y = batches(1)[0]
+    with accelerator.accumulate(model, items=len(x)):
+        accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        with pytest.raises(AccelError, match="before you clip, unscale or step"):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+    optimizer.zero_grad()
+    for _ in range(2):
+        with accelerator.accumulate(model, items=len(x)):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+            accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            model.zero_grad()  # the step is left out
+
+
 def test_items_of_a_unit_do_not_touch_another(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     a, b = net(0), net(1)
