@@ -47,10 +47,19 @@ ONE_LOSS = """with accelerator.accumulate(first):
             optimizer.step()
             optimizer.zero_grad()"""
 
+CLEARED = """with accelerator.accumulate(first):
+        accelerator.backward((first(batch) * second(batch)).pow(2).sum())
+        one.step()
+        one.zero_grad()
+        other.zero_grad()
+        train(second, other, batch)"""
+
 
 @needs_accelerate
 @pytest.mark.parametrize("processes", [1, 2])
-@pytest.mark.parametrize("body", [INSIDE, BEFORE_AND_AFTER, ONE_LOSS], ids=["inside", "around", "one loss"])
+@pytest.mark.parametrize(
+    "body", [INSIDE, BEFORE_AND_AFTER, ONE_LOSS, CLEARED], ids=["inside", "around", "one loss", "cleared"]
+)
 def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes):
     code = TRAINED.replace("BODY", body).replace("PRECISION", "'no'")
 
@@ -62,6 +71,24 @@ def test_under_fp16_one_scale_is_for_both():
     named = INSIDE.replace("accumulate(first)", "accumulate(first, second)")
 
     assert said(code.replace("BODY", INSIDE), ours=True) == said(code.replace("BODY", named), ours=True)
+
+
+def test_a_step_that_is_left_out_does_not_keep_a_scale():
+    """Gradients of a later window are unscaled before they are clipped."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, mixed_precision="fp16")
+    models = [torch.nn.Linear(1, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    models, optimizers = accelerator.prepare(*models), accelerator.prepare(*optimizers)
+    norms = []
+    for _ in range(4):
+        with accelerator.accumulate(models[0]):
+            accelerator.backward(sum(model(torch.ones(1, 1)).sum() for model in models))
+            if accelerator.sync_gradients:
+                norms.append(accelerator.clip_grad_norm_(models[1].parameters(), 1e9).item())
+                models[1].zero_grad()
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+    assert norms == pytest.approx([2**0.5] * 2, rel=1e-3)
 
 
 def steps_of_two(contexts):

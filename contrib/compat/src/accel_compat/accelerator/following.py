@@ -23,19 +23,28 @@ class Following:
 
     def __enter__(self) -> None:
         self._accumulation.__enter__()
-        run: Run = self._accumulation.run
+        try:
+            self._follow(self._accumulation.run)
+        except BaseException:  # Ctrl-C too: this micro-batch was not entered
+            self._accumulation.drop()
+            raise
+
+    def _follow(self, run: Run) -> None:
         led = run.window
         for unit in self._units:
             window = unit.window
             window.mark_last(led.index == 0)  # so that `enter` begins a new window where that one is new
+            window.drop_items()
             window.enter(led.boundary, None)
             window.move_to(led.index)
             window.mark_last(led.boundary)
             if self._accumulation.trained:
                 unit.use_scaler(self._accumulation.trained[0].scaler)  # of all losses inside
+        self._accumulation.beside = self._units
         run.use_windows([*(unit.window for unit in self._units), *self._accumulation.windows])
 
     def __exit__(self, *error: object) -> None:
+        self._accumulation.beside = ()
         for unit in self._units:
             unit.window.note_backward()
         self._accumulation.__exit__(*error)
