@@ -80,8 +80,9 @@ class PreparedObjects:
     def add_results(self, results: Iterable[Any], loaders: Iterable[Any]) -> None:
         """Add what a call of `prepare` returns, and the dataloaders among it."""
         self.loaders += [loader for loader in loaders if loader not in self.loaders]
-        new = [thing for thing in results if not any(thing is other for other in self.ordered)]
-        self.ordered += [thing for thing in new if thing is not None and thing not in self.loaders]
+        for thing in results:
+            if thing is not None and not any(thing is other for other in (*self.ordered, *self.loaders)):
+                self.ordered.append(thing)
 
     def renew_trained(self) -> None:
         """Make `trained` another list, by which contexts of `accumulate` notice a change."""

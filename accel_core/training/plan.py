@@ -12,7 +12,7 @@ import torch
 from attrs import Factory, define, frozen
 
 from accel_core.errors import AccelError, ConfigError
-from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
+from accel_core.training.proxies import PreparedScheduler
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,8 +147,8 @@ def _group_objects(
     """Group optimizers with the new and prepared models whose parameters they hold."""
     groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if prepared.unit_of_model(m) is None]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
-    for optimizer in optimizers:
-        if isinstance(optimizer, PreparedOptimizer) or prepared.proxy_of(optimizer) is not None:
+    for optimizer in dict.fromkeys(optimizers):
+        if prepared.proxy_of(optimizer) is not None:
             continue
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         joined: list[UnitGroup] = []

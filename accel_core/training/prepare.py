@@ -12,9 +12,10 @@ from accel_core.data.loader import prepare_loader
 from accel_core.distributed.watch import assemble
 from accel_core.training.build import build_unit
 from accel_core.training.plan import plan_prepare
-from accel_core.training.proxies import prepare_scheduler
+from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler, prepare_scheduler
 
 if TYPE_CHECKING:
+    from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.run import Run
 
 
@@ -33,6 +34,7 @@ def prepare(
     """
     run.require_alive()
     prepared = run.prepared
+    objects = [_renewed(prepared, thing) for thing in objects]
     if placement is None:
         placement = [run.config.device_placement] * len(objects)
     plan = plan_prepare(prepared, objects, run.hooks.kind_of, placement, strategy=strategy, name=name)
@@ -58,3 +60,15 @@ def prepare(
     made = [results[id(thing)] if id(thing) in results else prepared.form_of(thing) for thing in objects]
     prepared.add_results(made, loaders)
     return made
+
+
+def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
+    """Return the object inside a proxy that the run does not know.
+
+    It is of another run, or from before `free_memory`.
+    """
+    if isinstance(thing, PreparedOptimizer) and prepared.proxy_of(thing) is None:
+        return thing.optimizer
+    if isinstance(thing, PreparedScheduler) and not any(thing is other for other in prepared.ordered):
+        return thing.scheduler
+    return thing

@@ -248,6 +248,36 @@ def test_free_memory_forgets_everything(accelerator):
     assert len(accelerator.run.units) == 1
 
 
+def test_what_was_prepared_before_free_memory_is_prepared_anew(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, optimizer, StepLR(optimizer, 1, 0.5))
+    accelerator.free_memory()
+    model, optimizer, schedule = accelerator.prepare(*prepared)
+    rates = []
+    for x, _ in batches(4):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(x).mean())
+            optimizer.step()
+            schedule.step()
+        rates += schedule.get_last_lr()
+    assert rates == [0.1, 0.05, 0.05, 0.025]
+    (unit,) = accelerator.run.units
+    assert (len(unit.optimizers), len(unit.schedulers)) == (1, 1)
+
+
+def test_an_object_that_is_given_twice_is_prepared_once(accelerator):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    objects = [model, optimizer, StepLR(optimizer, 1)]
+    prepared = accelerator.prepare(*objects, *objects)
+    assert prepared[:3] == prepared[3:]
+    assert accelerator.run.prepared.ordered == list(prepared[:3])
+    (unit,) = accelerator.run.units
+    assert (len(unit.models), unit.optimizers, unit.schedulers) == (1, [optimizer], [objects[2]])
+
+
 def test_evaluation_mode_prepares_without_training(accelerator):
     model = accelerator.prepare_model(net(), evaluation_mode=True)
     assert accelerator.run.prepared.unit_of_model(model).strategy == "single"
