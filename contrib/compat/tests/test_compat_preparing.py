@@ -405,3 +405,60 @@ def test_local_sgd_averages_as_often_as_in_accelerate():
     theirs, ours = (said(LOCAL_STEPS, ours=each, processes=2) for each in (False, True))
 
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
+
+
+ANEW = """
+import json, torch
+from accelerate import Accelerator
+
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+model = torch.nn.Linear(2, 1)
+torch.nn.init.ones_(model.weight)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+_, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+ANEW
+ready = accelerator.prepare(model)
+assert accelerator.prepare(optimizer, schedule) == (optimizer, schedule)
+seen = []
+for _ in range(4):
+    with accelerator.accumulate(ready):
+        accelerator.backward(ready(torch.ones(1, 2)).square().sum())
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    seen.append(model.weight.tolist() + schedule.get_last_lr() + [len(accelerator._optimizers)])
+if accelerator.is_main_process:
+    print(json.dumps(seen))
+"""
+
+
+@needs_accelerate
+@pytest.mark.parametrize(
+    "anew",
+    ["accelerator.free_memory()", "accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)"],
+    ids=["free_memory", "another Accelerator"],
+)
+@pytest.mark.parametrize("order", ["model first", "together", "model last"])
+def test_prepared_objects_are_prepared_again_as_in_accelerate(anew, order):
+    code = ANEW.replace("\nANEW\n", f"\n{anew}\n")
+    first, then = "ready = accelerator.prepare(model)", "accelerator.prepare(optimizer, schedule)"
+    if order == "together":
+        code = code.replace(first, "ready, *_ = accelerator.prepare(model, optimizer, schedule)")
+    elif order == "model last":
+        code = code.replace(first, f"{then}\n{first}")
+    assert said(code, ours=True) == said(code, ours=False)
+
+
+def test_a_schedule_that_is_prepared_again_is_saved(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    accelerator.free_memory()
+    _, optimizer, schedule = accelerator.prepare(*prepared)
+    accelerator.save_state(str(tmp_path / "state"))
+    optimizer.step()
+    schedule.step()
+    accelerator.load_state(str(tmp_path / "state"))
+    assert schedule.get_last_lr() == [0.1]

@@ -57,8 +57,8 @@ class Preparing(accel_core.Accelerator):
         for number in sorted(range(len(args)), key=lambda number: kinds[number] == "scheduler"):
             results[number] = self._aside(args[number], kinds[number], args)
         ours = [number for number, thing in enumerate(args) if results[number] is None and thing is not None]
-        adopted = self._adopted([args[number] for number in ours])
-        if ours:
+        adopted = self._adopted([args[number] for number in ours]) + self._forgotten_optimizers(args)
+        if ours or adopted:
             before = list(self.run.units)
             usual = self.run.config.device_placement
             placed = [
@@ -80,6 +80,9 @@ class Preparing(accel_core.Accelerator):
             if self.state.deepspeed_plugin is not None:
                 new = [unit for unit in self.run.units if unit not in before]
                 _engine.fill(self.state.deepspeed_plugin, new)
+        for thing in args:
+            if isinstance(thing, AcceleratedScheduler) and "_is_accelerate_prepared" in vars(thing):
+                self._take_back(thing)
         return results[0] if len(results) == 1 else tuple(results)
 
     def _is_spread(self, thing: Any) -> bool:
@@ -138,10 +141,13 @@ class Preparing(accel_core.Accelerator):
             " gradients are not reduced. Prepare an optimizer with its model"
         )
         proxy: AcceleratedOptimizer = _marked(AcceleratedOptimizer(optimizer))
+        self._keep_loose(proxy)
+        return proxy
+
+    def _keep_loose(self, proxy: AcceleratedOptimizer) -> None:
         proxy.__dict__["run"] = self.run
         self._loose.append(proxy)
         self.run.registered.append(proxy)
-        return proxy
 
     def _adopted(self, things: Iterable[Any]) -> list[AcceleratedOptimizer]:
         """Optimizers that were prepared before the models, which come now."""
@@ -152,6 +158,36 @@ class Preparing(accel_core.Accelerator):
             for proxy in self._loose
             if any(p in coming for group in proxy.param_groups for p in group["params"])
         ]
+
+    def _forgotten_optimizers(self, args: Sequence[Any]) -> list[AcceleratedOptimizer]:
+        """Optimizers that were prepared before `free_memory` or by another Accelerator.
+
+        One whose model is not prepared is as if it had been prepared without.
+        """
+        forgotten = []
+        for thing in args:
+            if isinstance(thing, AcceleratedOptimizer) and thing.unit is not None and thing not in forgotten:
+                if self.run.prepared.proxy_of(thing) is None and not self._is_loose(thing.optimizer, args):
+                    forgotten.append(thing)
+                elif self.run.prepared.proxy_of(thing) is None:
+                    thing.__init__(thing.optimizer, scaler=thing.scaler)  # type: ignore[misc]
+                    self._keep_loose(thing)
+        return forgotten
+
+    def _take_back(self, scheduler: AcceleratedScheduler) -> None:
+        """Have a scheduler follow this run.
+
+        It was prepared before `free_memory`, or by another Accelerator.
+        """
+        if any(scheduler is each for each in self._stepping):
+            return
+        if self.run.prepared.proxy_of(scheduler.scheduler.optimizer) is None:
+            self.run.registered.append(scheduler)
+        else:
+            made = super().prepare(scheduler.scheduler)
+            scheduler.__dict__.update(_optimizers=made._optimizers, optimizers=list(made._optimizers))
+        scheduler.__dict__["gradient_state"] = self.gradient_state
+        self._stepping.append(scheduler)
 
     def _settle(self, proxy: AcceleratedOptimizer, made: PreparedOptimizer) -> None:
         """Let the proxy that the program holds be the one that the run knows."""
