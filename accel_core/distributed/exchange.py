@@ -299,7 +299,7 @@ def collective_call(
 
 
 def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
-    """Name an operation with what it was given: the descriptions of these places, cut."""
+    """Name an operation, with what these places gave to it, cut."""
     shown = [f"{place} {texts[place]}".strip() for place in places if place in texts]
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
     if shown == ["NoneType"]:
