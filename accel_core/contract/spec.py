@@ -1,7 +1,6 @@
 """Marks of the contract.
 
-`spec` declares a hook, `implements` marks a plugin's method for one. The marks are those of pluggy's
-markers for the project "accel_core"; importing pluggy would cost each start 3 ms.
+`spec` declares a hook, `implements` marks a plugin's method for one.
 """
 
 from __future__ import annotations
@@ -9,11 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
+import pluggy
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 Kind = Literal["owner", "everyone", "wrapper"]
+
+_spec_marker = pluggy.HookspecMarker("accel_core")
+_impl_marker = pluggy.HookimplMarker("accel_core")
 
 
 class Spec(NamedTuple):
@@ -45,8 +49,7 @@ def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callabl
             refines=names[0] if kind == "wrapper" else None,
             observer=kind == "observer",
         )
-        function.accel_core_spec = {}  # type: ignore[attr-defined]
-        return function
+        return _spec_marker(function)
 
     return declare
 
@@ -70,7 +73,6 @@ def implements(
     """
 
     def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        method.accel_core_impl = {"specname": spec.__name__}  # type: ignore[attr-defined]
-        return method
+        return _impl_marker(specname=spec.__name__)(method)
 
     return mark
