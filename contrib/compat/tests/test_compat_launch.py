@@ -96,7 +96,6 @@ OTHERWISE = {
 """Flags that are not in a line of their own, and why."""
 OURS_BESIDES = {
     "ACCELERATE_USE_CPU": "there a launcher of one process tells the first too",
-    "ACCEL__CUDA__NUMA_AFFINITY": "accel-cuda's",
     "OMP_NUM_THREADS": "`accel launch` sets it, to the cores of each process",
     "PYTHONPATH": "`launch` sets it, with the folder of our accelerate",
     "ACCELERATE_CONFIG_DS_FIELDS": "the file is refused before any worker starts",

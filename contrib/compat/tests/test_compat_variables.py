@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
+import torch
+from accelerate import Accelerator, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
+from accelerate.utils.environment import override_numa_affinity
 from peers import said
 from torch import nn
+
+from accel_compat import runs
+from accel_core import PluginError
 
 needs_fsdp = pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
 
@@ -116,6 +123,7 @@ def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
     {
         "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "eight",
         "ACCELERATE_USE_CPU": "maybe",
+        "ACCELERATE_CPU_AFFINITY": "maybe",
         "ACCELERATE_MIXED_PRECISION": "bf61",
     }.items(),
 )
@@ -159,3 +167,44 @@ def test_a_word_that_is_neither_true_nor_false_is_named(variables):
         ValueError, match="is 'perhaps', not true or false\ncorrect it, or the variable FSDP_RES"
     ):
         FullyShardedDataParallelPlugin()
+
+
+@pytest.fixture
+def bound(monkeypatch):
+    """Stand in for a GPU and accel-cuda; collect what is bound."""
+    calls = []
+    library = SimpleNamespace(override_numa_affinity=lambda *args: calls.append(args))
+    monkeypatch.setitem(sys.modules, "accel_cuda", library)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return calls
+
+
+def test_affinity_is_set_for_the_gpu_of_the_number_and_without_a_run(bound):
+    override_numa_affinity(5)
+    override_numa_affinity(3, verbose=True)
+
+    assert bound == [(5, None), (3, True)]
+
+
+@pytest.mark.parametrize("status", ["available", "missing"])
+def test_the_variable_of_affinity_is_read_in_workers(monkeypatch, bound, status):
+    monkeypatch.setenv("ACCELERATE_CPU_AFFINITY", "1")
+    monkeypatch.setattr(runs, "plugin_status", {"cuda": status}.get)
+    if status == "missing":
+        monkeypatch.setitem(sys.modules, "accel_cuda", None)
+        with pytest.raises(PluginError, match="CPU affinity needs accel-cuda, which is not installed\n"):
+            runs.affinity_preset()
+    else:
+        assert runs.affinity_preset() == {"cuda.numa_affinity": (True, "variable ACCELERATE_CPU_AFFINITY")}
+
+
+def test_affinity_has_no_effect_without_a_gpu(variables):
+    variables(ACCELERATE_CPU_AFFINITY="1")
+    override_numa_affinity(0)
+    assert Accelerator(cpu=True).device.type == PartialState().device.type == "cpu"
+
+
+def test_a_state_refuses_a_wrong_word_too(variables):
+    variables(ACCELERATE_CPU_AFFINITY="maybe")
+    with pytest.raises(ValueError, match="the variable ACCELERATE_CPU_AFFINITY is 'maybe', not yes or no"):
+        PartialState()

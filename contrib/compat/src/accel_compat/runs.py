@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from uuid import uuid4
 from weakref import WeakValueDictionary
 
+from accel_compat.environment.variables import load_affinity, parse_flag_from_env
 from accel_compat.notices import warn_once
-from accel_core import AccelError, InitProcessGroupKwargs, Run
+from accel_core import AccelError, InitProcessGroupKwargs, Run, plugin_status
 
 if TYPE_CHECKING:
     from torch import device
 
 
 _runs: list[Run] = []
+AFFINITY: Final = "ACCELERATE_CPU_AFFINITY"
 _hosts: list[Run] = []
 """Run of states that are made before an Accelerator is.
 
@@ -78,10 +80,25 @@ def find_or_make(cpu: bool, **group: Any) -> Run:
         run = Run(
             python={} if asked is None else {"device": kind_of(asked)},
             objects=[InitProcessGroupKwargs(**options)] if options else [],
+            presets=affinity_preset(),
         )
         _place(run)
         _hosts.append(run)
     return run
+
+
+def affinity_preset() -> dict[str, tuple[Any, str]]:
+    """Read the variable that binds each process to the CPUs near its GPU.
+
+    Raises:
+        PluginError: it does, there is a GPU, and accel-cuda is not installed.
+    """
+    if not parse_flag_from_env(AFFINITY):
+        return {}
+    if plugin_status("cuda") == "missing":
+        load_affinity()
+        return {}
+    return {"cuda.numa_affinity": (True, f"variable {AFFINITY}")}
 
 
 def _place(run: Run) -> None:

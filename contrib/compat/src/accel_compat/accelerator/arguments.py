@@ -19,7 +19,7 @@ from accel_compat.configs.handlers import (
 from accel_compat.configs.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
-from accel_compat.runs import kind_of
+from accel_compat.runs import affinity_preset, kind_of
 from accel_compat.trackers.registry import resolve_trackers
 from accel_core import plugin_status
 
@@ -163,7 +163,7 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
     if parse_flag_from_env("ACCELERATE_USE_CPU"):
         named["device"] = ("ACCELERATE_USE_CPU", "cpu")
     given = {path: (value, f"variable {name}") for path, (name, value) in named.items() if value is not None}
-    return {**compiled, **given}
+    return {**compiled, **given, **affinity_preset()}
 
 
 def _ours(thing: Any) -> Any:

@@ -169,12 +169,26 @@ def check_cuda_fp8_capability() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
 
 
-def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
-    """Bind this process to the CPUs near its device, by the run's device plugin."""
-    from accel_compat.runs import current
+def load_affinity() -> Callable[[int, bool | None], None] | None:
+    """Return accel-cuda's `override_numa_affinity`, or None without a GPU."""
+    import torch
 
-    run = current()
-    run.hooks.set_affinity(run.world)
+    from accel_compat.configs.translation import load
+
+    return load("accel_cuda:override_numa_affinity", "CPU affinity") if torch.cuda.is_available() else None
+
+
+def override_numa_affinity(local_process_index: int, verbose: bool | None = None) -> None:
+    """Bind this process to the CPUs near the GPU of this number.
+
+    Without a GPU nothing changes.
+
+    Raises:
+        PluginError: there is a GPU, and accel-cuda is not installed.
+    """
+    override = load_affinity()
+    if override is not None:
+        override(local_process_index, verbose)
 
 
 @functools.lru_cache

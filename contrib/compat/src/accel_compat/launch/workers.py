@@ -145,7 +145,7 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
     if settings.get("cpu"):
         variables |= {"KMP_AFFINITY": "granularity=fine,compact,1,0", "KMP_BLOCKTIME": "1"}
     if settings.get("enable_cpu_affinity"):
-        variables |= {"ACCELERATE_CPU_AFFINITY": "1", "ACCEL__CUDA__NUMA_AFFINITY": "true"}
+        variables["ACCELERATE_CPU_AFFINITY"] = "1"
     devices = settings.get("gpu_ids", "all")
     if devices != "all":
         variables |= dict.fromkeys(_VISIBLE, str(devices))  # each kind of device reads its own
