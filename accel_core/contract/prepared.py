@@ -109,18 +109,26 @@ class ParameterIndex:
     """
 
     def __init__(self) -> None:
-        self._entries: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-        self._units: dict[int, Unit] = {}
+        entries: dict[int, _Entry] = {}
+        units: dict[int, Unit] = {}
+
+        def forget(entry: _Entry) -> None:  # another object may get the id of one that is gone
+            entries.pop(entry.key, None)
+            units.pop(entry.key, None)
+
+        self._entries, self._forget = entries, forget
+        self._units = units
         """The unit of each entry: clipping asks for that of each parameter in each step."""
 
     def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Remember the parameters that have, or had, these names in the unit."""
         for name, parameter in named:
             key = id(parameter)
-            alive, _ = self._entries.get(key, (None, ""))
-            if alive is None or alive() is not parameter:
-                alive = weakref.ref(parameter, self._forget(key))
-            self._entries[key] = alive, name
+            entry = self._entries.get(key)
+            if entry is None or entry() is not parameter:
+                entry = self._entries[key] = _Entry(parameter, self._forget)
+                entry.key = key
+            entry.name = name
             self._units[key] = unit
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
@@ -129,16 +137,20 @@ class ParameterIndex:
 
     def name_of(self, parameter: nn.Parameter) -> str:
         """Return the canonical name of a parameter that has a unit."""
-        return self._entries[id(parameter)][1]
+        return self._entries[id(parameter)].name
 
     def clear(self) -> None:
         """Forget all parameters."""
         self._entries.clear()
         self._units.clear()
 
-    def _forget(self, key: int) -> Callable[[object], object]:
-        def forget(_: object) -> None:  # another object may get the id of one that is gone
-            self._entries.pop(key, None)
-            self._units.pop(key, None)
 
-        return forget
+class _Entry(weakref.ref["nn.Parameter"]):
+    """A parameter, its id, and its name in its unit.
+
+    One object a parameter: Python's garbage collector visits each that a run keeps.
+    """
+
+    __slots__ = ("key", "name")
+    key: int
+    name: str
