@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import logging
 import sys
@@ -282,6 +283,7 @@ from torch import nn
 from accelerate.commands import estimate
 model = nn.Sequential(nn.Linear(300, 400), nn.Sequential(nn.Linear(400, 400), nn.LayerNorm(400)))
 estimate.create_empty_model = lambda *_, **__: model
+import io
 import sys
 for module in list(sys.modules.values()):
     if getattr(module, "__name__", "").endswith("memory_estimate"):
@@ -401,3 +403,12 @@ def test_a_basic_config_has_all_keys(tmp_path):
         Path(str(config_file.write_basic_config("bf16", str(tmp_path / "basic.json")))).read_text()
     )
     assert {"num_machines", "machine_rank", "rdzv_backend", "main_training_function"} <= written.keys()
+
+
+def test_questions_that_are_left_write_nothing(monkeypatch, tmp_path, capsys):
+    path = tmp_path / "config.yaml"
+    monkeypatch.setattr(sys, "argv", ["accelerate", "config", "--config_file", str(path)])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("NO\n"))
+    with pytest.raises(SystemExit, match="config: the answers ended before the questions.*\nanswer each"):
+        commands.accelerate()
+    assert not path.exists()

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from accelerate import notebook_launcher
 from peers import run_program
 
 HEAD = """
@@ -285,3 +286,62 @@ if __name__ == "__main__":
     launched([sys.executable, str(script), str(tmp_path)])
 
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
+
+
+IN_WORKERS = """
+import os
+import torch
+from accelerate import Accelerator, PartialState, debug_launcher, notebook_launcher
+
+def work(folder):
+    state = PartialState()
+    with open(f"{folder}/{state.process_index}", "w") as file:
+        print(state.num_processes, Accelerator().mixed_precision, file=file)
+    return lambda: "what cannot be pickled"
+"""
+
+
+@pytest.mark.parametrize("call", ["notebook_launcher(work, (FOLDER,), 2)", "debug_launcher(work, (FOLDER,))"])
+def test_workers_do_not_take_the_run_of_the_notebook_for_theirs(tmp_path, call):
+    code = f"""{IN_WORKERS}
+accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+{call.replace("FOLDER", repr(str(tmp_path)))}
+print(PartialState().num_processes, accelerator.mixed_precision)
+"""
+    assert run_program(code, ours=True).splitlines()[-1] == "1 bf16"
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 no\n", "1": "2 no\n"}
+
+
+def test_one_process_is_the_notebooks_own():
+    code = """
+import os
+from accelerate import Accelerator, notebook_launcher
+
+made = []
+def work(first, second):
+    made.append((first, second, os.getpid(), Accelerator(cpu=True).mixed_precision))
+    raise KeyError("as it is")
+
+try:
+    notebook_launcher(work, (1, 2), num_processes=1, mixed_precision="BF16")
+except KeyError as error:
+    print(made == [(1, 2, os.getpid(), "bf16")], error, "ACCELERATE_MIXED_PRECISION" in os.environ)
+"""
+    assert run_program(code, ours=True).splitlines()[-1] == "True 'as it is' False"
+
+
+@pytest.mark.parametrize("precision", ["bf16", "BF16"])
+def test_workers_of_a_notebook_train_in_the_precision_asked_for(tmp_path, precision):
+    code = f"{IN_WORKERS}\nnotebook_launcher(work, ({str(tmp_path)!r},), 2, {precision!r})"
+    run_program(code, ours=True)
+    assert {path.read_text() for path in tmp_path.iterdir()} == {"2 bf16\n"}
+
+
+def test_what_a_notebook_cannot_ask_for_is_said(monkeypatch, capsys):
+    monkeypatch.setattr("accel_core.notebook_launcher", lambda *_: None)
+    with pytest.raises(ValueError, match="node_rank must be less than the number of nodes"):
+        notebook_launcher(print, num_processes=2, node_rank=1)
+    notebook_launcher(print, num_processes=2, rdzv_backend="c10d", master_addr="10.0.0.1")
+    told = capsys.readouterr().err
+    assert "rdzv_backend has no effect" in told
+    assert "master_addr has no effect" in told

@@ -39,6 +39,12 @@ def unregister(run: Run) -> None:
         _runs[:] = [known for known in _runs if known is not run]
 
 
+def forget_all() -> None:
+    """Forget all runs, of which none ends: they are another process's."""
+    _runs.clear()
+    _hosts.clear()
+
+
 def training() -> Run | None:
     """Return the run that trains, or None.
 

@@ -148,6 +148,11 @@ def _called(name: str, words: Sequence[str]) -> int:
         asked.func(asked)
     except (OSError, ValueError) as error:
         raise AccelError(f"{name}: {error}\n`accelerate {name} --help` lists its flags") from error
+    except click.Abort as error:
+        raise AccelError(
+            f"{name}: the answers ended before the questions, and no file is written\n"
+            "answer each, or call `accelerate config default`, which asks nothing"
+        ) from error
     return 0
 
 

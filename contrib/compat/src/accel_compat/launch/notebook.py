@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import accel_core
+from accel_compat import runs
+from accel_compat.environment.variables import patch_environment
+from accel_compat.notices import warn_once
+from accel_compat.state.gradient_state import GradientState
+from accel_compat.state.states import AcceleratorState
 
 
 def notebook_launcher(
@@ -25,22 +31,40 @@ def notebook_launcher(
     monitor_interval: float = 0.1,
     log_line_prefix_template: str | None = None,
 ) -> None:
-    """Run `function(*args)` in new processes of this machine, and wait for them."""
+    """Run `function(*args)` in new processes of this machine, and wait for them.
+
+    One process is this one: what the function changes stays changed, and what it raises is raised.
+    """
+    if node_rank >= num_nodes:
+        raise ValueError("The node_rank must be less than the number of nodes.")
     if num_nodes > 1:
         raise accel_core.LaunchError(
             f"notebook_launcher(num_nodes={num_nodes}): a notebook starts processes on its own machine only\n"
             "write the function into a script and start it by accel launch --nodes"
         )
-    if mixed_precision.lower() not in ("no", "fp16", "bf16", "fp8"):
+    precision = mixed_precision.lower()
+    if precision not in ("no", "fp16", "bf16", "fp8"):
         raise ValueError(
-            f"Unknown mixed_precision mode: {mixed_precision.lower()}. Choose between 'no', 'fp16',"
-            " 'bf16', 'fp8'."
+            f"Unknown mixed_precision mode: {precision}. Choose between 'no', 'fp16', 'bf16', 'fp8'."
         )
+    if num_processes == 1:
+        with patch_environment(**({} if precision == "no" else {"accelerate_mixed_precision": precision})):
+            function(*args)
+        return
+    unused = {
+        "master_addr": master_addr != "127.0.0.1",
+        "rdzv_backend": rdzv_backend != "static",
+        "rdzv_endpoint": rdzv_endpoint,
+        "rdzv_conf": rdzv_conf,
+        "log_line_prefix_template": log_line_prefix_template,
+    }
+    for name in filter(unused.get, unused):
+        warn_once(f"{name} has no effect: the launcher of accel-core starts the workers itself")
     accel_core.notebook_launcher(
-        function,
+        partial(_call_afresh, function),
         args,
         num_processes,
-        None if mixed_precision == "no" else mixed_precision,
+        None if precision == "no" else precision,
         None if use_port == "29500" else use_port,
         max_restarts,
     )
@@ -48,4 +72,15 @@ def notebook_launcher(
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
     """Run `function(*args)` in that many new processes on the CPU and wait for them."""
-    accel_core.notebook_launcher(function, args, num_processes, device="cpu")
+    accel_core.notebook_launcher(partial(_call_afresh, function), args, num_processes, device="cpu")
+
+
+def _call_afresh(function: Callable[..., Any], *args: Any) -> None:
+    """Call the function without the runs and states that a fork has of its parent.
+
+    Its result is dropped, as it may not pickle.
+    """
+    runs.forget_all()
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    function(*args)
