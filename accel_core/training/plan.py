@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from attrs import Factory, define, frozen
 
+from accel_core.checkpoint.collect import NEVER_RESTORED
 from accel_core.errors import AccelError, ConfigError
 from accel_core.training.proxies import PreparedScheduler
 
@@ -83,13 +84,39 @@ class PreparePlan:
 
     def in_words(self) -> str:
         """Describe what all ranks must share; parts of a model may differ by rank."""
-        models, meshes = self.of_kind["model"], [group.unit.mesh for group in self.groups]
+        models, optimizers, schedulers, loaders = (self.of_kind[kind] for kind in KINDS)
+        meshes = [group.unit.mesh for group in self.groups]
         if any(mesh is not None and mesh.size(*mesh.names("model")) > 1 for mesh in meshes):
-            return f"{len(models)} model(s)"
-        dtypes = [sorted({str(p.dtype) for p in model.parameters()}) for model in models]
-        named = zip(models, dtypes, strict=True)
-        words = ", ".join(f"{type(model).__name__} ({', '.join(names)})" for model, names in named)
-        return words.replace("torch.", "")
+            words = [f"{len(models)} model(s)", f"{len(optimizers)} optimizer(s)"]
+        else:
+            words = [*map(_model_in_words, models), *map(_optimizer_in_words, optimizers)]
+        words += [type(scheduler).__name__ for scheduler in schedulers]
+        words += [f"{len(loaders)} dataloader(s)"] if loaders else []
+        return ", ".join(words)
+
+
+def _model_in_words(model: nn.Module) -> str:
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
+    return f"{type(model).__name__} ({', '.join(dtypes)})"
+
+
+def _optimizer_in_words(optimizer: Optimizer) -> str:
+    """Name the optimizer with the values of its groups.
+
+    Tensors are left out: they would have to be read from a device.
+    """
+    groups = [
+        {key: each for key, each in group.items() if key not in NEVER_RESTORED and _is_plain(each)}
+        for group in optimizer.param_groups
+    ]
+    shown = {", ".join(f"{key}={each!r}" for key, each in sorted(group.items())): None for group in groups}
+    return f"{type(optimizer).__name__} ({'; '.join(shown)})"
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, (bool, int, float, str)) or (
+        isinstance(value, tuple) and all(map(_is_plain, value))
+    )
 
 
 def plan_prepare(

@@ -43,13 +43,13 @@ def prepare(
             earlier = [other.unit for other in plan.groups[:number]]
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
-    brings = plan.in_words()
+    brings = plan.in_words() + "".join(f", {word!r}" for word in (name, strategy) if word is not None)
     results: dict[int, Any] = {
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
     loaders = list(results.values())
-    if plan.of_kind["model"]:
+    if plan.groups:
         assemble(run, "prepare", brings)
     for group in plan.groups:
         build_unit(group, plan, prepared)

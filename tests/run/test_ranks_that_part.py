@@ -98,6 +98,31 @@ def prepare_models_of_other_dtypes(strategy):
     return said_by(lambda: accelerator.prepare(model))
 
 
+def prepare_other_objects(what):
+    watch.STUCK_SECONDS, watch.LOOK_SECONDS = 1.0, 0.2
+    accelerator = Accelerator(device="cpu")
+    first, model = accelerator.process_index == 0, nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objects: dict[str, list[object]] = {
+        "optimizer": [model, optimizer] if first else [model],
+        "rate": [model, torch.optim.SGD(model.parameters(), lr=0.1 if first else 0.2)],
+        "schedule": [model, optimizer, *([torch.optim.lr_scheduler.StepLR(optimizer, 1)] if first else ())],
+        "loader": [model, optimizer, *([DataLoader(range(4))] if first else ())],
+        "name": [model, optimizer],
+    }
+    name = f"unit of rank {accelerator.process_index}" if what == "name" else None
+    return said_by(lambda: accelerator.prepare(*objects[what], name=name))
+
+
+def prepare_an_optimizer_later_on_one():
+    watch.STUCK_SECONDS, watch.LOOK_SECONDS = 1.0, 0.2
+    accelerator = Accelerator(device="cpu")
+    model = accelerator.prepare(nn.Linear(2, 1))
+    if accelerator.process_index == 0:
+        return said_by(lambda: accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1)))
+    return said_by(lambda: accelerator.save_state("nowhere"))
+
+
 def train_on_without_the_other():
     accelerator, model, _ = trainer()
     try:
@@ -231,6 +256,34 @@ def test_models_of_other_dtypes_are_not_prepared(strategy):
 
     assert said[0] == said[1]
     assert "rank 0: prepare of Linear (float32)\n  rank 1: prepare of Linear (float64)" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("what", "found"),
+    [
+        ("optimizer", [", SGD (", "Linear (float32)\n"]),
+        ("rate", [" lr=0.1,", " lr=0.2,"]),
+        ("schedule", [", StepLR", "SGD"]),
+        ("loader", [", 1 dataloader(s)", "SGD"]),
+        ("name", [", 'unit of rank 0'", ", 'unit of rank 1'"]),
+    ],
+)
+def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
+    said = run_processes(prepare_other_objects, what)
+
+    assert said[0] == said[1]
+    lines = f"{said[0]}\n".splitlines(keepends=True)
+    for rank in (0, 1):
+        (line,) = [line for line in lines if line.startswith(f"  rank {rank}: prepare of Linear (float32)")]
+        assert found[rank] in line
+
+
+def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared():
+    said = run_processes(prepare_an_optimizer_later_on_one)
+
+    assert said[0] == said[1]
+    assert "  rank 0: prepare of SGD (" in said[0]
+    assert "  rank 1: save_state" in said[0]
 
 
 def test_a_rank_that_only_comes_late_is_waited_for(tmp_path):
