@@ -90,15 +90,15 @@ def test_a_batch_of_one_reader_makes_three_calls(accelerator):
 
 class Stack(ExitStack):
     made = 0
-    interrupted = False
+    interruptions = 0
 
     def __init__(self):
         super().__init__()
         Stack.made += 1
 
     def close(self):
-        if Stack.interrupted:
-            Stack.interrupted = False
+        if Stack.interruptions:
+            Stack.interruptions -= 1
             raise KeyboardInterrupt
         super().close()
 
@@ -159,9 +159,17 @@ def test_all_of_a_units_models_do_not_reduce_where_accumulate_names_none(reducin
         assert quiet == [[model]]
 
 
+def test_contexts_end_although_ctrl_c_comes_while_they_do(reducing):
+    accelerator, model, quiet = reducing(2)
+    Stack.interruptions = 1
+    with pytest.raises(KeyboardInterrupt), accelerator.accumulate(model):
+        assert quiet
+    assert not quiet
+
+
 def test_contexts_that_ctrl_c_keeps_from_ending_are_ended_by_the_next_micro_batch(reducing):
     accelerator, model, quiet = reducing(2)
-    Stack.interrupted = True
+    Stack.interruptions = 2
     with pytest.raises(KeyboardInterrupt), accelerator.accumulate(model):
         pass
     assert quiet
