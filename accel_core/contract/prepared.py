@@ -13,6 +13,15 @@ if TYPE_CHECKING:
 
     from accel_core.contract.unit import Unit
 
+_GIVEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""Wrapped model of any run -> the user's module inside."""
+
+
+def given_of(model: nn.Module) -> nn.Module:
+    """Return the user's module for one that a run has wrapped; any other as it is."""
+    found = _GIVEN.get(model)
+    return (found and found()) or model
+
 
 class PreparedObjects:
     """A run's units, with their optimizers and parameters, and its dataloaders."""
@@ -26,6 +35,8 @@ class PreparedObjects:
         """(the user's optimizer, what `prepare` returned for it)."""
         self.counted: Optimizer | None = None
         """The inner optimizer of the first of these: its steps are the run's steps."""
+        self.schedulers: list[tuple[Any, Any]] = []
+        """(the user's scheduler, what `prepare` returned for it)."""
         self.loaders: list[Any] = []
         """Dataloaders that `prepare` returned."""
         self.ordered: list[Any] = []
@@ -38,6 +49,13 @@ class PreparedObjects:
                 return unit
         return None
 
+    def scheduler_of(self, scheduler: object) -> Any:
+        """Return the proxy of a scheduler, given either of both; None for others."""
+        for given, proxy in self.schedulers:
+            if scheduler is given or scheduler is proxy or scheduler is proxy.scheduler:
+                return proxy
+        return None
+
     def proxy_of(self, optimizer: object) -> Any:
         """Return the proxy of an optimizer, given either of both; None for others."""
         for given, proxy in self.optimizers:
@@ -46,14 +64,15 @@ class PreparedObjects:
         return None
 
     def form_of(self, thing: Any) -> Any:
-        """Return what `prepare` returned for a model or optimizer; None for others.
+        """Return what `prepare` returned for an object; None for a dataloader.
 
         Given either of both.
         """
         unit = self.unit_of_model(thing)
         if unit is None:
-            return self.proxy_of(thing)
-        return thing if thing in unit.wrapped else unit.wrapped[unit.given.index(thing)]
+            return self.proxy_of(thing) or self.scheduler_of(thing)
+        forms = zip(unit.given, unit.models, unit.wrapped, strict=True)
+        return next(of_one[-1] for of_one in forms if any(thing is form for form in of_one))
 
     def add_unit(
         self,
@@ -71,6 +90,9 @@ class PreparedObjects:
         self.parameters.add(unit, unit.all_names())
         if unit not in self.units:
             self.units.append(unit)
+        for given, wrapped in zip(unit.given, unit.wrapped, strict=True):
+            if wrapped is not given:
+                _GIVEN[wrapped] = weakref.ref(given)
         for other in merged:
             self.units.remove(other)
         self.optimizers.extend(optimizers)
@@ -88,7 +110,7 @@ class PreparedObjects:
         """Make `trained` another list, by which contexts of `accumulate` notice a change."""
         self.trained = [*self.trained]
 
-    def end_training(self, refuse: Callable[..., Any]) -> None:
+    def refuse_steps(self, refuse: Callable[..., Any]) -> None:
         """Train no unit any more: what calls an optimizer's `step` calls `refuse`."""
         self.trained = []
         for _, proxy in self.optimizers:
@@ -96,7 +118,7 @@ class PreparedObjects:
 
     def forget(self) -> None:
         """Forget all objects."""
-        for held in (self.units, self.optimizers, self.loaders, self.ordered):
+        for held in (self.units, self.optimizers, self.schedulers, self.loaders, self.ordered):
             held.clear()
         self.trained, self.counted = [], None
         self.parameters.clear()

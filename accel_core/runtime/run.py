@@ -307,7 +307,7 @@ class Run:
         except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
             problems.append(error)
         self.ended = True
-        self.prepared.end_training(_ended)
+        self.prepared.refuse_steps(_ended)
         live_runs.discard(self)
         steps: list[Callable[[], object]] = [self.checkpoints.end_watch]
         finished = self.trackers.names if self.trackers.has_finished else ()
@@ -336,6 +336,7 @@ class Run:
         for unit in self.units:
             _release(unit)
         self.windows = ()
+        self.prepared.refuse_steps(_forgotten)
 
     def forget_groups(self) -> list[Mesh]:
         """Drop what holds the process group; the meshes that have groups of their own."""
@@ -394,6 +395,13 @@ def _require_new(name: str | None, taken: Collection[str]) -> None:
 
 def _ended(*_: object) -> NoReturn:
     raise AccelError("this run has ended (end_training was called)\nmake a new Accelerator for a new run")
+
+
+def _forgotten(*_: object) -> NoReturn:
+    raise AccelError(
+        "this optimizer is of before free_memory, and its unit is gone\n"
+        "prepare it again with its model, and use what accelerator.prepare(...) returns"
+    )
 
 
 def _release(unit: Unit) -> None:

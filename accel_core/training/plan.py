@@ -13,7 +13,7 @@ from attrs import Factory, define, frozen
 
 from accel_core.checkpoint.collect import NEVER_RESTORED
 from accel_core.errors import AccelError, ConfigError
-from accel_core.training.proxies import PreparedScheduler
+from accel_core.training.proxies import PreparedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -212,16 +212,22 @@ def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Para
     return unit
 
 
+def scheduled_by(scheduler: Any) -> Any:
+    """Return the optimizer of a scheduler: not a proxy, but the one inside."""
+    optimizer = getattr(scheduler, "optimizer", None)
+    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
+
+
 def _check_schedulers(
     prepared: PreparedObjects, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]
 ) -> None:
     """Refuse a scheduler of an optimizer that is not prepared."""
     coming = list(optimizers)
     for scheduler in schedulers:
-        optimizer = getattr(scheduler, "optimizer", None)
+        optimizer = scheduled_by(scheduler)
         is_coming = any(optimizer is other for other in coming)
         has_optimizer = is_coming or prepared.proxy_of(optimizer) is not None
-        if not has_optimizer and not isinstance(scheduler, PreparedScheduler):
+        if not has_optimizer and prepared.scheduler_of(scheduler) is None:
             raise AccelError(
                 f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"
                 "prepare its optimizer in the same call or before"

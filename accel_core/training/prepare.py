@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
+from accel_core.contract.prepared import given_of
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.watch import assemble
 from accel_core.training.build import build_unit
-from accel_core.training.plan import plan_prepare
+from accel_core.training.plan import plan_prepare, scheduled_by
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler, prepare_scheduler
 
 if TYPE_CHECKING:
@@ -56,19 +59,23 @@ def prepare(
         if prepared.trained:
             run.record.begin_unit()
     for scheduler in plan.of_kind["scheduler"]:
-        results[id(scheduler)] = prepare_scheduler(scheduler, prepared.proxy_of(scheduler.optimizer))
+        if prepared.scheduler_of(scheduler) is None:
+            proxy = prepare_scheduler(scheduler, prepared.proxy_of(scheduled_by(scheduler)))
+            prepared.schedulers.append((scheduler, proxy))
     made = [results[id(thing)] if id(thing) in results else prepared.form_of(thing) for thing in objects]
     prepared.add_results(made, loaders)
     return made
 
 
 def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
-    """Return the object inside a proxy that the run does not know.
+    """Return the object inside a prepared one that the run does not know.
 
     It is of another run, or from before `free_memory`.
     """
     if isinstance(thing, PreparedOptimizer) and prepared.proxy_of(thing) is None:
         return thing.optimizer
-    if isinstance(thing, PreparedScheduler) and not any(thing is other for other in prepared.ordered):
+    if isinstance(thing, PreparedScheduler) and prepared.scheduler_of(thing) is None:
         return thing.scheduler
+    if isinstance(thing, nn.Module) and prepared.unit_of_model(thing) is None:
+        return given_of(thing)
     return thing

@@ -194,9 +194,7 @@ class PreparedScheduler(LRScheduler):
 
 
 def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedScheduler:
-    """Return the proxy of a scheduler, wrapped by its unit; a proxy as it is."""
-    if isinstance(scheduler, PreparedScheduler):
-        return scheduler
+    """Return the proxy of a scheduler, wrapped by its unit."""
     unit = optimizer.unit
     unit.schedulers[:] = [other for other in unit.schedulers if other is not scheduler]
     inner = unit.hooks.wrap_scheduler(unit, scheduler)

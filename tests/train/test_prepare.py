@@ -267,6 +267,37 @@ def test_what_was_prepared_before_free_memory_is_prepared_anew(accelerator_of):
     assert (len(unit.optimizers), len(unit.schedulers)) == (1, 1)
 
 
+def test_an_optimizer_that_is_kept_over_free_memory_does_not_step(accelerator):
+    model = net()
+    _, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    accelerator.free_memory()
+    with pytest.raises(AccelError, match=r"before free_memory.*\nprepare it again"):
+        optimizer.step()
+
+
+def test_a_schedule_of_a_prepared_optimizer_is_prepared_anew(accelerator):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    schedule = accelerator.prepare(StepLR(optimizer, 1, 0.5))
+    for x, _ in batches(2):
+        accelerator.backward(model(x).mean())
+        optimizer.step()
+        schedule.step()
+        accelerator.free_memory()
+        model, optimizer, schedule = accelerator.prepare(model, optimizer, schedule)
+    assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_an_object_that_is_prepared_already_comes_back_as_before(accelerator):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    objects = [model, optimizer, StepLR(optimizer, 1)]
+    prepared = accelerator.prepare(*objects)
+    assert accelerator.prepare(*objects) == prepared
+    assert accelerator.prepare(*prepared) == prepared
+    assert accelerator.run.prepared.ordered == list(prepared)
+
+
 def test_an_object_that_is_given_twice_is_prepared_once(accelerator):
     model = net()
     optimizer = SGD(model.parameters(), lr=0.1)

@@ -56,6 +56,28 @@ def test_an_argument_trains_as_in_plain_ddp(arguments: dict[str, Any], accumulat
     assert_trains_as_plain_ddp(arguments, 4, accumulate)
 
 
+def train_prepared_anew(ends: bool) -> dict[str, torch.Tensor]:
+    run = accelerator()
+    model = net(run.process_index)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(batches(4, run.process_index)):
+        if number == 2:
+            run.end_training() if ends else run.free_memory()
+            run = accelerator() if ends else run
+            model, optimizer = run.prepare(model, optimizer)
+        run.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(run.unwrap_model(model))
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["free_memory", "another run"])
+def test_a_wrapped_model_is_prepared_anew(ends: bool) -> None:
+    trained = run_processes(train_prepared_anew, ends)
+    plain = run_processes(train_plainly, {}, None, 4, 1)
+    assert [equal(*pair) for pair in zip(trained, plain, strict=True)] == [True, True]
+
+
 def attributes(arguments: dict[str, Any]) -> dict[str, Any]:
     run = accelerator(DistributedDataParallelKwargs(**arguments))
     model = run.prepare(net())

@@ -192,6 +192,7 @@ class Preparing(accel_core.Accelerator):
     def _settle(self, proxy: AcceleratedOptimizer, made: PreparedOptimizer) -> None:
         """Let the proxy that the program holds be the one that the run knows."""
         proxy.__class__ = AcceleratedOptimizer
+        vars(proxy).pop("step", None)  # it refused, once its run had ended or forgotten it
         vars(proxy).update(vars(made))
         known = self.run.prepared.optimizers
         known[:] = [(given, proxy if each is made else each) for given, each in known]
