@@ -185,7 +185,7 @@ class Accelerator(Ranks, Training, States):
     def prepare(
         self,
         *objects: Any,
-        device_placement: Sequence[bool] | None = None,
+        device_placement: Sequence[bool | None] | None = None,
         strategy: str | None = None,
         name: str | None = None,
     ) -> Any:
@@ -197,7 +197,7 @@ class Accelerator(Ranks, Training, States):
 
         Args:
             objects: what to prepare.
-            device_placement: for each object, whether to move it to the device.
+            device_placement: for each object, whether to move it to the device; None: as the run does.
             strategy: of the unit these objects make; default: the run's.
             name: of that unit, in checkpoints and messages.
 

@@ -13,6 +13,7 @@ from torch import nn
 from accel_core.contract.prepared import given_of
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.watch import assemble
+from accel_core.errors import ConfigError
 from accel_core.training.build import build_unit
 from accel_core.training.plan import plan_prepare, scheduled_by
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler, prepare_scheduler
@@ -28,7 +29,7 @@ def prepare(
     *,
     strategy: str | None = None,
     name: str | None = None,
-    placement: Sequence[bool] | None = None,
+    placement: Sequence[bool | None] | None = None,
 ) -> list[Any]:
     """Return the prepared form of each object, in the order given. Collective.
 
@@ -38,9 +39,8 @@ def prepare(
     run.require_alive()
     prepared = run.prepared
     objects = [_renewed(prepared, thing) for thing in objects]
-    if placement is None:
-        placement = [run.config.device_placement] * len(objects)
-    plan = plan_prepare(prepared, objects, run.hooks.kind_of, placement, strategy=strategy, name=name)
+    places = _places(placement, len(objects), run.config.device_placement)
+    plan = plan_prepare(prepared, objects, run.hooks.kind_of, places, strategy=strategy, name=name)
     for number, group in enumerate(plan.groups):
         if not group.units:
             earlier = [other.unit for other in plan.groups[:number]]
@@ -65,6 +65,18 @@ def prepare(
     made = [results[id(thing)] if id(thing) in results else prepared.form_of(thing) for thing in objects]
     prepared.add_results(made, loaders)
     return made
+
+
+def _places(asked: Any, count: int, usual: bool) -> list[bool]:
+    """Return whether to place each object: `usual` where nothing is asked."""
+    if asked is None:
+        return [usual] * count
+    if not isinstance(asked, Sequence) or not all(place in (True, False, None) for place in asked):
+        raise ConfigError(
+            f"device_placement is {asked!r}, not a list of True, False or None\n"
+            f"give one per object, such as {[True] * count}"
+        )
+    return [usual if place is None else place for place in asked]
 
 
 def _renewed(prepared: PreparedObjects, thing: Any) -> Any:

@@ -46,7 +46,7 @@ class Preparing(accel_core.Accelerator):
             from accel_compat.accelerator.megatron import for_megatron
 
             args = tuple(for_megatron(self, args))
-        places: Sequence[bool | None] = device_placement or [None] * len(args)
+        places = [None] * len(args) if device_placement is None else device_placement
         if len(places) != len(args):
             raise ValueError(
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects"
