@@ -103,9 +103,10 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
     ("name", "advice"),
     {"confg": "merge-weights", "lunch": "launch"}.items(),
 )
-def test_the_shims_script_lists_its_commands_where_it_does_not_know_one(monkeypatch, name, advice):
-    said = scripted(monkeypatch, name)
-    assert f"accelerate {name} is not served" in said
+def test_the_shims_script_lists_its_commands_where_it_does_not_know_one(monkeypatch, capsys, name, advice):
+    assert scripted(monkeypatch, name) == 2
+    said = capsys.readouterr().err
+    assert f"invalid choice: {name!r}" in said
     assert advice in said
 
 
@@ -197,3 +198,11 @@ def test_a_function_of_another_module_does_not_stand_for_one_of_the_same_name():
 
     with pytest.raises(NotServedError, match="accelerate.utils.megatron_lm.prepare_data_loader"):
         prepare_data_loader()
+
+
+def test_a_function_named_like_its_module_is_the_function():
+    import accelerate.utils.tqdm
+    from accelerate.utils import tqdm
+
+    assert accelerate.utils.tqdm is tqdm
+    assert list(tqdm(range(3), main_process_only=False)) == [0, 1, 2]
