@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from accelerate.utils import convert_file_size_to_int, find_tied_parameters, retie_parameters
+from accelerate.utils import convert_file_size_to_int, find_tied_parameters, retie_parameters, save
 from accelerate.utils.modeling import check_device_map, load_state_dict
 from peers import needs_accelerate, said
+from safetensors.torch import load_file
 from torch import nn
 
 MODEL = """
@@ -80,3 +81,17 @@ def test_a_state_dict_is_read_without_running_code(tmp_path, suffix):
     save({"weight": torch.ones(2)}, str(file), safe_serialization=suffix == "safetensors")
 
     assert torch.equal(load_state_dict(file)["weight"], torch.ones(2))
+
+
+def test_only_other_names_of_one_tensor_are_left_out_of_safetensors(tmp_path):
+    whole, empty = torch.arange(4.0), torch.empty(0)
+    tensors = {"low": whole[:2], "high": whole[2:], "all": whole, "turned": whole.view(2, 2).T}
+    save(
+        tensors | {"again": whole, "one": empty, "two": torch.empty(0)},
+        tmp_path / "file",
+        safe_serialization=True,
+    )
+    found = load_file(tmp_path / "file")
+
+    assert sorted(found) == ["all", "high", "low", "one", "turned", "two"]
+    assert all(torch.equal(found[name], value) for name, value in tensors.items())

@@ -69,14 +69,25 @@ def wait_for_everyone() -> None:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Without the later names of tensors that share memory, and each contiguous."""
+    """Without the later names of one tensor; each contiguous, in memory of its own.
+
+    Other views of memory that is seen already are copied.
+    """
     kept: dict[str, Any] = {}
-    seen: set[Any] = set()
+    views: set[Any] = set()
+    storages: set[Any] = set()
     for name, value in state_dict.items():
-        where = id_tensor_storage(value) if isinstance(value, torch.Tensor) else name
-        if where not in seen:
-            seen.add(where)
-            kept[name] = value.contiguous() if isinstance(value, torch.Tensor) else value
+        if not isinstance(value, torch.Tensor):
+            kept[name] = value
+            continue
+        storage = id_tensor_storage(value)
+        view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
+        _, address, _ = storage
+        if address == 0 or view not in views:  # 0: empty, or of no memory that can be compared
+            shared = address and storage in storages
+            kept[name] = value.contiguous().clone() if shared else value.contiguous()
+        views.add(view)
+        storages.add(storage)
     if len(kept) < len(state_dict):
         logging.getLogger("accelerate.utils.other").warning(
             "Removed shared tensor %s while saving: it is saved under another name",
