@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import Accelerator, PartialState
+from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState, is_initialized
 from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
@@ -128,3 +129,10 @@ def test_decorators_run_on_the_ranks_they_name():
 
     assert state.on_main_process(lambda: 1)() == state.on_last_process(lambda: 1)() == 1
     assert state.on_process(lambda: 1, process_index=0)() == 1
+
+
+def test_logging_makes_no_state():
+    with pytest.raises(RuntimeError, match="You must initialize the accelerate state"):
+        get_logger(__name__).info("too early")
+    assert not is_initialized()
+    assert PartialState._shared_state == {}

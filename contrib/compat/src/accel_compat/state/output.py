@@ -23,7 +23,16 @@ class MultiProcessAdapter(accel_core.MultiProcessAdapter):
         return f"[RANK {PartialState().process_index}] {msg}", kwargs
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log, on the main process or in order of ranks."""
+        """Log, on the main process or in order of ranks.
+
+        Raises:
+            RuntimeError: there is no state yet; to make one here would settle the device and the group.
+        """
+        if not PartialState._shared_state:
+            raise RuntimeError(
+                "You must initialize the accelerate state by calling either `PartialState()` or"
+                " `Accelerator()` before using the logging utility."
+            )
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         state = PartialState()
         text, more = self.process(msg, kwargs)
