@@ -109,9 +109,11 @@ class Preemption:
     def _tell(self, number: int, frame: object) -> None:
         if self._ended.is_set() or os.getpid() != self._process:
             handler = signal.signal(number, self._before[number] or signal.SIG_DFL)
-            signal.raise_signal(number)
-            if handler != self._tell:  # a later one, which has called this one
-                signal.signal(number, handler)
+            try:
+                signal.raise_signal(number)
+            finally:
+                if handler != self._tell:  # a later one, which has called this one
+                    signal.signal(number, handler)
             return
         now = time.monotonic()
         self._first = now if self._first is None else self._first

@@ -117,3 +117,24 @@ def chained(folder):
     for _ in range(2):
         signal.raise_signal(signal.SIGTERM)
     return forked, heard
+
+
+def chained_to_one_that_raises(folder):
+    """A handler made later calls the one before it, which ends in an exception, as Ctrl-C's does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_on_preemption(f"{folder}/state")
+    watching, heard = signal.getsignal(signal.SIGTERM), []
+
+    def later(number, frame):
+        heard.append("later")
+        watching(number, frame)
+
+    signal.signal(signal.SIGTERM, later)
+    accelerator.end_training()
+    for _ in range(2):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            heard.append("interrupted")
+    return heard

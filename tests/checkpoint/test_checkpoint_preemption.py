@@ -37,6 +37,11 @@ def test_a_handler_made_later_may_call_the_one_that_watches(tmp_path):
     assert heard == ["later", "first"] * 2
 
 
+def test_a_handler_made_later_stays_where_the_one_before_raises(tmp_path):
+    (heard,) = run(preemption_job.chained_to_one_that_raises, tmp_path, world=1)
+    assert heard == ["later", "interrupted"] * 2
+
+
 @pytest.mark.together
 def test_ranks_that_are_steps_apart_meet(tmp_path):
     first, second = run(preemption_job.apart, tmp_path)
