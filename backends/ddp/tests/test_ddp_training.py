@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_core import AccelError
 from accel_ddp import DistributedDataParallelKwargs
 from accel_testing import Traffic, run_processes
 
@@ -76,6 +77,24 @@ def test_a_wrapped_model_is_prepared_anew(ends: bool) -> None:
     trained = run_processes(train_prepared_anew, ends)
     plain = run_processes(train_plainly, {}, None, 4, 1)
     assert [equal(*pair) for pair in zip(trained, plain, strict=True)] == [True, True]
+
+
+def use_a_released_model(ends: bool) -> tuple[str, bool]:
+    run = accelerator()
+    model = run.prepare(net())
+    x, _ = batches(1, 0)[0]
+    inside, before = run.unwrap_model(model), model(x)
+    run.end_training() if ends else run.free_memory()
+    with pytest.raises(AccelError) as raised:
+        model(x)
+    return str(raised.value), torch.equal(inside(x), before)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["free_memory", "end_training"])
+def test_a_forward_of_a_released_model_says_what_to_call(ends: bool) -> None:
+    for message, is_equal in run_processes(use_a_released_model, ends):
+        assert "prepare the model again, or use the one inside" in message
+        assert is_equal
 
 
 def attributes(arguments: dict[str, Any]) -> dict[str, Any]:

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
 
 import torch
@@ -103,6 +103,14 @@ class DataParallel:
             model.unwatch()
             comm_hooks.settle(model)
             model.reducer = model.logger = None  # type: ignore[assignment]
+            model.__dict__["forward"] = _released
+
+
+def _released(*_: object, **__: object) -> NoReturn:
+    raise AccelError(
+        "forward: this model's DistributedDataParallel has ended, by free_memory or end_training\n"
+        "prepare the model again, or use the one inside: accelerator.unwrap_model(model)"
+    )
 
 
 def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
