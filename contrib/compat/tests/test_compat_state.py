@@ -68,9 +68,12 @@ def test_another_precision_needs_a_reset_first():
     assert Accelerator(mixed_precision="no").mixed_precision == "no"
 
 
-def test_no_strategy_has_a_plugin_unless_it_is_asked_for(monkeypatch):
+def test_no_strategy_has_a_plugin_unless_it_is_asked_for():
     assert not hasattr(Accelerator().state, "fsdp_plugin")
-    AcceleratorState._reset_state(True)
+
+
+@pytest.mark.together
+def test_a_strategy_that_a_variable_asks_for_has_a_plugin(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert type(Accelerator().state.fsdp_plugin).__name__ == "FullyShardedDataParallelPlugin"
 
