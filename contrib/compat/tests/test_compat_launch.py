@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -240,3 +242,21 @@ def test_processes_stay_bound_to_their_cpus(monkeypatch, status):
     if status == "missing":
         assert "accel-cuda" in done.dropped["enable_cpu_affinity"]
     assert done.config == ({"cuda": {"numa_affinity": True}} if status == "available" else {})
+
+
+def test_workers_end_when_the_launcher_is_told_to(tmp_path):
+    worker = tmp_path / "worker.py"
+    worker.write_text(
+        "import os, pathlib, signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(pathlib.Path('told').touch()))\n"
+        "pathlib.Path('up').touch()\n"
+        "time.sleep(60)\n"
+    )
+    words = ["-c", "from accel_compat.launch.commands import accelerate; accelerate('launch')"]
+    with subprocess.Popen([sys.executable, *words, "--cpu", str(worker)], cwd=tmp_path) as launcher:
+        ends = time.monotonic() + 50
+        while not (tmp_path / "up").exists() and time.monotonic() < ends:
+            time.sleep(0.1)
+        launcher.terminate()
+        assert launcher.wait(40) == 128 + signal.SIGTERM
+    assert (tmp_path / "told").exists()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +50,7 @@ def launch(request: Request) -> int:
         warn_once(f"{name} has no meaning here: {why}")
     if is_cloud(request.settings):
         variables = {**os.environ, **environment(request.settings), **credentials(request.settings)}
-        return subprocess.run(command(request), env=variables, check=False).returncode  # noqa: S603  the user's
+        return _run(command(request), variables)
     with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
         write_shim(Path(folder))
         told = environment(request.settings)
@@ -58,8 +60,25 @@ def launch(request: Request) -> int:
         paths = [folder, variables.get("PYTHONPATH"), *here]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         variables["PATH"] = os.pathsep.join([str(Path(folder, "bin")), variables.get("PATH", "")])
-        done = subprocess.run(command(request), env=variables, check=False)  # noqa: S603  the user's script
-        return done.returncode
+        return _run(command(request), variables)
+
+
+def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:
+    """Run a command and return its exit code.
+
+    SIGTERM goes to the command, which ends its workers.
+    """
+    with subprocess.Popen(words, env=variables) as started:  # noqa: S603  the user's script
+        in_main = threading.current_thread() is threading.main_thread()
+        before = in_main and signal.signal(signal.SIGTERM, lambda number, _: started.send_signal(number))
+        try:
+            return started.wait()
+        except BaseException:
+            started.kill()
+            raise
+        finally:
+            if in_main:
+                signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _tell_replaced(told: Mapping[str, str], given: Mapping[str, Any]) -> None:
