@@ -322,17 +322,6 @@ def test_metrics_of_a_record_that_has_failed_are_none_and_no_error(tmp_path):
     assert accelerator.metrics() == {}
 
 
-def test_an_optimizer_that_the_run_no_longer_has_steps_as_without_a_record(tmp_path):
-    accelerator, model, optimizer = alone(tmp_path)
-    step(accelerator, model, optimizer)
-    accelerator.free_memory()
-    model(torch.ones(2, 3)).sum().backward()
-
-    optimizer.step()
-
-    assert accelerator.run.record.sampler.count == 1
-
-
 def test_a_record_keeps_no_optimizer_alive_that_was_freed(tmp_path):
     accelerator, model, optimizer = alone(tmp_path)
     step(accelerator, model, optimizer)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader
 
-from accel_compat.configs.translation import load
 from accel_compat.loaders.prepared import AcceleratedLoader, wrap_loader
 from accel_compat.modeling.megatron_steps import MegatronLMDummyDataLoader
+from accel_compat.packages import load
 from accel_core import PreparedLoader
 
 _SPELLED = {"splits_string": "split"}

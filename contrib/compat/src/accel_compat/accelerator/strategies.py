@@ -12,9 +12,9 @@ from accel_compat.configs.fsdp import FullyShardedDataParallelPlugin
 from accel_compat.configs.handlers import DistributedDataParallelKwargs
 from accel_compat.configs.megatron import MegatronLMPlugin
 from accel_compat.configs.parallelism import ParallelismConfig, TorchTensorParallelPlugin
-from accel_compat.configs.translation import load
 from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.notices import warn_once
+from accel_compat.packages import load
 from accel_compat.unsupported import NotServedError
 
 _VARIABLES: Final = {

@@ -21,10 +21,10 @@ from accel_compat.big_models.device_maps import infer_auto_device_map
 from accel_compat.big_models.dispatched_hooks import attach_dispatched_hooks
 from accel_compat.big_models.hooks import MOVING_METHODS, remove_hook_from_module
 from accel_compat.big_models.offload_folder import offload_unless_equal, read_offload_index
-from accel_compat.configs.translation import load
 from accel_compat.modeling.loading import load_checkpoint_in_model, set_module_tensor_to_device
 from accel_compat.modeling.sizes import find_tied_parameters, retie_parameters
 from accel_compat.modeling.wrappers import recursive_getattr
+from accel_compat.packages import load
 
 _LOGGER: Final = logging.getLogger("accelerate.big_modeling")
 _HOST: Final = ("cpu", "disk")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from accel_compat.configs.translation import load
+from accel_compat.packages import load
 
 MOVING_METHODS: Final = ("to", "cuda", "npu", "xpu", "mlu", "sdaa", "musa")
 """Methods that `dispatch_model` replaces on the model by functions that warn."""

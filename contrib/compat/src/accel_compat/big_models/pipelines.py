@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 from accel_compat import runs
 from accel_compat.big_models.device_maps import infer_auto_device_map
-from accel_compat.configs.translation import load
 from accel_compat.modeling.sizes import calculate_maximum_sizes
 from accel_compat.modeling.wrappers import convert_bytes
 from accel_compat.notices import warn_once
+from accel_compat.packages import load
 from accel_compat.state.operations import ignorant_find_batch_size, pad_input_tensors
 from accel_core import Accelerator, ops
 

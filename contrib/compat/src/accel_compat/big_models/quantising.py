@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_compat.big_models.balanced_memory import get_balanced_memory
 from accel_compat.big_models.device_maps import infer_auto_device_map
 from accel_compat.configs.low_precision import BnbQuantizationConfig
-from accel_compat.configs.translation import load
+from accel_compat.packages import load
 
 if TYPE_CHECKING:
     import torch

@@ -15,8 +15,9 @@ import torch
 
 from accel_compat.configs.enums import CustomDtype
 from accel_compat.configs.handlers import KwargsHandler
-from accel_compat.configs.translation import Spelled, load
+from accel_compat.configs.translation import Spelled
 from accel_compat.environment.variables import parse_flag_from_env
+from accel_compat.packages import load
 from accel_compat.unsupported import NotServedError
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}

@@ -6,16 +6,14 @@ import dataclasses
 import difflib
 from collections.abc import Callable, Collection
 from enum import Enum
-from importlib import import_module
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import attrs
 
 from accel_compat.environment.variables import clear_environment
-from accel_core import PluginError, install_hint
+from accel_compat.packages import load
 
 T = TypeVar("T")
-_IN_CONTRIB: Final = ("big-models", "bitsandbytes", "context-parallel", "trackers")
 
 
 class Spelled:
@@ -84,25 +82,6 @@ def fields_of(path: str, *, without: Collection[str] = (), **defaults: Any) -> C
 def field_names(cls: Any) -> list[str]:
     """List a dataclass's fields."""
     return [field.name for field in dataclasses.fields(cls)]
-
-
-def load(path: str, wanted: str) -> Any:
-    """Import what `module:name` names, of a package that may not be installed."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(import_module(module), name)
-    except ModuleNotFoundError as error:
-        if error.name != module:
-            raise
-        distribution, folder = module.replace("_", "-"), module.removeprefix("accel_").replace("_", "-")
-        raise PluginError(
-            f"{wanted} needs {distribution}, which is not installed\n{install_hint(_folder_of(folder))}",
-            distribution=distribution,
-        ) from error
-
-
-def _folder_of(package: str) -> str:
-    return f"contrib/{package}" if package in _IN_CONTRIB else f"backends/{package}"
 
 
 def _plain(value: Any) -> Any:

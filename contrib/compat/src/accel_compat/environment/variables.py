@@ -173,7 +173,7 @@ def load_affinity() -> Callable[[int, bool | None], None] | None:
     """Return accel-cuda's `override_numa_affinity`, or None without a GPU."""
     import torch
 
-    from accel_compat.configs.translation import load
+    from accel_compat.packages import load
 
     return load("accel_cuda:override_numa_affinity", "CPU affinity") if torch.cuda.is_available() else None
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_compat.configs.translation import load
 from accel_compat.launch.subcommands import subcommand_parser
+from accel_compat.packages import load
 from accel_core import AccelError
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from accel_compat.configs.translation import load
 from accel_compat.environment.variables import str_to_bool
 from accel_compat.notices import warn_once
+from accel_compat.packages import load
 from accel_compat.trackers.base import GeneralTracker, library_tracker
 
 
