@@ -109,6 +109,23 @@ def test_units_that_could_not_be_joined_are_whole_again(accelerator):
     assert accelerator.prepare(joining).unit.models == [a, b]
 
 
+def test_an_object_that_has_the_id_of_a_parameter_that_is_gone_is_not_taken_for_it(accelerator_of):
+    accelerator = accelerator_of()
+    model = accelerator.prepare(net())
+    index, gone = accelerator.run.prepared.parameters, nn.Parameter(torch.zeros(1))
+    index.add(accelerator.run.units[0], [("gone", gone)])
+    assert index.units_of([gone]) == {accelerator.run.units[0]}
+    identity, others = id(gone), []
+
+    del gone
+    while not others or id(others[-1]) != identity:
+        assert len(others) < 10_000, "no object took the place"
+        others.append(nn.Parameter(torch.zeros(1)))
+
+    assert index.units_of(others[-1:]) == {None}
+    assert index.units_of(model.parameters()) == {accelerator.run.units[0]}
+
+
 def test_a_model_that_was_refused_late_is_not_half_known(accelerator_of, monkeypatch):
     accelerator = accelerator_of(mixed_precision="bf16")
     unit = accelerator.run.make_unit(None, None)
