@@ -135,14 +135,6 @@ def rounds(contenders: Mapping[str, Contender], case: str, count: int) -> dict[s
     return figures
 
 
-def over_raw(figures: Mapping[str, Sequence[float]], name: str) -> float | None:
-    """The median difference to the raw loop of the same round and environment."""
-    if name not in figures:
-        return None
-    raw = figures["raw" if name == "ours" else "raw-peers"]
-    return statistics.median(mine - base for mine, base in zip(figures[name], raw, strict=True))
-
-
 def median(figures: Mapping[str, Sequence[float]], name: str) -> float | None:
     return statistics.median(figures[name]) if name in figures else None
 
