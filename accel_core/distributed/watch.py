@@ -109,10 +109,10 @@ def also(call: Callable[[Store], None]) -> None:
         _watch.calls.append(WeakMethod(call))
 
 
-def assemble(run: Run, operation: str, brings: str = "") -> None:
+def assemble(run: Run, operation: str, brings: str = "", models: Sequence[str] = ()) -> None:
     """Return once every rank of the world calls this operation. Collective.
 
-    brings: what must be equal on all ranks, in words.
+    brings: what must be equal on all ranks, in words. models: words that may differ, but not in order only.
 
     Raises:
         CollectiveError: ranks call another operation or bring something else, an absent rank is stuck in an
@@ -121,7 +121,7 @@ def assemble(run: Run, operation: str, brings: str = "") -> None:
     """
     if run.world.size > 1 and _watch is not None:
         try:
-            _Assembly(run, _watch.prefix, operation, brings).hold()
+            _Assembly(run, _watch.prefix, operation, brings, models).hold()
         except RuntimeError as error:
             raise CollectiveError(
                 f"{operation}: rank {run.world.rank} lost the store through which ranks wait for each other\n"
@@ -165,9 +165,10 @@ def lost_peer(world: World, operation: str, error: RuntimeError) -> CollectiveEr
 class _Assembly:
     """One `assemble`, as this rank sees it."""
 
-    def __init__(self, run: Run, prefix: str, operation: str, brings: str) -> None:
+    def __init__(self, run: Run, prefix: str, operation: str, brings: str, models: Sequence[str]) -> None:
         assert run.world.store is not None
         self.operation, self.brings = operation, f"{operation} of {brings}" if brings else operation
+        self.models = models
         self.rank, self.ranks = run.world.rank, range(run.world.size)
         self.store, self.number = _under(prefix, run.world.store), next(_assemblies)
         self.key = f"assembly/{self.number}"
@@ -175,7 +176,7 @@ class _Assembly:
 
     def hold(self) -> None:
         """Come, wait for the verdict, and raise it unless it is empty."""
-        self.store.set(f"{self.key}/{self.rank}", self.brings)
+        self.store.set(f"{self.key}/{self.rank}", json.dumps([self.brings, *self.models]))
         came = self.store.add(f"{self.key}/came", 1)
         if came == len(self.ranks):
             self.store.set(f"{self.key}/verdict", self._compared())
@@ -188,11 +189,14 @@ class _Assembly:
 
     def _compared(self) -> str:
         """Compare what all ranks brought; "" if it is equal."""
-        brought = [text.decode() for text in self.store.multi_get([f"{self.key}/{r}" for r in self.ranks])]
-        if len(set(brought)) == 1:
+        texts = self.store.multi_get([f"{self.key}/{rank}" for rank in self.ranks])
+        brought = [tuple(json.loads(text)) for text in texts]
+        ordered = {(words, *sorted(models)) for words, *models in brought}
+        if len({words for words, *_ in brought}) == 1 and len(ordered) == len(set(brought)):
             return ""
-        listed = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(brought))
-        return f"{self.operation}: ranks passed different inputs\n{listed}\ncall it on all ranks alike"
+        listed = "\n".join(f"  rank {rank}: {', '.join(words)}" for rank, words in enumerate(brought))
+        remedy = "call it on all ranks alike, with models in one order"
+        return f"{self.operation}: ranks passed different inputs\n{listed}\n{remedy}"
 
     def _verdict(self, *, is_first: bool) -> str:
         """Wait for the verdict.

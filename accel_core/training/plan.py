@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from zlib import crc32
 
 import torch
 from attrs import Factory, define, frozen
+from torch.nn import Parameter
 
 from accel_core.checkpoint.collect import NEVER_RESTORED
 from accel_core.errors import AccelError, ConfigError
@@ -93,6 +95,20 @@ class PreparePlan:
         words += [type(scheduler).__name__ for scheduler in schedulers]
         words += [f"{len(loaders)} dataloader(s)"] if loaders else []
         return ", ".join(words)
+
+    def alike_models(self) -> list[str]:
+        """Describe each model that another order would mistake for another model."""
+        models = self.of_kind["model"]
+        kinds = [type(model) for model in models]
+        return [f"model {_checksum(model)}" for model in models if kinds.count(type(model)) > 1]
+
+
+def _checksum(model: nn.Module) -> str:
+    """Compute a checksum of the beginnings of some weights, which are read at once."""
+    plain = [p.detach() for p in model.parameters() if type(p) is Parameter and p.is_contiguous()]
+    plain = [p for p in plain if p.is_floating_point() and p.device == plain[0].device and not p.is_meta]
+    starts = [p.reshape(-1)[:64].float() for p in plain[:16] + plain[-16:]]
+    return f"{crc32(torch.cat(starts).cpu().numpy().tobytes()):08x}" if starts else ""
 
 
 def _model_in_words(model: nn.Module) -> str:

@@ -53,7 +53,7 @@ def prepare(
     }
     loaders = list(results.values())
     if plan.groups:
-        assemble(run, "prepare", brings)
+        assemble(run, "prepare", brings, plan.alike_models())
     for group in plan.groups:
         build_unit(group, plan, prepared)
         if prepared.trained:

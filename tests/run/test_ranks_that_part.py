@@ -123,6 +123,15 @@ def prepare_an_optimizer_later_on_one():
     return said_by(lambda: accelerator.save_state("nowhere"))
 
 
+def prepare_models_in_an_order(seeds):
+    accelerator = Accelerator(device="cpu")
+    models = []
+    for seed in seeds[accelerator.process_index]:
+        torch.manual_seed(seed)
+        models.append(nn.Sequential(nn.LayerNorm(2), nn.Linear(2, 1)))
+    return said_by(lambda: accelerator.prepare(*models, nn.Linear(1, 1)))
+
+
 def train_on_without_the_other():
     accelerator, model, _ = trainer()
     try:
@@ -276,6 +285,21 @@ def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
     for rank in (0, 1):
         (line,) = [line for line in lines if line.startswith(f"  rank {rank}: prepare of Linear (float32)")]
         assert found[rank] in line
+
+
+def test_models_of_one_kind_are_not_prepared_in_another_order():
+    said = run_processes(prepare_models_in_an_order, [(7, 8, 9), (1, 2, 3), (3, 2, 1)], world=3)
+
+    assert said[0] == said[1] == said[2]
+    orders = [line.split("model ")[1:] for line in said[0].replace(", ", "").splitlines()[1:4]]
+    assert orders[1] == orders[2][::-1]
+    assert not {*orders[0]} & {*orders[1]}
+    assert said[0].endswith("\ncall it on all ranks alike, with models in one order")
+
+
+@pytest.mark.parametrize("second", [(1, 2), (5, 6), (1, 3), (3, 1), (1, 1)])
+def test_models_of_one_kind_may_have_other_values_on_each_rank(second):
+    assert run_processes(prepare_models_in_an_order, [(1, 2), second]) == ["nothing", "nothing"]
 
 
 def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared():
