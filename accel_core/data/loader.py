@@ -76,6 +76,15 @@ class PreparedLoader(DataLoader[Any]):
         return max(NO_PADDING, progress.padded.get(progress.count, NO_PADDING))
 
     @property
+    def real_readers(self) -> int:
+        """Number of readers whose sample of the current round is not padding.
+
+        -1 if the round has no padding, or gives a reader several samples. A sample may be a whole batch that
+        the dataset makes.
+        """
+        return self.remainder if self._plan.sharding.samples == self._plan.sharding.readers else -1
+
+    @property
     def place(self) -> str:
         """The batch that the user holds, for messages."""
         progress = self._cursor.progress

@@ -98,14 +98,16 @@ def gather_object(object: Any, *, run: Run | None = None) -> Any:
     return _gather_object(object, run or current(), "gather_object")
 
 
-def _gather_object(object: Any, run: Run, operation: str, at: str = "") -> Any:
+def _gather_object(
+    object: Any, run: Run, operation: str, at: str = "", real_readers: int | None = None
+) -> Any:
     # A tensor that is pickled on a device would arrive on its sender's device.
     sent = object if run.device.type == "cpu" else recursively_apply(Tensor.cpu, object)
     with collective_call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
         of_readers = call.all_objects(sent)
         if any(_kind(value) != _kind(of_readers[0]) for value in of_readers):
             raise _unlike(operation, of_readers)
-        return _join_objects(of_readers)
+        return _join_objects(of_readers[:real_readers])
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
@@ -125,14 +127,16 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
     run = run or current()
     as_objects = use_gather_object or not _all_tensors(input_data)
     loader = run.active_loaders[-1] if run.active_loaders else None
-    collect = _gather_object if as_objects else _gather
-    gathered = collect(input_data, run, "gather_for_metrics", "" if loader is None else loader.place)
-    remainder = -1 if loader is None else loader.remainder
-    if remainder < 0:
-        return gathered
+    place, remainder = ("", -1) if loader is None else (loader.place, loader.remainder)
+    real_readers = None if loader is None or loader.real_readers < 0 else loader.real_readers
     if as_objects:
-        return _cut_objects(gathered, remainder)
-    return slice_tensors(gathered, slice(remainder))
+        gathered = _gather_object(input_data, run, "gather_for_metrics", place, real_readers)
+        return gathered if remainder < 0 or real_readers else _cut_objects(gathered, remainder)
+    gathered = _gather(input_data, run, "gather_for_metrics", place)
+    if real_readers:
+        readers = run.topology.readers
+        return recursively_apply(lambda rows: rows[: len(rows) // readers * real_readers], gathered)
+    return gathered if remainder < 0 else slice_tensors(gathered, slice(remainder))
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> Any:

@@ -147,6 +147,38 @@ def gathered_of_batch_sampler(kind, drop_last, options):
     return [flat(epoch) for epoch in found]
 
 
+class Whole(torch.utils.data.IterableDataset):
+    """Batches of three samples that the dataset makes itself."""
+
+    def __iter__(self):
+        yield from torch.arange(21).split(3)
+
+
+def first_of(samples):
+    return samples[0]
+
+
+def gathered_of_whole_batches(options):
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
+    gathered = {}
+    for kind in ("map", "iterable", "batch of one"):
+        data = Whole() if kind == "iterable" else torch.arange(21).split(3)
+        how = {"batch_size": 1, "collate_fn": first_of} if kind == "batch of one" else {"batch_size": None}
+        tensors, objects = [], []
+        for batch in accelerator.prepare(DataLoader(data, **how)):
+            tensors += accelerator.gather_for_metrics(batch).tolist()
+            objects += accelerator.gather_for_metrics([str(each.item()) for each in batch])
+        gathered |= {kind: tensors, f"{kind}, as objects": [int(text) for text in objects]}
+    accelerator.end_training()
+    return gathered
+
+
+@pytest.mark.parametrize("dispatches", [True, False])
+def test_of_batches_that_a_dataset_makes_no_sample_is_lost(dispatches):
+    for gathered in run_processes(gathered_of_whole_batches, {"dispatch_batches": dispatches}, world=3):
+        assert gathered == {kind: list(range(21)) for kind in gathered}
+
+
 class OwnBatches(BatchSampler):
     """A subclass of the user's own."""
 

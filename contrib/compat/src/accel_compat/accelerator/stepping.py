@@ -160,14 +160,16 @@ class Stepping(Assignable):
         Collective. Objects are joined item by item; a process that is alone gets its input back.
         """
         as_objects = use_gather_object or not all_tensors(input_data)
+        real_readers = self.run.active_loaders[-1].real_readers if self.run.active_loaders else -1
         if not self.use_distributed:
             found = input_data
         elif as_objects:
-            found = _joined(ops.gather_object([input_data], run=self.run))
+            of_ranks = ops.gather_object([input_data], run=self.run)
+            found = _joined(of_ranks[: real_readers if real_readers >= 0 else None])
         else:
             found = super().gather_for_metrics(input_data)
         length = self._samples()
-        if length < 0:
+        if length < 0 or real_readers >= 0:
             return found
         try:
             return found[:length] if as_objects else recursively_apply(lambda each: each[:length], found)
