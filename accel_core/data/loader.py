@@ -230,6 +230,8 @@ class PreparedLoader(DataLoader[Any]):
                 " state) serve one loop only\nset persistent_workers=False, or prepare a second DataLoader"
             )
         progress = cursor.begin(skipped * plan.units_per_round)
+        if plan.compare_epoch is not None:
+            plan.compare_epoch(progress.epoch)
         if not progress.resumed:
             synchronize_rng_states(plan.synchronized, run=self._run)
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -38,6 +39,8 @@ class LoaderPlan:
     dispatches: one process reads for all. reads: this process reads, for itself or for all.
     reads_ahead: it reads a batch before it hands out the one before, without workers too.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
+    compare_epoch: compares the number of the epoch that begins with that of the other ranks, for data whose
+        order follows from it; None if there is nothing to compare.
     """
 
     kind: Kind
@@ -49,6 +52,7 @@ class LoaderPlan:
     reads: bool
     reads_ahead: bool
     synchronized: tuple[str, ...]
+    compare_epoch: Callable[[int], None] | None
 
     @property
     def sharding(self) -> Sharding:
@@ -155,6 +159,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         reads_ahead=reads_ahead,
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
+        compare_epoch=None if dispatches or control.size == 1 else _epoch_comparison(run, loader),
     )
 
 
@@ -248,6 +253,20 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
             return call.one_payload(state if leads else None, 0).clone()
 
     return agree
+
+
+def _epoch_comparison(run: Run, loader: DataLoader[Any]) -> Callable[[int], None] | None:
+    """Return a function that raises CollectiveError where ranks begin other epochs."""
+    if not hasattr(loader.dataset, "set_epoch"):
+        return None
+    dataset = type(loader.dataset).__name__
+
+    def compare(epoch: int) -> None:
+        operation = f"epoch {epoch} of the dataloader of {dataset}"
+        with collective_call(run, "world", operation, None, objects=True) as call:
+            call.all_objects(None)
+
+    return compare
 
 
 def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stateful: bool) -> dict[str, Any]:

@@ -80,6 +80,39 @@ def test_one_rank_that_peeks_at_a_batch_is_named_on_all():
         assert "rank 1: gather" in message
 
 
+class ShuffledByEpoch(torch.utils.data.IterableDataset):
+    """A dataset that all processes read, in an order that follows from the epoch's number."""
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        yield from torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+
+
+def read_after_a_peek(peeks):
+    options = DataLoaderConfiguration(dispatch_batches=False)
+    accelerator = Accelerator(cpu=True, dataloader_config=options)
+    loader = accelerator.prepare(DataLoader(ShuffledByEpoch(), 2))
+    if peeks and accelerator.is_main_process:
+        next(iter(loader))
+    try:
+        read = [sample for batch in loader for sample in batch.tolist()]
+        accelerator.wait_for_everyone()
+    except CollectiveError as error:
+        return str(error)
+    return read
+
+
+def test_one_rank_that_peeks_does_not_read_another_order_than_the_others():
+    first, second = run_processes(read_after_a_peek, False, world=2)
+    assert sorted(first + second) == list(range(12))
+    for message in run_processes(read_after_a_peek, True, world=2):
+        assert (
+            "  rank 0: epoch 1 of the dataloader of ShuffledByEpoch\n  rank 1: wait_for_everyone" in message
+        )
+
+
 def loaded(folder):
     """A position of a dataset of 30 samples, loaded for one of 21."""
     torch.manual_seed(0)
