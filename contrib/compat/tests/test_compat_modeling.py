@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import io
+from collections import OrderedDict
+
 import pytest
 import torch
+from accelerate import Accelerator
 from accelerate.utils import convert_file_size_to_int, find_tied_parameters, retie_parameters, save
 from accelerate.utils.modeling import check_device_map, load_state_dict
 from peers import needs_accelerate, said
@@ -83,15 +87,34 @@ def test_a_state_dict_is_read_without_running_code(tmp_path, suffix):
     assert torch.equal(load_state_dict(file)["weight"], torch.ones(2))
 
 
-def test_only_other_names_of_one_tensor_are_left_out_of_safetensors(tmp_path):
-    whole, empty = torch.arange(4.0), torch.empty(0)
+@pytest.mark.parametrize("write", [save, lambda *arguments, **rest: Accelerator().save(*arguments, **rest)])
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+def test_only_other_names_of_one_weight_are_left_out_of_safetensors(tmp_path, write, kind):
+    """A state dict of a model with ties is an OrderedDict; of any other dict nothing is lost."""
+    whole = torch.arange(4.0)
     tensors = {"low": whole[:2], "high": whole[2:], "all": whole, "turned": whole.view(2, 2).T}
-    save(
-        tensors | {"again": whole, "one": empty, "two": torch.empty(0)},
-        tmp_path / "file",
-        safe_serialization=True,
-    )
+    tensors |= {"again": whole, "one": torch.empty(0), "two": torch.empty(0)}
+    write(kind(tensors), tmp_path / "file", safe_serialization=True)
     found = load_file(tmp_path / "file")
 
-    assert sorted(found) == ["all", "high", "low", "one", "turned", "two"]
-    assert all(torch.equal(found[name], value) for name, value in tensors.items())
+    assert sorted(tensors.keys() - found.keys()) == ([] if kind is dict else ["again"])
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+
+
+def test_a_model_with_ties_is_saved_by_hand_and_by_save_model(tmp_path):
+    accelerator, torn = Accelerator(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    torn[1].weight = torn[0].weight
+    model = accelerator.prepare(torn)
+    accelerator.save(accelerator.get_state_dict(model), tmp_path / "hand", safe_serialization=True)
+    accelerator.save_model(model, tmp_path / "model")
+
+    by_hand, by_it = load_file(tmp_path / "hand"), load_file(tmp_path / "model" / "model.safetensors")
+    assert sorted(by_hand) == sorted(by_it) == ["0.bias", "0.weight", "1.bias"]
+    assert torch.equal(by_hand["0.weight"], torn[0].weight)
+
+
+def test_an_object_is_saved_into_an_open_file():
+    file = io.BytesIO()
+    Accelerator().save({"x": torch.ones(2)}, file)
+
+    assert torch.equal(torch.load(io.BytesIO(file.getvalue()))["x"], torch.ones(2))

@@ -21,6 +21,7 @@ from accel_compat.accelerator.ranks import Ranks
 from accel_compat.configs.enums import DistributedType
 from accel_compat.configs.handlers import ProjectConfiguration
 from accel_compat.configs.translation import field_names
+from accel_compat.modeling.wrappers import save_of
 from accel_compat.notices import warn_once
 from accel_compat.state.output import get_logger
 from accel_compat.unsupported import NotServedError
@@ -98,6 +99,11 @@ class States(Ranks):
     def save_iteration(self) -> int:
         """The number of the next saved state."""
         return int(self.project_configuration.iteration)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        """Write an object once, or once per node where `save_on_each_node` is set."""
+        each_node = self.project_configuration.save_on_each_node
+        save_of(self.run, obj, f, each_node, safe_serialization)
 
     def save_state(
         self,

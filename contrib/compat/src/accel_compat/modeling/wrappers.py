@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import platform
 import socket
+from collections import OrderedDict
+from collections.abc import Mapping
 from functools import reduce
 from typing import Any
 
@@ -15,7 +17,7 @@ from accel_compat import runs
 from accel_compat.environment.libraries import is_peft_available
 from accel_compat.modeling.regional_compilation import is_wrapped
 from accel_compat.modeling.sizes import id_tensor_storage
-from accel_core import ops
+from accel_core import Run, ops
 
 
 def model_has_dtensor(model: nn.Module) -> bool:
@@ -69,39 +71,64 @@ def wait_for_everyone() -> None:
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Without the later names of one tensor; each contiguous, in memory of its own.
-
-    Other views of memory that is seen already are copied.
-    """
+    """Without the later names of one tensor; each contiguous, in memory of its own."""
     kept: dict[str, Any] = {}
     views: set[Any] = set()
-    storages: set[Any] = set()
     for name, value in state_dict.items():
-        if not isinstance(value, torch.Tensor):
+        view = _view(value)
+        if view is None or view not in views:
             kept[name] = value
-            continue
-        storage = id_tensor_storage(value)
-        view = (storage, value.storage_offset(), value.shape, value.stride(), value.dtype)
-        _, address, _ = storage
-        if address == 0 or view not in views:  # 0: empty, or of no memory that can be compared
-            shared = address and storage in storages
-            kept[name] = value.contiguous().clone() if shared else value.contiguous()
         views.add(view)
-        storages.add(storage)
     if len(kept) < len(state_dict):
         logging.getLogger("accelerate.utils.other").warning(
             "Removed shared tensor %s while saving: it is saved under another name",
             set(state_dict) - set(kept),
         )
-    return kept
+    return _in_own_memory(kept)
+
+
+def _view(value: Any) -> Any:
+    """Return what two names of one tensor share, or None.
+
+    None for what is not a tensor, and where there is no memory to compare.
+    """
+    if not isinstance(value, torch.Tensor) or (storage := id_tensor_storage(value))[1] == 0:
+        return None
+    return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+
+
+def _in_own_memory(named: Mapping[str, Any]) -> dict[str, Any]:
+    """Make tensors contiguous, and copy later views of memory that is seen already."""
+    apart: dict[str, Any] = {}
+    storages: set[Any] = set()
+    for name, value in named.items():
+        if not isinstance(value, torch.Tensor):
+            apart[name] = value
+            continue
+        storage = id_tensor_storage(value)
+        shared = storage[1] != 0 and storage in storages
+        apart[name] = value.contiguous().clone() if shared else value.contiguous()
+        storages.add(storage)
+    return apart
 
 
 def save(obj: Any, f: Any, save_on_each_node: bool = False, safe_serialization: bool = False) -> None:
     """Write an object once: on the main process, or on the first one of each node."""
-    run = runs.find_or_make(False)
-    if run.world.local_rank == 0 if save_on_each_node else run.world.rank == 0:
-        kept = clean_state_dict_for_safetensors(obj) if safe_serialization else obj
-        ops.save(kept, f, save_on_each_node, safe_serialization, run=run)
+    save_of(runs.find_or_make(False), obj, f, save_on_each_node, safe_serialization)
+
+
+def save_of(run: Run, obj: Any, f: Any, save_on_each_node: bool, safe_serialization: bool) -> None:
+    """Write a run's object once.
+
+    As safetensors, a state dict holds a tied weight once, and any other dict holds all of its names.
+    """
+    if run.world.local_rank != 0 if save_on_each_node else run.world.rank != 0:
+        return
+    if safe_serialization and isinstance(obj, OrderedDict):
+        obj = clean_state_dict_for_safetensors(obj)
+    elif safe_serialization and isinstance(obj, dict):
+        obj = _in_own_memory(obj)
+    ops.save(obj, f, save_on_each_node, safe_serialization, run=run)
 
 
 def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
