@@ -54,6 +54,22 @@ CLEARED = """with accelerator.accumulate(first):
         other.zero_grad()
         train(second, other, batch)"""
 
+BY_HAND = """accelerator._do_sync()
+    if accelerator.sync_gradients:
+        train(first, one, batch)
+    else:
+        with accelerator.no_sync(first):
+            train(first, one, batch)"""
+
+
+@needs_accelerate
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_window_that_a_program_counts_ends_with_its_loader(processes):
+    """`_do_sync` is called by programs that do not use `accumulate`."""
+    code = TRAINED.replace("BODY", BY_HAND).replace("steps=2", "steps=3").replace("PRECISION", "'no'")
+
+    assert said(code, ours=True, processes=processes) == said(code, ours=False, processes=processes)
+
 
 @needs_accelerate
 @pytest.mark.parametrize("processes", [1, 2])

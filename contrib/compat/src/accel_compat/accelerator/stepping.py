@@ -45,10 +45,8 @@ class Stepping(Assignable):
         Models that are not prepared are left out. If none is left, all prepared models take part. Optimizers
         of models that are never named step at the end of this window too.
         """
-        state, run = self.gradient_state, self.run
-        begun = run.active_loaders
-        ended = state.end_of_dataloader if state._begun else bool(begun) and begun[-1].last
-        self._count = 0 if ended and state.sync_with_dataloader else self._count + 1
+        run = self.run
+        self._count = self._next_count()
         try:
             is_known = models in self._accumulations
         except TypeError:  # a list of models
@@ -85,8 +83,17 @@ class Stepping(Assignable):
         with super().join_uneven_inputs(mine, even_batches):
             yield
 
+    def _next_count(self) -> int:
+        """Return the number of the next micro-batch.
+
+        It is 0 for a loader's last one, which ends its window.
+        """
+        state, begun = self.gradient_state, self.run.active_loaders
+        ended = state.end_of_dataloader if state._begun else bool(begun) and begun[-1].last
+        return 0 if ended and state.sync_with_dataloader else self._count + 1
+
     def _do_sync(self) -> None:
-        self.step = self._count + 1
+        self.step = self._next_count()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:  # type: ignore[override]
         """Compute gradients of the loss divided by `gradient_accumulation_steps`.
