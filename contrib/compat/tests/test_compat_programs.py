@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from accelerate import notebook_launcher
@@ -328,6 +329,36 @@ except KeyError as error:
     print(made == [(1, 2, os.getpid(), "bf16")], error, "ACCELERATE_MIXED_PRECISION" in os.environ)
 """
     assert run_program(code, ours=True).splitlines()[-1] == "True 'as it is' False"
+
+
+@pytest.mark.parametrize("processes", [None, 1, 2])
+def test_in_colab_with_one_device_the_function_is_called_here(monkeypatch, capsys, processes):
+    monkeypatch.setitem(
+        sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: "<google.colab._shell.Shell>")
+    )
+    made = []
+    notebook_launcher(made.append, (1,), processes)
+
+    assert made == [1]
+    assert ("one process trains, not 2" in capsys.readouterr().err) is (processes == 2)
+
+
+@pytest.mark.parametrize("variables", [{}, {"KAGGLE_KERNEL_RUN_TYPE": "Interactive"}])
+def test_elsewhere_a_notebook_says_how_many_processes(monkeypatch, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ValueError, match="You have to specify the number of devices"):
+        notebook_launcher(print)
+
+
+def test_on_a_notebooks_tpu_each_core_gets_a_process(monkeypatch):
+    started = []
+    monkeypatch.setattr("accel_core.notebook_launcher", lambda *given: started.append(given[2]))
+    monkeypatch.setenv("KAGGLE_KERNEL_RUN_TYPE", "Interactive")
+    monkeypatch.setenv("PJRT_DEVICE", "TPU")
+    notebook_launcher(print)
+
+    assert started == [None]
 
 
 @pytest.mark.parametrize("precision", ["bf16", "BF16"])

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+
+import torch
 
 import accel_core
 from accel_compat import runs
@@ -47,6 +51,19 @@ def notebook_launcher(
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between 'no', 'fp16', 'bf16', 'fp8'."
         )
+    kaggle = any(name.startswith("KAGGLE") for name in os.environ)
+    colab = not kaggle and _is_colab()
+    if (kaggle or colab) and ("TPU_NAME" in os.environ or os.environ.get("PJRT_DEVICE") == "TPU"):
+        num_processes = None  # one per core, as there
+    elif colab and torch.accelerator.device_count() < 2:
+        if (num_processes or 1) > 1:
+            warn_once(f"notebook_launcher: Colab has one device, so one process trains, not {num_processes}")
+        num_processes = 1
+    elif num_processes is None:
+        raise ValueError(
+            "You have to specify the number of devices you would like to use.\n"
+            "add `num_processes=...` to your call"
+        )
     if num_processes == 1:
         with patch_environment(**({} if precision == "no" else {"accelerate_mixed_precision": precision})):
             function(*args)
@@ -68,6 +85,12 @@ def notebook_launcher(
         None if use_port == "29500" else use_port,
         max_restarts,
     )
+
+
+def _is_colab() -> bool:
+    """Tell whether this process is the kernel of a Colab notebook."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
+    return shell is not None and "google.colab" in str(shell())
 
 
 def debug_launcher(function: Callable[..., Any], args: Sequence[Any] = (), num_processes: int = 2) -> None:
