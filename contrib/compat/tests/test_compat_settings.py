@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from subprocess import CompletedProcess
 
+import click
 import pytest
 import yaml
+from accelerate.utils import write_basic_config
 from click.testing import CliRunner
 
 from accel_compat.launch.commands import compat
+from accel_compat.launch.config_questions import config_command
 from accel_compat.launch.convert import convert
 from accel_compat.launch.request import parse, read_file
 from accel_compat.launch.workers import command, environment, launch
@@ -163,6 +167,26 @@ def test_what_has_no_meaning_here_is_named_with_the_reason():
 
     assert set(asked.dropped) == {"rdzv_backend", "tee"}
     assert asked.settings == {}
+
+
+@pytest.mark.parametrize("asked", ["default", "questions", "theirs"])
+def test_what_config_writes_unasked_is_no_news(tmp_path, asked):
+    file = tmp_path / "config.yaml"
+    if asked == "default":
+        write_basic_config(save_location=str(file))
+    elif asked == "questions":
+        CliRunner().invoke(  # a Click command, so that the questions are answered
+            click.command()(lambda: config_command(Namespace(config_file=str(file)))),
+            input="MULTI_CPU\n1\n2\nbf16\nn\n",
+        )
+    else:
+        file.write_text(
+            "downcast_bf16: 'no'\nmain_training_function: main\nrdzv_backend: static\nsame_network: true\n"
+            "tpu_env: []\ntpu_use_cluster: false\ntpu_use_sudo: false\nuse_cpu: true\n"
+        )
+
+    assert file.read_text().count("same_network") == 1
+    assert parse(["--config_file", str(file), "train.py"], None).dropped == {}
 
 
 def test_unknown_keys_are_refused(tmp_path):

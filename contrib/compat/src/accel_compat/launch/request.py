@@ -11,6 +11,7 @@ from attrs import frozen
 
 from accel_compat.environment.constants import FSDP_SHARDING_STRATEGY
 from accel_compat.launch.cloud import is_cloud, kind_of
+from accel_compat.launch.config_file import ClusterConfig
 from accel_compat.launch.file_mistakes import parse_file, refuse_mistakes, unmet
 from accel_compat.launch.parser import given_flags, launch_parser
 from accel_compat.settings import SECTIONS, STRATEGIES, find_setting, ignored_settings
@@ -24,6 +25,7 @@ DISTRIBUTED_TYPES: Final[Mapping[str, str]] = {
     "XLA": "tpu",
 }
 _ONE_OF: Final = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
+_WRITTEN_UNASKED: Final[Mapping[str, Any]] = {"same_network": True, "downcast_bf16": "no"}
 _DEVICES: Final = ("CPU", "GPU", "NPU", "XPU", "HPU", "MLU", "MUSA", "SDAA", "NEURON")
 NO_STRATEGY: Final = ("NO", *(f"MULTI_{device}" for device in _DEVICES))
 
@@ -84,9 +86,18 @@ def read_arguments(arguments: argparse.Namespace, default_file: Path | None) -> 
     _refuse_wrong_values(flags)
     settings = _with_sharding(_merged(read_file(file) if file else {}, flags))
     ignored = ignored_settings()
-    dropped = {name: ignored[name] for name in settings if name in ignored}
+    named = {name: value for name, value in settings.items() if value not in _unasked(name)}
+    dropped = {name: ignored[name] for name in named if name in ignored}
     kept = {name: value for name, value in settings.items() if name not in ignored}
     return Request(kept, target, module, file, dropped)
+
+
+def _unasked(name: str) -> tuple[Any, ...]:
+    """Return the values of a file that nobody chose.
+
+    These are the default, and what Accelerate's `config` writes.
+    """
+    return getattr(ClusterConfig, name, None), _WRITTEN_UNASKED.get(name)
 
 
 def _refuse_wrong_values(flags: Mapping[str, Any]) -> None:
