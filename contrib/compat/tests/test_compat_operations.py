@@ -7,7 +7,7 @@ from collections import UserDict
 
 import pytest
 import torch
-from accelerate.utils import convert_outputs_to_fp32, listify, pad_across_processes, send_to_device
+from accelerate.utils import convert_outputs_to_fp32, listify, pad_across_processes, send_to_device, set_seed
 from peers import said
 
 COPIED = """
@@ -83,3 +83,11 @@ def test_a_batch_keeps_all_that_it_is_where_keys_are_skipped():
     ids = torch.ones(1)
     sent = send_to_device(Encoding({"ids": ids, "text": ids}, "kept"), "meta", skip_keys="text")
     assert (sent["ids"].device.type, sent["text"].device.type, sent.encodings) == ("meta", "cpu", "kept")
+
+
+def test_ranks_have_one_seed_where_device_specific_is_none():
+    set_seed(3, device_specific=None)
+    first = torch.rand(1)
+    set_seed(3)
+
+    assert torch.equal(torch.rand(1), first)

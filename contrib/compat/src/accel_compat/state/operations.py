@@ -319,7 +319,7 @@ def set_seed(seed: int, device_specific: bool = False, deterministic: bool = Fal
     if not 0 <= seed < 2**32:
         raise ValueError("Seed must be between 0 and 2**32 - 1")
     run = runs.find_or_make(False) if device_specific else runs.newest()
-    _set_seed(seed, device_specific, deterministic, run=run)
+    _set_seed(seed, bool(device_specific), deterministic, run=run)
 
 
 def synchronize_rng_state(rng_type: Any = None, generator: Any = None) -> None:
