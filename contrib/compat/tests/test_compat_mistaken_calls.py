@@ -28,6 +28,8 @@ def test_a_device_placement_for_each_object_is_asked_for():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with pytest.raises(ValueError, match="a list with 2 elements"):
         Accelerator(cpu=True).prepare(model, optimizer, device_placement=[True])
+    with pytest.raises(ValueError, match="should be a list with 2 elements"):
+        Accelerator(cpu=True).prepare(model, optimizer, device_placement=[])
 
 
 def test_models_to_accumulate_may_be_a_list():
