@@ -115,12 +115,12 @@ def test_an_object_that_has_the_id_of_a_parameter_that_is_gone_is_not_taken_for_
     index, gone = accelerator.run.prepared.parameters, nn.Parameter(torch.zeros(1))
     index.add(accelerator.run.units[0], [("gone", gone)])
     assert index.units_of([gone]) == {accelerator.run.units[0]}
-    identity, others = id(gone), []
+    identity, others, data = id(gone), [], torch.zeros(1)
 
     del gone
     while not others or id(others[-1]) != identity:
         assert len(others) < 10_000, "no object took the place"
-        others.append(nn.Parameter(torch.zeros(1)))
+        others.append(nn.Parameter(data))
 
     assert index.units_of(others[-1:]) == {None}
     assert index.units_of(model.parameters()) == {accelerator.run.units[0]}
