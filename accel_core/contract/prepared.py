@@ -99,12 +99,17 @@ class PreparedObjects:
         self.counted = self.optimizers[0][1].optimizer if self.optimizers else None
         self.trained = [trained for trained in self.units if trained.optimizers]
 
-    def add_results(self, results: Iterable[Any], loaders: Iterable[Any]) -> None:
-        """Add what a call of `prepare` returns, and the dataloaders among it."""
-        self.loaders += [loader for loader in loaders if loader not in self.loaders]
+    def add_results(self, objects: Iterable[Any], loaders: Mapping[int, Any]) -> list[Any]:
+        """Return what `prepare` returns for these objects, and keep its order.
+
+        loaders: id of a given dataloader -> the one that is returned for it.
+        """
+        self.loaders += [loader for loader in loaders.values() if loader not in self.loaders]
+        results = [loaders[id(thing)] if id(thing) in loaders else self.form_of(thing) for thing in objects]
         for thing in results:
             if thing is not None and not any(thing is other for other in (*self.ordered, *self.loaders)):
                 self.ordered.append(thing)
+        return results
 
     def renew_trained(self) -> None:
         """Make `trained` another list, by which contexts of `accumulate` notice a change."""

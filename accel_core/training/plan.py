@@ -5,23 +5,23 @@ Planning changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from zlib import crc32
 
 import torch
 from attrs import Factory, define, frozen
-from torch.nn import Parameter
+from torch import nn
 
 from accel_core.checkpoint.collect import NEVER_RESTORED
+from accel_core.contract.prepared import given_of
 from accel_core.errors import AccelError, ConfigError
-from accel_core.training.proxies import PreparedOptimizer
+from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.contract.prepared import PreparedObjects
+    from accel_core.contract.prepared import ParameterIndex, PreparedObjects
     from accel_core.contract.unit import Unit
 
 KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
@@ -77,12 +77,16 @@ class UnitGroup:
 class PreparePlan:
     """The objects of one `prepare`.
 
-    of_kind: kind -> its objects. placed: id of an object -> whether it is put on the device.
+    objects: as they were given; of what another run has prepared, the one inside. of_kind: kind -> its
+    objects. placed: id of an object -> whether it is put on the device. schedules: (scheduler, its optimizer)
+    of the new ones.
     """
 
+    objects: Sequence[Any]
     of_kind: Mapping[str, Sequence[Any]]
     placed: Mapping[int, bool]
     groups: Sequence[UnitGroup]
+    schedules: Sequence[tuple[Any, Any]]
 
     def in_words(self) -> str:
         """Describe what all ranks must share; parts of a model may differ by rank."""
@@ -105,7 +109,7 @@ class PreparePlan:
 
 def _checksum(model: nn.Module) -> str:
     """Compute a checksum of the beginnings of some weights, which are read at once."""
-    plain = [p.detach() for p in model.parameters() if type(p) is Parameter and p.is_contiguous()]
+    plain = [p.detach() for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous()]
     plain = [p for p in plain if p.is_floating_point() and p.device == plain[0].device and not p.is_meta]
     starts = [p.reshape(-1)[:64].float() for p in plain[:16] + plain[-16:]]
     return f"{crc32(torch.cat(starts).cpu().numpy().tobytes()):08x}" if starts else ""
@@ -157,12 +161,18 @@ def plan_prepare(
         raise ConfigError(
             f"device_placement has {len(placement)} entries for {len(objects)} objects\ngive one per object"
         )
+    kinds = [
+        None if thing is None else _kind(kind_of, thing, number)
+        for number, thing in enumerate(objects, start=1)
+    ]
+    objects = [_renewed(prepared, thing) for thing in objects]
     of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for number, thing in enumerate(objects, start=1):
-        if thing is not None:
-            of_kind[_kind(kind_of, thing, number)].append(thing)
-    groups = _group_objects(prepared, of_kind["model"], of_kind["optimizer"])
-    _check_schedulers(prepared, of_kind["scheduler"], of_kind["optimizer"])
+    for kind, thing in zip(kinds, objects, strict=True):
+        if kind is not None:
+            of_kind[kind].append(thing)
+    new = {kind: [thing for thing in of_kind[kind] if prepared.form_of(thing) is None] for kind in KINDS}
+    groups = _group_objects(prepared.parameters, new["model"], new["optimizer"])
+    schedules = _schedules(prepared, new["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
         raise ConfigError(
             f"name={name!r} needs objects of exactly one unit, got {len(groups)}\nprepare them one by one"
@@ -170,7 +180,21 @@ def plan_prepare(
     for group in groups:
         group.check(strategy)
     placed = {id(thing): place for thing, place in zip(objects, placement, strict=True)}
-    return PreparePlan(of_kind, placed, groups)
+    return PreparePlan(objects, of_kind, placed, groups, schedules)
+
+
+def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
+    """Return the object inside a prepared one that the run does not know.
+
+    It is of another run, or from before `free_memory`.
+    """
+    if prepared.form_of(thing) is not None:
+        return thing
+    if isinstance(thing, PreparedOptimizer):
+        return thing.optimizer
+    if isinstance(thing, PreparedScheduler):
+        return thing.scheduler
+    return given_of(thing) if isinstance(thing, nn.Module) else thing
 
 
 def _kind(kind_of: Callable[[Any], str | None], thing: Any, number: int) -> str:
@@ -185,14 +209,12 @@ def _kind(kind_of: Callable[[Any], str | None], thing: Any, number: int) -> str:
 
 
 def _group_objects(
-    prepared: PreparedObjects, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+    prepared: ParameterIndex, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> list[UnitGroup]:
-    """Group optimizers with the new and prepared models whose parameters they hold."""
-    groups = [UnitGroup(models=[m]) for m in dict.fromkeys(models) if prepared.unit_of_model(m) is None]
+    """Group new optimizers with the new and prepared models whose parameters they hold."""
+    groups = [UnitGroup(models=[model]) for model in dict.fromkeys(models)]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in dict.fromkeys(optimizers):
-        if prepared.proxy_of(optimizer) is not None:
-            continue
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         joined: list[UnitGroup] = []
         for parameter in parameters:
@@ -215,9 +237,9 @@ def _group_objects(
     return groups
 
 
-def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
+def _unit_of(prepared: ParameterIndex, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
     """Return the prepared unit that a parameter of the optimizer belongs to."""
-    (unit,) = prepared.parameters.units_of([parameter])
+    (unit,) = prepared.units_of([parameter])
     if unit is None:
         raise AccelError(
             f"prepare: the {type(optimizer).__name__} holds a parameter of shape {tuple(parameter.shape)}"
@@ -228,26 +250,27 @@ def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Para
     return unit
 
 
-def scheduled_by(scheduler: Any) -> Any:
-    """Return the optimizer of a scheduler: not a proxy, but the one inside."""
-    optimizer = getattr(scheduler, "optimizer", None)
-    return optimizer.optimizer if isinstance(optimizer, PreparedOptimizer) else optimizer
-
-
-def _check_schedulers(
+def _schedules(
     prepared: PreparedObjects, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]
-) -> None:
-    """Refuse a scheduler of an optimizer that is not prepared."""
+) -> list[tuple[Any, Any]]:
+    """Return (scheduler, its optimizer) of new schedulers.
+
+    Raises:
+        AccelError: an optimizer is prepared neither already nor now.
+    """
     coming = list(optimizers)
-    for scheduler in schedulers:
-        optimizer = scheduled_by(scheduler)
-        is_coming = any(optimizer is other for other in coming)
-        has_optimizer = is_coming or prepared.proxy_of(optimizer) is not None
-        if not has_optimizer and prepared.scheduler_of(scheduler) is None:
+    schedules = []
+    for scheduler in {id(scheduler): scheduler for scheduler in schedulers}.values():
+        optimizer = getattr(scheduler, "optimizer", None)
+        if isinstance(optimizer, PreparedOptimizer):
+            optimizer = optimizer.optimizer
+        if not any(optimizer is other for other in coming) and prepared.form_of(optimizer) is None:
             raise AccelError(
                 f"prepare: the {type(scheduler).__name__} schedules an optimizer that was not prepared\n"
                 "prepare its optimizer in the same call or before"
             )
+        schedules.append((scheduler, optimizer))
+    return schedules
 
 
 def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int, bool]) -> list[str]:
@@ -262,13 +285,8 @@ def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int
     is_moved = "whole_weights" not in offers or "streamed_weights" in offers
     reasons = []
     for model in models:
-        tensors = (*model.named_parameters(), *model.named_buffers())
-        names = [
-            name
-            for name, tensor in tensors
-            if tensor.dtype in (torch.float64, torch.complex128)
-            and (is_moved or placed.get(id(model), True) or tensor.device.type == device.type)
-        ]
+        moves = is_moved or placed.get(id(model), True)
+        names = [name for name, on in _float64_names(model) if moves or on.type == device.type]
         if names:
             remedy = "" if is_moved else ", or leave it where it is: device_placement=[False]"
             reasons.append(
@@ -276,3 +294,10 @@ def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int
                 f" lacks\nconvert the model first: model.float(){remedy}"
             )
     return reasons
+
+
+def _float64_names(model: nn.Module) -> Iterator[tuple[str, torch.device]]:
+    """Yield the name and device of each tensor of float64 or complex128."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.dtype in (torch.float64, torch.complex128):
+            yield name, tensor.device

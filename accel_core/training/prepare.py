@@ -8,18 +8,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from accel_core.contract.prepared import given_of
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.watch import assemble
 from accel_core.errors import ConfigError
 from accel_core.training.build import build_unit
-from accel_core.training.plan import plan_prepare, scheduled_by
-from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler, prepare_scheduler
+from accel_core.training.plan import plan_prepare
+from accel_core.training.proxies import prepare_scheduler
 
 if TYPE_CHECKING:
-    from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.run import Run
 
 
@@ -38,7 +34,6 @@ def prepare(
     """
     run.require_alive()
     prepared = run.prepared
-    objects = [_renewed(prepared, thing) for thing in objects]
     places = _places(placement, len(objects), run.config.device_placement)
     plan = plan_prepare(prepared, objects, run.hooks.kind_of, places, strategy=strategy, name=name)
     for number, group in enumerate(plan.groups):
@@ -47,24 +42,20 @@ def prepare(
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
     brings = plan.in_words() + "".join(f", {word!r}" for word in (name, strategy) if word is not None)
-    results: dict[int, Any] = {
+    loaders: dict[int, Any] = {
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
-    loaders = list(results.values())
     if plan.groups:
         assemble(run, "prepare", brings, plan.alike_models())
     for group in plan.groups:
         build_unit(group, plan, prepared)
         if prepared.trained:
             run.record.begin_unit()
-    for scheduler in plan.of_kind["scheduler"]:
-        if prepared.scheduler_of(scheduler) is None:
-            proxy = prepare_scheduler(scheduler, prepared.proxy_of(scheduled_by(scheduler)))
-            prepared.schedulers.append((scheduler, proxy))
-    made = [results[id(thing)] if id(thing) in results else prepared.form_of(thing) for thing in objects]
-    prepared.add_results(made, loaders)
-    return made
+    for scheduler, optimizer in plan.schedules:
+        proxy = prepare_scheduler(scheduler, prepared.proxy_of(optimizer))
+        prepared.schedulers.append((scheduler, proxy))
+    return prepared.add_results(plan.objects, loaders)
 
 
 def _places(asked: Any, count: int, usual: bool) -> list[bool]:
@@ -77,17 +68,3 @@ def _places(asked: Any, count: int, usual: bool) -> list[bool]:
             f"give one per object, such as {[True] * count}"
         )
     return [usual if place is None else place for place in asked]
-
-
-def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
-    """Return the object inside a prepared one that the run does not know.
-
-    It is of another run, or from before `free_memory`.
-    """
-    if isinstance(thing, PreparedOptimizer) and prepared.proxy_of(thing) is None:
-        return thing.optimizer
-    if isinstance(thing, PreparedScheduler) and prepared.scheduler_of(thing) is None:
-        return thing.scheduler
-    if isinstance(thing, nn.Module) and prepared.unit_of_model(thing) is None:
-        return given_of(thing)
-    return thing
