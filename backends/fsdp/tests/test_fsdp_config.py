@@ -141,7 +141,7 @@ def test_a_model_may_name_its_own_blocks() -> None:
 def test_each_parameter_is_in_one_group() -> None:
     model = GPT()
     found = groups(model, plugin("gpt", 2))
-    counted = [p for group in found for p in group.parameters]
+    counted = [p for group in found for p in group.own_parameters]
     assert len(counted) == len(set(counted)) == len(list(model.parameters()))
 
 

@@ -79,7 +79,7 @@ class Sharded(FullyShardedDataParallel):
         self.tell_unused(model, len(found) - 1 if shards else 0)
         for group in found:
             self.materialize(group)
-            whole_ones = group.parameters
+            whole_ones = group.own_parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
             left |= {p for p in whole_ones if not p.numel()}  # whose gradients torch cannot reduce
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}

@@ -115,7 +115,7 @@ def _is_split(tensor: DTensor) -> bool:
 def _refuse_blind_draws(group: Group) -> None:
     # torch knows which part of a split weight a rank draws where generators can be moved on; else each
     # rank would draw the same numbers for its part.
-    mesh = next(p for p in group.parameters if isinstance(p, DTensor)).device_mesh
+    mesh = next(p for p in group.own_parameters if isinstance(p, DTensor)).device_mesh
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if not is_rng_supported_mesh(mesh):

@@ -50,7 +50,7 @@ class Group:
     modules: Sequence[nn.Module]
 
     @property
-    def parameters(self) -> list[nn.Parameter]:
+    def own_parameters(self) -> list[nn.Parameter]:
         """Its own, tied ones once."""
         return list(dict.fromkeys(p for m in self.modules for p in m._parameters.values() if p is not None))
 
@@ -217,7 +217,7 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
     """Parameters that torch's FSDP cannot shard: by name, before anything is sharded."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in found:
-        mine = group.parameters
+        mine = group.own_parameters
         refuse_unfit({names[parameter]: parameter for parameter in mine}, version)
         alike = mine if version == 1 else [p for p in mine if p.requires_grad]
         odd = next((p for p in alike if p.dtype != alike[0].dtype), None)
