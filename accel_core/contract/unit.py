@@ -255,14 +255,19 @@ class Unit:
 
     @contextmanager
     def extended(
-        self, models: Sequence[nn.Module], optimizers: Sequence[Optimizer], joining: Sequence[Unit]
+        self,
+        models: Sequence[nn.Module],
+        optimizers: Sequence[Optimizer],
+        joining: Sequence[Unit],
+        stream: Any,
     ) -> Iterator[dict[int, list[PartName]]]:
         """Take in models and optimizers, and the models of units without optimizers.
 
+        stream: for the random numbers of forwards; None for the process's own.
         Gives the number and names of each new model. The block inside transforms and wraps them. If it
         raises, the unit is as before; what plugins have changed in the objects themselves stays.
         """
-        before = self._snapshot()
+        before, self.stream = self._snapshot(), stream
         attached = {id(detach) for unit in (self, *joining) for detach in unit.detach}
         try:
             for other in joining:
@@ -313,10 +318,6 @@ class Unit:
     def configure(self, loaders: Sequence[Any]) -> None:
         """Complete the strategy's options for the unit's objects and these dataloaders."""
         self.config = self.hooks.complete(self.run.configs[self.strategy], self, loaders)
-
-    def use_stream(self, stream: Any) -> None:
-        """Draw the random numbers of forwards from this stream."""
-        self.stream = stream
 
     def _merge(self, other: Unit) -> None:
         """Take over the models of a unit without optimizers."""

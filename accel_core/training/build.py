@@ -31,12 +31,11 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     Collective. A unit that cannot be built is left as it was before.
     """
     unit = group.unit
-    if unit.stream is None:
-        unit.use_stream(fork(unit))
+    stream = unit.stream or fork(unit)
     models = " and ".join(type(model).__name__ for model in group.models)
     with (
         show_progress(f"preparing {models} for {unit.strategy}"),
-        unit.extended(group.models, group.optimizers, group.units[1:]) as names,
+        unit.extended(group.models, group.optimizers, group.units[1:], stream) as names,
     ):
         before = {parameter: name for name, parameter in unit.all_names()}
 
