@@ -39,24 +39,15 @@ def attach_contexts(unit: Unit, model: nn.Module) -> None:
 
 
 def _with_stream(unit: Unit, factory: Factory | None) -> Factory | None:
-    """Return a context of the unit's stream, if it has one, around `factory`.
-
-    Ranks of a unit with a stream exchange values in a forward: the context also names ranks that it lost.
-    """
+    """Return a context of the unit's stream, if it has one, around `factory`."""
     if unit.stream is None:
         return factory
 
     @contextmanager
     def context() -> Iterator[None]:
         assert unit.stream is not None  # but it may be another one: units are joined
-        try:
-            with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
-                yield
-        except RuntimeError as error:
-            lost = unit.run.lost_peer("forward", error)
-            if lost is None:
-                raise
-            raise lost from error
+        with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
+            yield
 
     return context
 
