@@ -211,7 +211,10 @@ def _kind(kind_of: Callable[[Any], str | None], thing: Any, number: int) -> str:
 def _group_objects(
     prepared: ParameterIndex, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> list[UnitGroup]:
-    """Group new optimizers with the new and prepared models whose parameters they hold."""
+    """Group optimizers with the new and prepared models whose parameters they hold.
+
+    models, optimizers: those that are not prepared yet.
+    """
     groups = [UnitGroup(models=[model]) for model in dict.fromkeys(models)]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in dict.fromkeys(optimizers):
@@ -297,7 +300,7 @@ def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int
 
 
 def _float64_names(model: nn.Module) -> Iterator[tuple[str, torch.device]]:
-    """Yield the name and device of each tensor of float64 or complex128."""
+    """Yield (name, device) of each tensor of float64 or complex128."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.dtype in (torch.float64, torch.complex128):
             yield name, tensor.device
