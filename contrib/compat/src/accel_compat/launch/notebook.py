@@ -51,19 +51,7 @@ def notebook_launcher(
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between 'no', 'fp16', 'bf16', 'fp8'."
         )
-    kaggle = any(name.startswith("KAGGLE") for name in os.environ)
-    colab = not kaggle and _is_colab()
-    if (kaggle or colab) and ("TPU_NAME" in os.environ or os.environ.get("PJRT_DEVICE") == "TPU"):
-        num_processes = None  # one per core, as there
-    elif colab and torch.accelerator.device_count() < 2:
-        if (num_processes or 1) > 1:
-            warn_once(f"notebook_launcher: Colab has one device, so one process trains, not {num_processes}")
-        num_processes = 1
-    elif num_processes is None:
-        raise ValueError(
-            "You have to specify the number of devices you would like to use.\n"
-            "add `num_processes=...` to your call"
-        )
+    num_processes = _processes_here(num_processes)
     if num_processes == 1:
         with patch_environment(**({} if precision == "no" else {"accelerate_mixed_precision": precision})):
             function(*args)
@@ -85,6 +73,30 @@ def notebook_launcher(
         None if use_port == "29500" else use_port,
         max_restarts,
     )
+
+
+def _processes_here(asked: int | None) -> int | None:
+    """Return the number of processes that train in this notebook.
+
+    None stands for one per TPU core.
+
+    Raises:
+        ValueError: none is asked for, and this is no notebook of Colab's, nor of Kaggle's with TPUs.
+    """
+    kaggle = any(name.startswith("KAGGLE") for name in os.environ)
+    colab = not kaggle and _is_colab()
+    if (kaggle or colab) and ("TPU_NAME" in os.environ or os.environ.get("PJRT_DEVICE") == "TPU"):
+        return None
+    if colab and torch.accelerator.device_count() < 2:
+        if (asked or 1) > 1:
+            warn_once(f"notebook_launcher: Colab has one device, so one process trains, not {asked}")
+        return 1
+    if asked is None:
+        raise ValueError(
+            "You have to specify the number of devices you would like to use.\n"
+            "add `num_processes=...` to your call"
+        )
+    return asked
 
 
 def _is_colab() -> bool:
