@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby, islice
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -40,10 +41,18 @@ class Layout:
     index: bytes
     size: int
     replicas: Replicas
-    _parts: list[tuple[Key, int]]
-    """In the order of the file: the leaf, and the number of its shard."""
+    _keys: list[Key]
+    """The leaf of each box, in the order of the file."""
+    _shards: Sequence[int]
+    """The number of each in its leaf."""
+    _pieces: list[slice]
+    """Boxes that are written and copied together.
+
+    Each write has a price, and so has each view of the buffer.
+    """
     _buffer: Tensor | None = field(default=None, init=False)
-    _views: list[Tensor] = field(factory=list, init=False)
+    _rooms: list[Tensor] = field(factory=list, init=False)
+    """The place of each piece in the buffer."""
 
     @classmethod
     def of(
@@ -71,11 +80,14 @@ class Layout:
             known = index.setdefault(key[0], {}).setdefault(key[1], _described(declared[key]))
             known["boxes"].append([*declared[key].boxes[number], start])
         size = sum(tensor.nbytes for tensor in tensors)
-        return cls(name, declared, head, as_json(index), size, replicas or Replicas({}), parts)
+        keys, shards = [key for key, _ in parts], array("I", [number for _, number in parts])
+        pieces = list(_pieces(tensors))
+        return cls(name, declared, head, as_json(index), size, replicas or Replicas({}), keys, shards, pieces)
 
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """Return this rank's tensors, in the order of the file."""
-        return [leaves[key].shards[number][1] for key, number in self._parts]
+        boxes = zip(self._keys, self._shards, strict=True)
+        return [leaves[key].shards[number][1] for key, number in boxes]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
         """Return the data file's body, straight from tensors that must not change.
@@ -83,8 +95,11 @@ class Layout:
         Each part is valid until the next one is asked for.
         """
         tensors = self.tensors(leaves)
-        device = staging_device(tensors)
-        return _joined(tensors) if device is None else map(bytes_of, staged(tensors, device))
+        devices = {tensor.device for tensor in tensors}
+        device = staging_device(devices)
+        if device is not None:
+            return map(bytes_of, staged(tensors, device))
+        return map(bytes_of, _joined(tensors, self._pieces, mixed=len(devices) > 1))
 
     def stage(self, leaves: Leaves) -> memoryview:
         """Return the data file's body in a buffer that the next save overwrites."""
@@ -92,34 +107,58 @@ class Layout:
         if self._buffer is None:
             with torch.inference_mode(False):  # later saves write into it, in whatever mode
                 self._buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
-                pieces = self._buffer.split([tensor.nbytes for tensor in tensors])
-                self._views = [
-                    piece.view(tensor.dtype).view(tensor.shape)
-                    for piece, tensor in zip(pieces, tensors, strict=True)
-                ]
-        device = staging_device(tensors)
+                self._rooms = _rooms(self._buffer, [tensors[piece] for piece in self._pieces])
+        devices = {tensor.device for tensor in tensors}
+        device = staging_device(devices)
         if device is not None:
             start = 0
             for part in staged(tensors, device):
                 self._buffer[start : start + part.numel()].copy_(part)
                 start += part.numel()
-        elif tensors:
+        else:
             with torch.no_grad():
-                torch._foreach_copy_(self._views, tensors)
+                joined = _joined(tensors, self._pieces, mixed=len(devices) > 1)
+                for room, piece in zip(self._rooms, joined, strict=True):
+                    room.copy_(piece)
         return self._buffer.numpy().data
 
 
-def _joined(tensors: Iterable[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of the tensors, in order.
+def _joined(tensors: Sequence[Tensor], pieces: Iterable[slice], *, mixed: bool = False) -> Iterator[Tensor]:
+    """Yield each piece of the tensors as one tensor.
 
-    Small ones joined, since each write costs time.
+    Each is valid until the next one is asked for. mixed: they are on several devices.
     """
-    alike = groupby(tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device))
-    for (dtype, small, _), group in alike:
+    for piece in pieces:
+        several = tensors[piece]
+        if mixed and len({tensor.device for tensor in several}) > 1:
+            several = [tensor.cpu() for tensor in several]
+        yield several[0] if len(several) == 1 else _flatten_dense_tensors(several)
+
+
+def _rooms(buffer: Tensor, pieces: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Return the places of these pieces, one after the other."""
+    parts = buffer.split([sum(tensor.nbytes for tensor in piece) for piece in pieces])
+    return [
+        part.view(piece[0].dtype).view(piece[0].shape if len(piece) == 1 else -1)
+        for part, piece in zip(parts, pieces, strict=True)
+    ]
+
+
+def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """Cut tensors into those to take together.
+
+    These are small ones of one dtype; each of the others is alone.
+    """
+    start = 0
+    for (dtype, small), group in groupby(
+        tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES)
+    ):
         # Of others, torch copies some not at all (int4), and some with a warning.
         joined = small and dtype.is_floating_point and dtype.itemsize > 1
-        while several := [*islice(group, _TOGETHER if joined else 1)]:
-            yield bytes_of(_flatten_dense_tensors(several) if joined else several[0])
+        end = start + len(list(group))
+        for first in range(start, end, _TOGETHER if joined else 1):
+            yield slice(first, min(end, first + _TOGETHER) if joined else first + 1)
+        start = end
 
 
 def _described(declared: Declared) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -17,12 +17,12 @@ Two such pieces are all the pinned memory that a save takes.
 """
 
 
-def staging_device(tensors: Sequence[Tensor]) -> torch.device | None:
-    """Return the device whose tensors `staged` copies best.
+def staging_device(devices: Iterable[torch.device]) -> torch.device | None:
+    """Return the one among these devices whose tensors `staged` copies best.
 
     None where torch cannot pin for it.
     """
-    return next((each.device for each in tensors if not each.is_cpu and can_pin(each.device)), None)
+    return next((device for device in devices if device.type != "cpu" and can_pin(device)), None)
 
 
 @torch.no_grad()

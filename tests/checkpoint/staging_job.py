@@ -67,7 +67,7 @@ def pieces() -> list[tuple[bool, int, int]]:
     found = []
     for tensors in (awkward, awkward[1:2], whole.split(10)):
         here = [each if number % 4 == 3 else each.to("sim") for number, each in enumerate(tensors)]
-        device = staging_device(here)
+        device = staging_device({each.device for each in here})
         assert device == module.device()
         Stream.waited, before = 0, module.waits
         got = b"".join(bytes(part.numpy().data) for part in staged(here, device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import async_job
@@ -102,6 +103,20 @@ def test_the_copy_is_made_in_the_same_place_again(job, tmp_path):
     job.accelerator.save_state(tmp_path / "here")
     assert job.accelerator.run.checkpoints._saver._layout is layout
     assert layout._buffer.data_ptr() == place
+
+
+def test_a_save_keeps_no_object_for_each_small_tensor(tmp_path):
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(each), torch.Tensor) for each in gc.get_objects())
+
+    accelerator = async_job.Accelerator(device="cpu")
+    accelerator.prepare(torch.nn.ParameterList(torch.zeros(8) for _ in range(1000)))
+    before = tensors()
+    accelerator.save_state(tmp_path / "here", wait=False)
+    accelerator.wait_for_checkpoint()
+    assert tensors() - before < 100
+    accelerator.end_training()
 
 
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.bfloat16, torch.bool, torch.float8_e5m2], ids=str)

@@ -10,7 +10,7 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint.files import DataFile
-from accel_core.checkpoint.layout import _joined
+from accel_core.checkpoint.layout import _joined, _pieces
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.distributed.tensor_bytes import bytes_of
 
@@ -74,7 +74,7 @@ def test_parts_that_are_written_together_are_the_bytes_of_each(dtype):
         tensors += [base[::2], base.view(2, -1).t()]
     if dtype.is_complex:
         tensors += [base.conj(), base.conj().imag]
-    joined = b"".join(bytes(part) for part in _joined(tensors))
+    joined = b"".join(bytes(bytes_of(part)) for part in _joined(tensors, _pieces(tensors)))
     assert joined == b"".join(bytes(bytes_of(tensor)) for tensor in tensors)
 
 
