@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from accel_core.data.position import Drawn, Progress
+from accel_core.data.position import Drawn, Progress, Streams
 from accel_core.data.sharding import NO_PADDING, batched
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.tensor_bytes import bytes_of, name_of, tensor_from
@@ -35,13 +35,15 @@ class Round:
     """The batches that readers take together.
 
     batches: of each reader that has one; packed, while the round travels. real_samples: those that are not
-    padding, or NO_PADDING. following: readers that have a batch in the next round. drawn: as in `Progress`.
+    padding, or NO_PADDING. following: readers that have a batch in the next round. drawn, streams: as in
+    `Progress`.
     """
 
     batches: Sequence[Any] = ()
     real_samples: int = NO_PADDING
     following: int = 0
     drawn: Drawn = None
+    streams: Sequence[Streams] = ()
     failure: str | None = None
 
 
@@ -51,7 +53,8 @@ def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) 
     for number, group in enumerate(batched(batches, readers), start=first):
         following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
         real_samples = progress.padded.get(number, NO_PADDING)
-        yield Round(group, real_samples, following, progress.drawn if number == first else None)
+        told = (progress.drawn, progress.streams) if number == first else (None, ())
+        yield Round(group, real_samples, following, *told)
 
 
 def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Round]:
@@ -60,9 +63,11 @@ def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) ->
     Its end is known only by reading one ahead.
     """
     end: Any = (([], NO_PADDING), None)
-    for ((batches, real_samples), state), ((following, _), _) in pairwise(chain(stated, [end])):
-        progress.state = state
-        yield Round(batches, real_samples, len(following))
+    first = progress.count + 1
+    for number, now_and_next in enumerate(pairwise(chain(stated, [end])), start=first):
+        ((batches, real_samples), progress.state), ((following, _), _) = now_and_next
+        streams = progress.streams if number == first else ()
+        yield Round(batches, real_samples, len(following), streams=streams)
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
@@ -83,6 +88,7 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         current = _receive(run, operation) if rounds is None else _read(run, rounds, operation)
         following = current.following
         progress.drawn = progress.drawn if current.drawn is None else current.drawn
+        progress.streams = current.streams or progress.streams
         if reader >= len(current.batches):
             continue  # this reader has run out, others may not have
         number += 1

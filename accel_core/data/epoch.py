@@ -6,18 +6,18 @@ An epoch begins at its beginning or in the middle.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
+from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
 from accel_core.data.sharding import NO_PADDING, with_last
-from accel_core.data.shuffling import decode, encode, preserve_rng
 
 if TYPE_CHECKING:
     from accel_core.data.options import LoaderPlan
-    from accel_core.data.position import Progress
+    from accel_core.data.position import Progress, Streams
 
 
 class EpochSource:
@@ -62,7 +62,10 @@ class EpochSource:
             return rounds_of_samples(batches, progress, readers) if plan.dispatches else batches
         if plan.is_sharded_iterable:
             inner.dataset.skip = progress.start % batches_per_round
-        items = islice(self._begin(progress), left_out, None)
+        if plan.kind == "replay" and not inner.num_workers:
+            items = self._read_here(progress, left_out)
+        else:
+            items = islice(self._begin(progress), left_out, None)
         if plan.is_sharded_iterable:
             inner.dataset.skip = 0
         stated = ((item, self.state()) for item in items)
@@ -95,6 +98,53 @@ class EpochSource:
                 progress.total = number
             progress.state = state
             yield batch
+
+    def _read_here(self, progress: Progress, left_out: int) -> Iterator[Any]:
+        """Return an iterable dataset's items, which it may put in a random order as it is read."""
+        plan = self._plan
+        streams = ProcessStreams(
+            read=plan.shuffle.streams.read, write=plan.shuffle.streams.write, generators=plan.generators
+        )
+        before = streams.states()
+        if not progress.resumed:
+            progress.streams = (before,)
+            items = iter(plan.inner)
+            return self._read_first(items, progress, left_out, streams, streams.states())
+        streams.restore(next(iter(progress.streams), {}))
+        try:
+            items = iter(plan.inner)
+            begun = streams.states()
+        finally:
+            streams.restore(before)
+        return self._read_again(items, progress, left_out, streams, begun)
+
+    def _read_first(
+        self, items: Iterator[Any], progress: Progress, left_out: int, streams: ProcessStreams, begun: Streams
+    ) -> Iterator[Any]:
+        """Yield the items of an epoch that begins here.
+
+        begun: the states that the beginning has left.
+        """
+        now = streams.states()
+        if now != begun:  # another loader has begun in between
+            progress.streams = (*progress.streams, now)
+        yield from islice(items, left_out, None)
+
+    def _read_again(
+        self, items: Iterator[Any], progress: Progress, left_out: int, streams: ProcessStreams, begun: Streams
+    ) -> Iterator[Any]:
+        """Yield the rest of an epoch that was begun before the save."""
+        before = streams.states()
+        streams.restore(progress.streams[1] if len(progress.streams) > 1 else begun)
+        try:
+            read = [*islice(items, 1)]
+            first = streams.states()
+            # The item after the last one handed out had been read, too, when the position was saved.
+            held = [*islice(chain(read, items), left_out, left_out + 1)]
+            streams.warn_of_draws(type(self._plan.inner.dataset).__name__, first, before)
+        finally:
+            streams.restore(before)
+        yield from chain(held, items)
 
     def _begin(self, progress: Progress) -> Iterator[Any]:
         plan, inner = self._plan, self._plan.inner

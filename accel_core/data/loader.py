@@ -18,8 +18,8 @@ from accel_core.data.epoch import EpochSource
 from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
+from accel_core.data.process_streams import decode, encode
 from accel_core.data.sharding import NO_PADDING, with_last
-from accel_core.data.shuffling import decode, encode
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
@@ -176,13 +176,14 @@ class PreparedLoader(DataLoader[Any]):
                     start=position.consumed,
                     drawn=position.drawn,
                     draws=position.draws,
-                    resumed=midway or position.drawn is not None,
-                    workers=position.workers if same else None,
+                    resumed=midway or position.drawn is not None or bool(position.streams),
+                    workers=position.workers if same or position.kind == "replay" else None,
+                    streams=position.streams,
                     state=position.state,
                 )
             )
             cursor.following = position.following
-            if midway and position.left:
+            if midway:
                 self._tell(position)
         self._source.restart(seeded=cursor.progress.epoch > 0 or cursor.progress.resumed)
 
@@ -311,6 +312,7 @@ class PreparedLoader(DataLoader[Any]):
             drawn=progress.drawn,
             draws=progress.draws,
             workers=progress.workers,
+            streams=progress.streams,
             generators={
                 role: encode(generator.get_state()) for role, generator in self._plan.generators.items()
             },
@@ -333,7 +335,17 @@ class PreparedLoader(DataLoader[Any]):
         return alike and progress.count == progress.total
 
     def _tell(self, position: Position) -> None:
-        """Warn that the next loop goes on with an epoch that was left early, and where."""
+        """Warn of an epoch that was left early, or may go on in another order."""
+        begun_with = position.workers if self.num_workers else position.streams
+        if position.kind == "replay" and self._plan.reads and not begun_with:
+            _logger.warning(
+                "the dataloader of %s has no random state that this epoch was begun with: where its order is"
+                " random, samples are lost or repeated; resume with the number of workers it was saved with,"
+                " without persistent_workers",
+                type(self.dataset).__name__,
+            )
+        if not position.left:
+            return
         done, length = position.consumed, position.length
         where = f"after {done} of {length}" if length is not None else f"after {done}"
         _logger.warning(

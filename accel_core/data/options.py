@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
+from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
 from accel_core.data.shuffling import Shuffle
@@ -134,8 +135,10 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
     kind = _kind(loader, inner)
     reads_ahead = accelerates and not loader.num_workers and kind != "stateful"
+    hooks = run.hooks
     shuffle = Shuffle(
         items=_items(loader),
+        streams=ProcessStreams(read=hooks.rng_state, write=hooks.set_rng_state),
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
         follows=control.rank > 0,
         seedable=data.use_seedable_sampler,

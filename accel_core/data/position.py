@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import Factory, asdict, define, field, frozen
@@ -13,6 +13,8 @@ from accel_core.errors import AccelError, CheckpointError
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
 """Source of an epoch's order: a seed, a generator's state (base64), or nothing."""
+Streams = Mapping[str, str]
+"""States of random streams (base64), by name."""
 
 
 @frozen(kw_only=True)
@@ -31,6 +33,8 @@ class Position:
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
     draws: those that the user's generator of the order has made in this epoch; -1 where it has made all.
     workers: state of the generator that the seeds of this epoch's workers were drawn from.
+    streams: states of the process's streams as this epoch began, where data of the user's own may draw its
+        order from them in the process; a second mapping where they were others at its first read.
     generators: states of the generators the loader was given, by role, as they are now.
     length: samples (or batches) of an epoch, where known.
     dealt: (batches a round, batch size, workers).
@@ -46,6 +50,7 @@ class Position:
     drawn: Drawn = None
     draws: int = -1
     workers: str | None = None
+    streams: Sequence[Streams] = ()
     generators: Mapping[str, str] = field(factory=dict)
     length: int | None = None
     dealt: tuple[int, ...] = ()
@@ -109,7 +114,7 @@ class Progress:
 
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
     draws: as in `Position`; until it begins, those of the iteration before.
-    workers, state: as in `Position`.
+    workers, streams, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
     padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND; NO_PADDING is left
         out.
@@ -125,6 +130,7 @@ class Progress:
     draws: int = -1
     resumed: bool = False
     workers: str | None = None
+    streams: Sequence[Streams] = ()
     state: Any = None
     count: int = 0
     total: int = -1

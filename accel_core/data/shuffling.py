@@ -8,11 +8,10 @@ and the same generators afterwards.
 
 from __future__ import annotations
 
-import base64
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -20,10 +19,12 @@ from attrs import field, frozen
 from torch import Tensor
 from torch.utils.data import RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from accel_core.data.position import Progress
+from accel_core.data.position import Progress, Streams
+from accel_core.data.process_streams import ProcessStreams, decode, encode
 from accel_core.data.sharding import split_head
 
 _MODULUS = 2**63  # seeds travel as int64
+_TORCHS = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
 _DRAWN_TOGETHER = 32  # indices that RandomSampler draws at once, with replacement
 
 
@@ -35,10 +36,12 @@ class Shuffle:
     agree: gives the bytes (uint8, on the CPU) of the world's first rank; None in a world of one.
     follows: this rank is not that first one.
     seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
+    streams: of the process, which samplers of the user's own may draw from.
     as_read: torch's samplers draw while they are read, which a loop that is left early does not finish.
     """
 
     items: Any
+    streams: ProcessStreams
     agree: Callable[[Tensor], Tensor] | None = None
     follows: bool = False
     seedable: bool = False
@@ -55,11 +58,45 @@ class Shuffle:
             return split_head(range(len(self.items)), wanted, progress.start)
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
+        if type(self.items) in _TORCHS:
+            with self._drawing(progress):
+                return split_head(self._order(progress), wanted, progress.start)
+        if progress.resumed:
+            return self._replayed(progress, wanted)
+        progress.streams = (self._other_streams(),)
         with self._drawing(progress):
-            items = self._whole(progress) if self._at_once else self.items
-            if self.agree is not None and self.generator is None:
-                items = _apart(items)
-            return split_head(items, wanted, progress.start)
+            return split_head(self._order(progress), wanted, progress.start)
+
+    def _replayed(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
+        """Read the order of a sampler of the user's own again, as `open` does."""
+        streams, others, before = self.streams, self._other_streams(), self.streams.states()
+        streams.restore(next(iter(progress.streams), {}))
+        try:
+            with self._drawing(progress):
+                items = iter(self._order(progress))
+                first = list(islice(items, 1))
+                begun = streams.states()
+                opened = split_head(chain(first, items), wanted, progress.start)
+                if self._is_apart:  # draws in between did not reach it
+                    del begun["torch"]
+                streams.warn_of_draws(type(self.items).__name__, begun, before)
+                return opened
+        finally:
+            streams.restore(others)
+
+    def _order(self, progress: Progress) -> Iterable[Any]:
+        """Return the epoch's order; inside `_drawing`."""
+        if self._at_once:
+            return self._whole(progress)
+        return _apart(self.items) if self._is_apart else self.items
+
+    @property
+    def _is_apart(self) -> bool:
+        return self.agree is not None and self.generator is None
+
+    def _other_streams(self) -> Streams:
+        """Return the states of the streams beside torch's, which `_drawing` takes care of."""
+        return {name: state for name, state in self.streams.states().items() if name != "torch"}
 
     @property
     def generator(self) -> torch.Generator | None:
@@ -74,8 +111,7 @@ class Shuffle:
     def _at_once(self) -> bool:
         # torch's samplers draw while they run, RandomSampler even at its end. The user's generator may have
         # other users, so all drawing has to happen at one moment, or a resume could not repeat it.
-        is_torchs = isinstance(self.items, RandomSampler | SubsetRandomSampler | WeightedRandomSampler)
-        return is_torchs and self.generator is not None and not self.as_read
+        return isinstance(self.items, _TORCHS) and self.generator is not None and not self.as_read
 
     def _whole(self, progress: Progress) -> list[Any]:
         """Return the epoch's order, drawn at once.
@@ -216,25 +252,3 @@ def _apart(items: Iterable[Any]) -> Iterator[Any]:
 
 def _plain_random(sampler: Any) -> bool:
     return isinstance(sampler, RandomSampler) and type(sampler).__iter__ is RandomSampler.__iter__
-
-
-def encode(state: Tensor) -> str:
-    """Return a generator's state (uint8) as text."""
-    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def decode(text: str) -> Tensor:
-    """Return the generator state that `encode` wrote."""
-    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)
-
-
-@contextmanager
-def preserve_rng(generators: Mapping[str, torch.Generator]) -> Iterator[None]:
-    """Leave generators, and torch's default one, as they were before."""
-    held = [torch.default_generator, *generators.values()]
-    states = [generator.get_state() for generator in held]
-    try:
-        yield
-    finally:
-        for generator, state in zip(held, states, strict=True):
-            generator.set_state(state)

@@ -8,14 +8,26 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, world
+from reader_worlds import (
+    Numbers,
+    Ragged,
+    Stream,
+    numbers,
+    plain,
+    prepared,
+    real,
+    rng_state,
+    set_rng_state,
+    world,
+)
 from torch import nn
 from torch.utils.data import DataLoader, Sampler, TensorDataset
 
 from accel_core import Accelerator, AccelError, ConfigError, Topology, skip_first_batches
 from accel_core.data.loader import prepare_loader
 from accel_core.data.position import Progress
-from accel_core.data.shuffling import Shuffle, preserve_rng
+from accel_core.data.process_streams import ProcessStreams, preserve_rng
+from accel_core.data.shuffling import Shuffle
 
 EPOCHS = 3
 
@@ -302,9 +314,10 @@ def test_a_sampler_that_raises_leaves_the_generators_as_they_were():
         def __len__(self):
             return 3
 
+    streams = ProcessStreams(read=rng_state, write=set_rng_state)
     before = torch.get_rng_state()
     with pytest.raises(RuntimeError, match="no samples"):
-        Shuffle(items=Broken(), seedable=True, data_seed=1).open(Progress(), 0)
+        Shuffle(items=Broken(), streams=streams, seedable=True, data_seed=1).open(Progress(), 0)
     with pytest.raises(RuntimeError, match="no samples"), preserve_rng({}):
         next(iter(Broken()))
     assert torch.equal(torch.get_rng_state(), before)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError, DataLoaderConfiguration
 from accel_testing.processes import run_processes
@@ -225,3 +225,53 @@ def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(kind, dr
     if drop_last and not options.get("split_batches"):
         alone = [epoch[:16] for epoch in alone]  # rounds of two batches
     assert run_processes(gathered_of_batch_sampler, kind, drop_last, options, world=2) == [alone] * 2
+
+
+class Shuffled(IterableDataset):
+    """Draws its order from the process's stream, without workers."""
+
+    def __iter__(self):
+        yield from torch.randperm(21).tolist()
+
+
+def trained(stop_after, folder, *, resume=False):
+    """(samples read, results of dropout) until `stop_after` steps, or from there on for two epochs."""
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(Shuffled(), batch_size=3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    torch.manual_seed(5 + accelerator.process_index + 1000 * resume)
+    if resume:
+        accelerator.load_state(folder)
+    samples, losses = [], []
+    while loader.epoch < 2:
+        for batch in loader:
+            loss = model(batch[:, None].float()).sum()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            samples.append(accelerator.gather_for_metrics(batch).tolist())
+            losses.append(loss.item())
+            if len(samples) == stop_after:
+                accelerator.save_state(folder)
+                accelerator.end_training()
+                return samples, losses
+    accelerator.end_training()
+    return samples, losses
+
+
+def trained_on(folder):
+    return trained(None, folder, resume=True)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_random_iterable_dataset_goes_on_beside_dropout(tmp_path, world):
+    whole = run_processes(trained, None, None, world=world)
+    rounds = len(whole[0][0]) // 2
+    for stop in (1, rounds, rounds + 2):
+        folder = str(tmp_path / f"{stop}")
+        before = run_processes(trained, stop, folder, world=world)
+        after = run_processes(trained_on, folder, world=world)
+        for old, new, (samples, losses) in zip(before, after, whole, strict=True):
+            assert (old[0] + new[0], old[1] + new[1]) == (samples, losses)
