@@ -1,4 +1,4 @@
-"""The process's random streams, which data of the user's own may draw an order from.
+"""The process's random streams, which the user's data may draw an order from.
 
 An epoch that is read again gives its order again only from the states that it was begun with.
 """
@@ -21,9 +21,9 @@ _logger = get_logger(__name__)
 
 @frozen(kw_only=True)
 class ProcessStreams:
-    """The streams of Python, NumPy, torch and devices, and generators that the user gave.
+    """The streams of Python, NumPy, torch and devices, and the user's generators.
 
-    read, write: the hooks `rng_state` and `set_rng_state`. generators: by role.
+    read, write: the hooks `rng_state` and `set_rng_state`. generators: those given to a loader, by role.
     """
 
     read: Callable[[], Mapping[str, Tensor]]

@@ -235,7 +235,7 @@ class Shuffled(IterableDataset):
 
 
 def trained(stop_after, folder, *, resume=False):
-    """(samples read, results of dropout) until `stop_after` steps, or from there on for two epochs."""
+    """(samples read, results of dropout) until `stop_after` steps, or from there on."""
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
