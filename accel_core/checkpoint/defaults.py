@@ -6,6 +6,7 @@ import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -48,11 +49,11 @@ class BaseState:
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         # late: start-up need not wait for them
         from accel_core.checkpoint.codec import key_text
-        from accel_core.contract.state import OptimizerState, leaf_of
+        from accel_core.contract.state import LeavesOnUse, OptimizerState
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}  # hashing takes time
-        leaves: dict[str, Leaf] = {}
+        kept: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
         plain: dict[str, dict[str, Any]] = {}
         groups = []
         for number, group in enumerate(optimizer.param_groups):
@@ -67,23 +68,22 @@ class BaseState:
                     )
                 listed.append(name)
                 state = held.get(id(parameter), {})
-                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                shape = parameter.shape
-                packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
-                for key, value in tensors.items():
-                    text = key if type(key) is str and key.isidentifier() else key_text(key, name)
-                    if value.ndim == 0:
-                        leaves[f"{name}/{text}"] = leaf_of(value, kind="scalar")
-                    elif packed:  # in an encoding of the optimizer's own, which cannot be split
-                        layout = type(optimizer).__qualname__
-                        leaves[f"{name}/{text}"] = leaf_of(value, kind="opaque", layout=layout)
-                    else:
-                        kind: Kind = "like_param" if value.shape == shape else "factored"
-                        leaves[f"{name}/{text}"] = leaf_of(value, kind=kind)
+                tensors = {
+                    key if type(key) is str and key.isidentifier() else key_text(key, name): value
+                    for key, value in state.items()
+                    if isinstance(value, Tensor)
+                }
+                kept.append((name, parameter, tensors))
                 if len(state) > len(tensors):
-                    plain[name] = {key: value for key, value in state.items() if key not in tensors}
+                    plain[name] = {
+                        key: value for key, value in state.items() if not isinstance(value, Tensor)
+                    }
             hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
             groups.append({**hyperparameters, "params": listed})
+        leaves = LeavesOnUse(partial(_state_leaves, kept, type(optimizer).__qualname__))
+        values = (value for *_, tensors in kept for value in tensors.values())
+        if any(type(value) not in _ORDINARY or value.is_nested for value in values):
+            len(leaves)  # which makes them: those of other tensors may fail, and must do so before a load
         return OptimizerState(leaves=leaves, plain=plain, groups=groups, own=own_state(optimizer))
 
     @implements(hooks.refuse_optimizer_state)
@@ -194,6 +194,28 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
             leaves.update(_parts(name, tensor))
         else:
             leaves[name] = leaf_of(tensor)
+    return leaves
+
+
+def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layout: str) -> dict[str, Leaf]:
+    """Return the leaves of (parameter's name, parameter, its tensors by key).
+
+    layout: of tensors in an encoding of the optimizer's own, which cannot be split.
+    """
+    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
+
+    leaves: dict[str, Leaf] = {}
+    for name, parameter, tensors in kept:
+        shape = parameter.shape
+        packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
+        for key, value in tensors.items():
+            if value.ndim == 0:
+                leaves[f"{name}/{key}"] = leaf_of(value, kind="scalar")
+            elif packed:
+                leaves[f"{name}/{key}"] = leaf_of(value, kind="opaque", layout=layout)
+            else:
+                kind: Kind = "like_param" if value.shape == shape else "factored"
+                leaves[f"{name}/{key}"] = leaf_of(value, kind=kind)
     return leaves
 
 

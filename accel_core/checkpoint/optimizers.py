@@ -262,16 +262,14 @@ def _fill_state(
     plain: Mapping[str, Mapping[str, Any]],
 ) -> None:
     unit.hooks.materialize_optimizer_state(unit, optimizer, template, plain)
-    leaves = unit.hooks.optimizer_state(unit, optimizer).leaves if tensors else {}
-    places = []
+    leaves = dict(unit.hooks.optimizer_state(unit, optimizer).leaves.items()) if tensors else {}
     for key, stored in tensors.items():
         leaf = leaves.get(key)
-        if leaf is None or (leaf.global_shape, leaf.layout) != (stored.shape, stored.layout):
+        if leaf is None or leaf.global_shape != stored.shape or leaf.layout != stored.layout:
             layout = f" of layout {stored.layout}" if stored.layout else ""
             raise CheckpointError(
                 f"unit {unit.name!r}: strategy {unit.strategy!r} did not allocate optimizer/{key},"
                 f" {stored.dtype} {list(stored.shape)}{layout}\n"
                 "its materialize_optimizer_state must offer what the template asks for"
             )
-        places.append((stored, leaf))
-    fill(places)
+    fill((stored, leaves[key]) for key, stored in tensors.items())

@@ -243,19 +243,20 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
     """
     small: dict[tuple[DataFile, str], list[_Small]] = defaultdict(list)
     for stored, leaf in pairs:
-        if stored.is_partial:
+        if stored._lacks is not None:
             stored.require(leaf)
         for offset, tensor in leaf.shards:
-            shape = tensor.shape
-            file, start = stored.boxes.get(Box(tuple(offset), shape), (None, 0))
+            # A tuple finds the box that equals it, and takes less time to make.
+            wanted: Any = tuple(offset), tensor.shape
+            file, start = stored.boxes.get(wanted, (None, 0))
             if file is None:
-                stored._join(tensor, Box(tuple(offset), shape))
+                stored._join(tensor, Box(*wanted))
             elif 0 < (size := tensor.numel()) <= SMALL_ELEMENTS and not _is_lazy(tensor):
                 small[file, stored.dtype].append((start, size, tensor))
             elif _takes_bytes(tensor, stored.dtype):
                 file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
             else:
-                box = Box(tuple(offset), shape)
+                box = Box(*wanted)
                 stored._copy(tensor, box, box, file, start)
     for (file, dtype), parts in small.items():
         for start, sizes, targets in _neighbours(parts, DTYPES[dtype].itemsize):

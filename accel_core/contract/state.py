@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, ItemsView, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from attrs import define, field, frozen
@@ -120,6 +121,33 @@ def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[i
             )
         step *= shape[dim]
     return order
+
+
+class LeavesOnUse(Mapping[str, Leaf]):
+    """Leaves that are made when the mapping is first read.
+
+    A load of local files reads only those that it asks for once state is allocated.
+    """
+
+    def __init__(self, make: Callable[[], dict[str, Leaf]]) -> None:
+        self._make = make
+
+    @cached_property
+    def _made(self) -> dict[str, Leaf]:
+        return self._make()
+
+    def __getitem__(self, key: str) -> Leaf:
+        return self._made[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._made)
+
+    def __len__(self) -> int:
+        return len(self._made)
+
+    def items(self) -> ItemsView[str, Leaf]:
+        """Return the items of a dict, which are faster than a mapping's."""
+        return self._made.items()
 
 
 @frozen(kw_only=True)

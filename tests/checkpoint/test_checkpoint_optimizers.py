@@ -11,6 +11,7 @@ from torch import nn
 from accel_core import Accelerator, CheckpointError
 from accel_core.checkpoint.load import Restoration
 from accel_core.checkpoint.read import Checkpoint
+from accel_core.contract import state
 
 
 class Averaging(torch.optim.SGD):
@@ -261,3 +262,49 @@ def test_a_plan_that_is_not_carried_out_changes_nothing(tmp_path):
     assert optimizer.param_groups[0]["lr"] == 0.1
     first.end_training()
     second.end_training()
+
+
+@pytest.fixture
+def stepped(tmp_path):
+    """A run with one step of Adam, saved, with other weights afterwards: (run, model, optimizer, folder)."""
+    accelerator, model = Accelerator(device="cpu"), nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    prepared, stepping = accelerator.prepare(model, optimizer)
+    accelerator.backward(prepared(torch.ones(1, 2)).sum())
+    stepping.step()
+    stepping.zero_grad()
+    accelerator.save_state(tmp_path / "ck")
+    with torch.no_grad():
+        model.weight.fill_(7)
+    yield accelerator, model, optimizer, tmp_path / "ck"
+    accelerator.end_training()
+
+
+def test_a_load_describes_each_tensor_of_an_optimizer_once(stepped, monkeypatch):
+    accelerator, _, _, folder = stepped
+    described, leaf_of = [], state.leaf_of
+
+    def counted(tensor, **options):
+        described.append(tensor)
+        return leaf_of(tensor, **options)
+
+    monkeypatch.setattr(state, "leaf_of", counted)
+    accelerator.load_state(folder)
+    assert len(described) == 2 + 2 * 3  # weight and bias; step and two moments of each
+
+
+def test_a_tensor_without_a_shape_is_refused_before_anything_is_loaded(stepped):
+    accelerator, model, optimizer, folder = stepped
+    with pytest.warns(UserWarning, match="nested"):
+        optimizer.state[model.weight]["odd"] = torch.nested.nested_tensor([torch.ones(1), torch.ones(2)])
+    with pytest.raises(CheckpointError, match="sizes"):
+        accelerator.load_state(folder)
+    assert model.weight.eq(7).all()
+
+
+def test_a_key_that_cannot_be_stored_is_refused_before_anything_is_loaded(stepped):
+    accelerator, model, optimizer, folder = stepped
+    optimizer.state[model.weight][object()] = torch.ones(1)
+    with pytest.raises(CheckpointError, match="weight cannot be stored: a builtins.object"):
+        accelerator.load_state(folder)
+    assert model.weight.eq(7).all()
