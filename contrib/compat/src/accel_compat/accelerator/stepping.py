@@ -45,29 +45,35 @@ class Stepping(Assignable):
         Models that are not prepared are left out. If none is left, all prepared models take part. Optimizers
         of models that are never named step at the end of this window too.
         """
-        run = self.run
         self._count = self._next_count()
         try:
-            is_known = models in self._accumulations
-        except TypeError:  # a list of models
-            is_known = False
-        if not is_known:
-            given = (
-                each for model in models for each in (model if isinstance(model, (list, tuple)) else [model])
-            )
-            models = tuple(model for model in given if run.prepared.unit_of_model(model) is not None)
-            if models:
-                self._followers.name(run, models)
-        if not run.units:
-            self.step = self._count
-        accumulation = _accumulate(self, *models, items=items, batch=batch)
-        followers = self._followers.units if models else ()
-        if followers and items is not None:
-            raise ValueError(
-                f"accumulate(items=...): {len(followers)} prepared model(s) with an optimizer are not named,"
-                " so their gradients would not be divided by these items\nname all models that train"
-            )
-        return Following(accumulation, followers) if followers else accumulation
+            accumulation = self._accumulations[models]
+        except (KeyError, TypeError):  # not entered yet; a list of models
+            models = self._named(models)
+            accumulation = _accumulate(self, *models)
+        if items is not None or batch is not None:
+            accumulation = _accumulate(self, *models, items=items, batch=batch)
+        if not models:
+            if not self.run.units:
+                self.step = self._count
+        elif followers := self._followers.units:
+            if items is not None:
+                raise ValueError(
+                    f"accumulate(items=...): {len(followers)} prepared model(s) with an optimizer are not"
+                    " named, so their gradients would not be divided by these items\n"
+                    "name all models that train"
+                )
+            return Following(accumulation, followers)
+        return accumulation
+
+    def _named(self, given: Iterable[Any]) -> tuple[Any, ...]:
+        """Return the prepared ones of these models, which count for themselves from now on."""
+        several = (each if isinstance(each, (list, tuple)) else [each] for each in given)
+        is_prepared = self.run.prepared.unit_of_model
+        models = tuple(model for each in several for model in each if is_prepared(model) is not None)
+        if models:
+            self._followers.name(self.run, models)
+        return models
 
     @contextmanager
     def join_uneven_inputs(
@@ -101,12 +107,14 @@ class Stepping(Assignable):
         The division happens outside of `accumulate` too.
         """
         run = self.run
-        if kwargs:
-            if "learning_rate" in kwargs:
-                self.lomo_backward(loss, kwargs["learning_rate"])
-            kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
-        if (run.accumulation is None or not run.units) and run.accumulation_steps > 1:
+        if run.accumulation_steps > 1 and (run.accumulation is None or not run.units):
             loss = loss / run.accumulation_steps
+        if not kwargs:
+            _backward(self, loss)
+            return
+        if "learning_rate" in kwargs:
+            self.lomo_backward(loss, kwargs["learning_rate"])
+        kwargs.pop("scale_wrt_gas", None)  # of DeepSpeed's engine, which never scales here
         _backward(self, loss, **kwargs)
 
     def lomo_backward(self, loss: torch.Tensor, learning_rate: float) -> None:
@@ -121,13 +129,14 @@ class Stepping(Assignable):
         Inside a window nothing is clipped, and it is the norm of what there is on this rank.
         """
         mine = _listed(parameters)
+        units = self.run.prepared.parameters.units_of(mine)
+        if len(units) == 1:
+            (unit,) = units
+            if unit is not None and unit.window.boundary:
+                return _clip_grad_norm_(self, mine, max_norm, norm_type)
         if not mine:
             warn_once(f"clip_grad_norm_: {_EMPTY}")
             return torch.tensor(0.0)
-        units = self.run.prepared.parameters.units_of(mine)
-        unit = next(iter(units)) if len(units) == 1 else None
-        if unit is not None and unit.window.boundary:
-            return _clip_grad_norm_(self, mine, max_norm, norm_type)
         if all(unit is None or unit.window.boundary for unit in units):
             self._unscale(units, mine)
             return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
