@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from accel_core.checkpoint.stored import Place
 
 
+class UnfitObjectError(CheckpointError, TypeError, ValueError):
+    """An object that safetensors cannot hold: no mapping of names to dense tensors."""
+
+
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
     """Write `obj` beside `path`, then replace `path` by it, or into an open file.
 
@@ -27,7 +31,8 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
     safe_serialization: as safetensors; `obj` then maps names to tensors. Else by `torch.save`.
 
     Raises:
-        CheckpointError: safetensors cannot hold it, `path` is a URL, or the disk does not take it.
+        CheckpointError: `path` is a URL, or the disk does not take it. Where safetensors cannot hold it, the
+            error is a TypeError and a ValueError too.
     """
     if not isinstance(path, str | os.PathLike):
         _write(obj, path, safe_serialization)
@@ -46,8 +51,9 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
 
 def not_written(path: Place, error: Exception) -> CheckpointError:
     """Return the error for a file or folder that the disk does not take."""
+    reason = getattr(error, "strerror", None) or error  # alone: the file in the text is a temporary one
     return CheckpointError(
-        f"{path} could not be written: {type(error).__name__}: {error}\n"
+        f"{path} could not be written: {type(error).__name__}: {reason}\n"
         "what was there before is unchanged; free some space, or write to another folder",
         path=str(path),
     )
@@ -72,27 +78,27 @@ def _as_safetensors(obj: Any, path: Path) -> None:
     from safetensors.torch import save_file
 
     try:
-        with _tensors_by_name(path):
+        with _refused_objects():
             save_file(obj, path, metadata={"format": "pt"})
     except SafetensorError as error:
         raise OSError(str(error)) from error
 
 
 @contextmanager
-def _tensors_by_name(where: object) -> Iterator[None]:
-    """Raise CheckpointError where safetensors refuses an object, by any error."""
+def _refused_objects() -> Iterator[None]:
+    """Raise UnfitObjectError where safetensors refuses an object, by any error."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        about = f"{where}: safetensors cannot hold this object: {error}"
-        raise CheckpointError(f"{about}\nsave with safe_serialization=False") from error
+        text = f"safetensors cannot hold this object: {error}\nsave with safe_serialization=False"
+        raise UnfitObjectError(text) from error
 
 
 def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
     if safe_serialization:
         from safetensors.torch import save as to_bytes
 
-        with _tensors_by_name("save"):
+        with _refused_objects():
             data = to_bytes(obj, metadata={"format": "pt"})
         file.write(data)
     else:

@@ -79,6 +79,19 @@ def test_what_safetensors_cannot_hold_is_an_error_of_ours(run, tmp_path, held, o
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_what_safetensors_cannot_hold_is_an_error_about_the_argument(run, tmp_path, kind):
+    with pytest.raises(kind):
+        ops.save({"a": 1}, tmp_path / "data.safetensors", safe_serialization=True, run=run)
+
+
+@pytest.mark.parametrize(("held", "name"), [({"a": 1}, "data"), ({"a": torch.ones(1)}, "no/folder")])
+def test_an_error_of_save_names_no_temporary_file(run, tmp_path, held, name):
+    with pytest.raises(CheckpointError) as caught:
+        ops.save(held, tmp_path / name, safe_serialization=True, run=run)
+    assert "partial" not in str(caught.value)
+
+
 def test_loading_runs_no_code_unless_it_is_asked_to(run, tmp_path, capsys):
     ops.save({"t": Harmful()}, tmp_path / "data.bin", run=run)
     with pytest.raises(pickle.UnpicklingError):

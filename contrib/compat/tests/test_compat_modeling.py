@@ -101,6 +101,13 @@ def test_only_other_names_of_one_weight_are_left_out_of_safetensors(tmp_path, wr
     assert all(torch.equal(found[name], tensors[name]) for name in found)
 
 
+@pytest.mark.parametrize("held", [3, {"a": 1}, {1: torch.ones(1)}, {"a": torch.eye(2).to_sparse()}])
+@pytest.mark.parametrize("kind", [TypeError, ValueError])
+def test_what_safetensors_cannot_hold_is_a_mistaken_argument(tmp_path, held, kind):
+    with pytest.raises(kind, match="cannot hold"):
+        Accelerator().save(held, tmp_path / "file", safe_serialization=True)
+
+
 def test_a_model_with_ties_is_saved_by_hand_and_by_save_model(tmp_path):
     accelerator, torn = Accelerator(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     torn[1].weight = torn[0].weight

@@ -92,9 +92,14 @@ def _view(value: Any) -> Any:
 
     None for what is not a tensor, and where there is no memory to compare.
     """
-    if not isinstance(value, torch.Tensor) or (storage := id_tensor_storage(value))[1] == 0:
+    if not _has_memory(value) or (storage := id_tensor_storage(value))[1] == 0:
         return None
     return storage, value.storage_offset(), value.shape, value.stride(), value.dtype
+
+
+def _has_memory(value: Any) -> bool:
+    """Tell whether a value is a tensor with one memory: a sparse one has several."""
+    return isinstance(value, torch.Tensor) and value.layout is torch.strided
 
 
 def _in_own_memory(named: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,7 +107,7 @@ def _in_own_memory(named: Mapping[str, Any]) -> dict[str, Any]:
     apart: dict[str, Any] = {}
     storages: set[Any] = set()
     for name, value in named.items():
-        if not isinstance(value, torch.Tensor):
+        if not _has_memory(value):
             apart[name] = value
             continue
         storage = id_tensor_storage(value)
