@@ -100,7 +100,7 @@ class EpochSource:
             yield batch
 
     def _read_here(self, progress: Progress, left_out: int) -> Iterator[Any]:
-        """Return an iterable dataset's items, which it may put in a random order as it is read."""
+        """Return an iterable dataset's items, whose order it may draw as it is read."""
         plan = self._plan
         streams = ProcessStreams(
             read=plan.shuffle.streams.read, write=plan.shuffle.streams.write, generators=plan.generators

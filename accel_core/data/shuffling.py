@@ -68,7 +68,7 @@ class Shuffle:
             return split_head(self._order(progress), wanted, progress.start)
 
     def _replayed(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
-        """Read the order of a sampler of the user's own again, as `open` does."""
+        """Read the order of the user's own sampler again, as `open` does."""
         streams, others, before = self.streams, self._other_streams(), self.streams.states()
         streams.restore(next(iter(progress.streams), {}))
         try:
@@ -95,7 +95,7 @@ class Shuffle:
         return self.agree is not None and self.generator is None
 
     def _other_streams(self) -> Streams:
-        """Return the states of the streams beside torch's, which `_drawing` takes care of."""
+        """Return states of the streams beside torch's: `_drawing` sets that one."""
         return {name: state for name, state in self.streams.states().items() if name != "torch"}
 
     @property
