@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.unit import Unit
 
+_UNMOVED: Mapping[tuple[Unit, str], str] = MappingProxyType({})
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Wrapped model of any run -> the user's module inside."""
 
@@ -80,12 +82,15 @@ class PreparedObjects:
         merged: Sequence[Unit],
         optimizers: Iterable[tuple[Optimizer, Any]],
         before: Mapping[nn.Parameter, str],
+        moved: Mapping[tuple[Unit, str], str],
     ) -> None:
         """Add a unit, or what is new in it, in place of those merged into it.
 
         optimizers: (the user's, what `prepare` returns for it) of those that are new. before: the names of
-        its parameters before models were wrapped, which may have replaced them.
+        its parameters before models were wrapped, which may have replaced them. moved: (unit, name) of
+        earlier parameters that have another place in the unit now -> their name there.
         """
+        self.parameters.move(unit, moved)
         self.parameters.add(unit, ((name, parameter) for parameter, name in before.items()))
         self.parameters.add(unit, unit.all_names())
         if unit not in self.units:
@@ -162,9 +167,24 @@ class ParameterIndex:
         """Their units; None among them for what no prepared model has."""
         return set(map(self._units.get, map(id, parameters)))
 
-    def name_of(self, parameter: nn.Parameter) -> str:
-        """Return the canonical name of a parameter that has a unit."""
-        return self._entries[id(parameter)].name
+    def name_of(self, parameter: nn.Parameter, moved: Mapping[tuple[Unit, str], str] = _UNMOVED) -> str:
+        """Return the canonical name of a parameter that has a unit.
+
+        moved: as in `PreparedObjects.add_unit`.
+        """
+        key = id(parameter)
+        name = self._entries[key].name
+        return moved.get((self._units[key], name), name)
+
+    def move(self, unit: Unit, moved: Mapping[tuple[Unit, str], str]) -> None:
+        """Take parameters to their new places in this unit.
+
+        moved: as in `PreparedObjects.add_unit`.
+        """
+        for key, entry in [*self._entries.items()] if moved else ():
+            place = self._units[key], entry.name
+            if place in moved:
+                self._units[key], entry.name = unit, moved[place]
 
     def clear(self) -> None:
         """Forget all parameters."""

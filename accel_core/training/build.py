@@ -33,14 +33,18 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     unit = group.unit
     stream = unit.stream or fork(unit)
     models = " and ".join(type(model).__name__ for model in group.models)
+    earlier = [(each, name, p) for each in group.units for name, p in each.all_names()]
     with (
         show_progress(f"preparing {models} for {unit.strategy}"),
         unit.extended(group.models, group.optimizers, group.units[1:], stream) as names,
     ):
         before = {parameter: name for name, parameter in unit.all_names()}
+        moved = {
+            (each, name): before[p] for each, name, p in earlier if name != before[p] or each is not unit
+        }
 
         def name_of(parameter: nn.Parameter) -> str:
-            return before.get(parameter) or prepared.parameters.name_of(parameter)
+            return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
 
         if unit.hooks.step("prepare_unit") is None:
             _build(group, plan, names, name_of)
@@ -48,7 +52,8 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
             _build_whole(group, plan, names, name_of)
     inner = _last(unit.optimizers, len(group.optimizers))
     proxies = [PreparedOptimizer(optimizer, unit) for optimizer in inner]
-    prepared.add_unit(unit, group.units[1:], zip(group.optimizers, proxies, strict=True), before)
+    added = zip(group.optimizers, proxies, strict=True)
+    prepared.add_unit(unit, group.units[1:], added, before, moved)
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:

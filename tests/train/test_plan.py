@@ -31,7 +31,7 @@ def plan_beside(units, objects, placement=None, **options):
     prepared = PreparedObjects()
     for unit in units:
         proxies = [PreparedOptimizer(optimizer, unit) for optimizer in unit.optimizers]
-        prepared.add_unit(unit, [], zip(unit.optimizers, proxies, strict=True), {})
+        prepared.add_unit(unit, [], zip(unit.optimizers, proxies, strict=True), {}, {})
     places = [True] * len(objects) if placement is None else placement
     return plan_prepare(prepared, objects, kind_of, places, **options)
 

@@ -115,3 +115,73 @@ def test_an_optimizer_may_say_that_it_treats_each_element_by_itself() -> None:
 def test_whole_weights_suit_every_optimizer() -> None:
     assert run_processes(refused, 1, "Muon", False, {"sharding_strategy": "NO_SHARD"}) == [None, None]
     assert refused(1, "Muon", False, {}) is None
+
+
+class Counting(torch.optim.SGD):
+    """Keeps a value for all parameters beside what it keeps of each."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr, momentum=0.9)
+        self.state["all"] = {"steps": 7}
+
+
+def kept_of_all(version: int) -> Any:
+    run, _, optimizer = prepared(version, Counting)
+    found = optimizer.state["all"]
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_state_of_no_parameter_from_before_prepare_stays(version: int) -> None:
+    assert run_processes(kept_of_all, version) == [{"steps": 7}] * 2
+
+
+def layers() -> tuple[nn.Linear, nn.Linear]:
+    torch.manual_seed(0)
+    return nn.Linear(6, 4).double(), nn.Linear(4, 2).double()
+
+
+def losses(first: nn.Module, second: nn.Module) -> Any:
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        yield second(first(x)).square().mean()
+
+
+def trained_late(version: int, joined: bool) -> dict[str, Tensor]:
+    """Weights of two models that were prepared before the optimizers of their original parameters."""
+    run = Accelerator(
+        device="cpu",
+        strategy="fsdp",
+        plugins=[TIMEOUT, FullyShardedDataParallelPlugin(fsdp_version=version)],
+    )
+    modules = layers()
+    owned = [list(module.parameters()) for module in modules]
+    models = [run.prepare(module) for module in modules]
+    groups = [[owned[0][0], owned[1][0]], [owned[0][1], owned[1][1]]] if joined else [owned[0], owned[1]]
+    optimizers = [run.prepare(torch.optim.SGD(group, lr=0.1)) for group in groups]
+    for loss in losses(*models):
+        run.backward(loss)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    found = {
+        f"{number}.{name}": tensor.clone()
+        for number, model in enumerate(models)
+        for name, tensor in run.get_state_dict(model).items()
+    }
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("joined", [False, True], ids=["one each", "over both"])
+def test_optimizers_that_come_after_their_models_find_the_parameters(version: int, joined: bool) -> None:
+    modules = nn.ModuleList(layers())
+    optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
+    for loss in losses(*modules):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for found in run_processes(trained_late, version, joined):
+        torch.testing.assert_close(found, {**modules.state_dict()}, rtol=1e-12, atol=1e-12)
