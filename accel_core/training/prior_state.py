@@ -9,6 +9,8 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from torch import Tensor
+
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract.state import TensorTemplate
 from accel_core.errors import AccelError
@@ -54,7 +56,10 @@ def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
         now = [p for group in optimizer.param_groups for p in group["params"]]
         if all((p.shape, p.device) == before.get(p) for p in now):
             return
-        optimizer.state.clear()
+        held: dict[Any, Any] = optimizer.state
+        of_no_parameter = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
+        held.clear()
+        held.update(of_no_parameter)
         unit.hooks.materialize_optimizer_state(unit, optimizer, template, state.plain)
         for name, leaf in unit.hooks.optimizer_state(unit, optimizer).leaves.items():
             whole = state.leaves[name].shards[0][1]
