@@ -209,9 +209,17 @@ def read_text(text: str) -> Any:
         return str(text)
     if text.isascii() and text.isdecimal() and text[0] != "0" and len(text) < 19:
         return int(text)
-    from accel_core.config.yamlfile import looks_like
+    import yaml
 
-    return looks_like(text)
+    from accel_core.config.yamlfile import UNREADABLE, Values
+
+    try:
+        value = yaml.load(text, Loader=Values)  # noqa: S506  a SafeLoader
+    except (yaml.YAMLError, *UNREADABLE, RecursionError):
+        return str(text)
+    is_text = isinstance(value, str) and text[:1] not in "'\""
+    is_comment = value is None and text.strip().lower() != "null"  # or `~`, a shell's home
+    return str(text) if is_text or is_comment else value
 
 
 def _from_text(text: RawText, kind: Any) -> Any:

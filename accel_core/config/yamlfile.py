@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path as FilePath
-from typing import Any, Final
+from typing import Final
 
 import yaml
 
@@ -49,22 +49,11 @@ def _at(name: str, mark: yaml.Mark | None) -> str:
     return f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
 
 
-def looks_like(text: str) -> Any:
-    """Read a shell's text as YAML would read it, or return the text."""
-    try:
-        value = yaml.load(text, Loader=_Values)  # noqa: S506  a SafeLoader
-    except (yaml.YAMLError, *_UNREADABLE, RecursionError):
-        return str(text)
-    is_text = isinstance(value, str) and text[:1] not in "'\""
-    is_comment = value is None and text.strip().lower() != "null"  # or `~`, a shell's home
-    return str(text) if is_text or is_comment else value
-
-
-_UNREADABLE: Final = (KeyError, TypeError, ValueError)
+UNREADABLE: Final = (KeyError, TypeError, ValueError)
 """PyYAML's errors for a tag that does not fit its value: `!!bool x`, `!!int x`."""
 
 
-class _Values(yaml.SafeLoader):
+class Values(yaml.SafeLoader):
     """A loader of what JSON can hold: no dates, bytes, sets or ambiguous numbers."""
 
     # A date would be text by the time that workers get it from the launcher.
@@ -89,12 +78,12 @@ class _Values(yaml.SafeLoader):
 
 # YAML 1.1 needs a point and a sign, as in 1.0e-4, and reads 1e-4 as text.
 _EXPONENT: Final = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+")
-_Values.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+.0123456789"))
+Values.add_implicit_resolver(_TAG + "float", _EXPONENT, list("-+.0123456789"))
 for _kind in ("int", "float"):
-    _Values.add_constructor(_TAG + _kind, _Values.number)
+    Values.add_constructor(_TAG + _kind, Values.number)
 
 
-class _Loader(_Values):
+class _Loader(Values):
     """A loader that keeps places, and collects the mistakes in mappings."""
 
     def __init__(self, text: str, name: str, problems: list[ConfigProblem]) -> None:
@@ -125,7 +114,7 @@ class _Loader(_Values):
                 mapping.origins[key.value] = _at(self._file, mark)
             except yaml.MarkedYAMLError as error:  # a tag that is not YAML's own, an alias inside its anchor
                 self._refuse(error.problem_mark, f"cannot be read: {error.problem}")
-            except _UNREADABLE as error:
+            except UNREADABLE as error:
                 self._refuse(value.start_mark, f"cannot be read: {type(error).__name__}: {error}")
         self._path = above
         return mapping
