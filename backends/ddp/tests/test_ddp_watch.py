@@ -85,6 +85,19 @@ def stepping_alone_by_local_sgd(run, model, optimizer, number, loss, x):
         local.step()
 
 
+def assign_gradients(model, loss, of_all=lambda gradient: gradient):
+    parameters = list(model.parameters())
+    for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+        parameter.grad = of_all(gradient)
+
+
+def averaged_by_hand(run, model, optimizer, number, loss, x):
+    with run.no_sync(model):
+        found = loss(model(x))
+    assign_gradients(model, found, partial(run.reduce, reduction="mean"))
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     "train",
     [
@@ -94,6 +107,7 @@ def stepping_alone_by_local_sgd(run, model, optimizer, number, loss, x):
         forward_and_backward_in_turn_twice,
         in_two_no_syncs,
         stepping_alone_by_local_sgd,
+        averaged_by_hand,
     ],
 )
 def test_what_reduces_trains_alike(train: Callable[..., Any]) -> None:
@@ -191,6 +205,22 @@ def in_backward(run, model, optimizer, number, loss, x):
     run.backward(loss(model(x)))
 
 
+def by_autograd_grad(run, model, optimizer, number, loss, x):
+    assign_gradients(model, loss(model(x)))
+    optimizer.step()
+
+
+def by_autograd_grad_in_memory_that_stays(run, model, optimizer, number, loss, x):
+    optimizer.zero_grad(set_to_none=False)
+    by_autograd_grad(run, model, optimizer, number, loss, x)
+
+
+def converted(run, model, optimizer, number, loss, x):
+    model.double()
+    run.backward(loss(model(x.double()).float()))
+    optimizer.step()
+
+
 @pytest.mark.parametrize(
     ("train", "said"),
     [
@@ -204,6 +234,9 @@ def in_backward(run, model, optimizer, number, loss, x):
         (forward_in_no_sync, "its forward ran inside"),
         (unfrozen, r"2 parameter\(s\) .* were frozen when it was prepared and train now \(0.weight\)"),
         (in_backward, "register_post_accumulate_grad_hook"),
+        (by_autograd_grad, "torch.autograd.grad, or gradients that were assigned"),
+        (by_autograd_grad_in_memory_that_stays, "torch.autograd.grad, or gradients that were assigned"),
+        (converted, "converted to another dtype or device"),
     ],
 )
 def test_what_would_train_ranks_apart_is_an_error(train: Callable[..., Any], said: str) -> None:
@@ -305,11 +338,6 @@ def unseen(kind: str, folder: str) -> str:
     for x, y in batches(2, rank()):
         if kind == "unprepared":
             F.mse_loss(given(x), y).backward()
-        elif kind == "by hand":
-            parameters = list(given.parameters())
-            found = torch.autograd.grad(F.mse_loss(model(x), y), parameters)
-            for parameter, gradient in zip(parameters, found, strict=True):
-                parameter.grad = gradient
         else:
             loss = F.mse_loss(model(x), y)
             run.backward(loss, retain_graph=True)
@@ -325,7 +353,7 @@ def unseen(kind: str, folder: str) -> str:
     return ""
 
 
-@pytest.mark.parametrize("kind", ["unprepared", "by hand", "two backwards"])
+@pytest.mark.parametrize("kind", ["unprepared", "two backwards"])
 def test_ranks_that_no_step_sees_drift_are_refused_by_the_next_save(tmp_path: Path, kind: str) -> None:
     for told in run_processes(unseen, kind, str(tmp_path / "ck")):
         assert "ranks hold different contents of what should be the same on all" in told

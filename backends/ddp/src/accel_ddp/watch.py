@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.nn import parallel
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = ["CARRIED", "RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
 
 _READY: Final = "ready"
+_CONVERTED: Final = "converted"
+_BY_HAND: Final = "by hand"
 RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
 """Model -> weak reference to its run. Not in the model, which may be copied."""
 _REASONS: Final = {
@@ -32,6 +34,15 @@ _REASONS: Final = {
     " part of the model: only the first backward after a forward is reduced",
     "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced"
     " (accelerator.sync_gradients = True stands before the forward)",
+    _CONVERTED: "came after its weights were converted to another dtype or device: only the gradients of"
+    " those that prepare saw are reduced",
+    _BY_HAND: "was none of torch's (torch.autograd.grad, or gradients that were assigned): such gradients are"
+    " this rank's alone",
+}
+_REMEDIES: Final = {
+    _CONVERTED: "convert the model before prepare, or call accelerator.free_memory() and prepare it again",
+    _BY_HAND: "call accelerator.backward; or reduce them yourself, and run the forward inside"
+    " accelerator.no_sync(model)",
 }
 _IGNORED: Final = "_ddp_params_and_buffers_to_ignore"
 """Attribute in which torch's wrapper looks for parameters to leave alone."""
@@ -48,10 +59,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, under its name, which notes whether each backward reduces.
 
     `awaited` says of each parameter that is asked whether its next gradient would be reduced, and else why
-    not; `last` what it was at the last one of any. `late` holds the parameters that were frozen here and got
-    a gradient since the last step.
+    not; `last` what it was at the last one of any. `kinds` are their dtypes and devices, `before` their
+    gradients at the last forward. `late` holds the parameters that were frozen here and got a gradient since
+    the last step.
     """
 
+    asked: list[nn.Parameter]
     awaited: list[str]
     last: str | None
     late: set[Tensor]
@@ -65,6 +78,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if odd and self.broadcast_buffers:
             self._default_broadcast_coalesced(self._odd_bytes())  # type: ignore[no-untyped-call]
         asked = _asked(module)
+        self.__dict__.update(asked=asked, kinds=_kinds(asked), before=[None] * len(asked))
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         ignored = self.parameters_to_ignore
         self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
@@ -78,8 +92,12 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         """Run the module's forward, whose gradients are reduced in backward."""
         if torch.is_grad_enabled():
             state = self.__dict__  # the module's own __setattr__ takes 2 µs
+            asked = state["asked"]
             word = _READY if state["require_backward_grad_sync"] else "quiet"
-            state["awaited"] = [word] * len(state["awaited"])
+            if word == _READY and _kinds(asked) != state["kinds"]:
+                word = _CONVERTED
+            state["awaited"] = [word] * len(asked)
+            state["before"] = [None if p.grad is None else ref(p.grad) for p in asked]
             if not state["checked"]:
                 refuse_hooks(self.module, allowed=len(self._hooks))
                 state["checked"] = True
@@ -91,6 +109,11 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             if lost is None:
                 raise
             raise lost from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A pickle holds no weak references.
+        held: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
+        return {**held, "before": [None] * len(self.asked)}
 
     def await_backward(self) -> None:
         """Count the next backward as reduced, whatever its forward ran in.
@@ -128,7 +151,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             raise AccelError(
                 f"ddp: the last backward of this {kind} {_REASONS[str(last)]}; each rank would"
                 " train a model of its own\n"
-                "call the prepared model, then backward once; put both into no_sync, or none"
+                + _REMEDIES.get(
+                    str(last), "call the prepared model, then backward once; put both into no_sync, or none"
+                )
             )
         names = [name for name, p in self.module.named_parameters() if p in self.late]
         self.late.clear()
@@ -136,6 +161,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
             f" now ({names[0]}): their gradients are not reduced\n"
             "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+        )
+
+    def is_by_hand(self) -> bool:
+        """Return whether gradients came since the last forward, without a backward."""
+        found = zip(self.asked, self.awaited, self.__dict__["before"], strict=True)
+        return any(
+            word == _READY and p.grad is not None and (before is None or before() is not p.grad)
+            for p, word, before in found
         )
 
     def refuse_unfinished(self, error: RuntimeError) -> None:
@@ -203,6 +236,8 @@ def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
                 state["awaited"] = ["none"] * len(state["awaited"])
             if last is not None:
                 state["last"] = None
+            elif model.is_by_hand():
+                last = _BY_HAND
             if late or (last is not None and last != _READY):
                 if not unit.is_in_no_sync:
                     model.refuse(last)
@@ -242,6 +277,10 @@ def _asked(module: nn.Module) -> list[nn.Parameter]:
     parts = (module, *module.children())
     found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
     return [p for p in dict.fromkeys(found) if p is not None]
+
+
+def _kinds(parameters: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
+    return [(parameter.dtype, parameter.device) for parameter in parameters]
 
 
 def _may_train_later(parameter: Tensor) -> bool:
