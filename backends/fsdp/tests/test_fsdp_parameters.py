@@ -226,3 +226,34 @@ def test_buffers_of_dtypes_that_a_group_does_not_carry_are_those_of_rank_0(
     for first, again in run_processes(odd_buffers, version, str(tmp_path / "saved")):
         assert all(first)
         assert all(again)
+
+
+def with_stand_ins(version: int, kind: str) -> tuple[str | None, float]:
+    """A forward with other tensors for the parameters: before any other, or after a step."""
+    run = accelerator(plugin("mlp", version))
+    model = net("mlp")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = run.prepare(model, optimizer)
+    if kind == "later":
+        run.backward(loss_of(model, *batch()))
+        optimizer.step()
+        optimizer.zero_grad()
+    before = dict(run.get_state_dict(model))
+    halves = {
+        name: nn.Parameter(tensor * 0.5) if kind == "parameters" else tensor * 0.5
+        for name, tensor in model.named_parameters()
+    }
+    said = said_by(lambda: torch.func.functional_call(model, halves, (batch()[0],)))
+    moved = distance(dict(run.get_state_dict(model)), before)
+    loss_of(model, *batch()).backward()  # the model's own parameters are back
+    run.end_training()
+    return said, moved
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", ["first", "later", "parameters"])
+def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(version: int, kind: str) -> None:
+    for said, moved in run_processes(with_stand_ins, version, kind):
+        assert said is not None
+        assert said.startswith("another tensor stands for the sharded parameter weight of Linear")
+        assert moved == 0

@@ -23,7 +23,7 @@ from accel_fsdp.base import (
 )
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
-from accel_fsdp.parameters import guard
+from accel_fsdp.parameters import guard, refuse_stand_ins
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.wrapping import groups, ignored, replace
 
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Unit
     from accel_fsdp.flat_vectors import Part
+    from accel_fsdp.parameters import Held
 
 __all__ = ["Flat"]
 
@@ -98,6 +99,7 @@ class Flat(FullyShardedDataParallel):
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
         for module in FSDP.fsdp_modules(wrapped):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
+            refuse_stand_ins(module, partial(_held, module))
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
         return wrapped
 
@@ -272,6 +274,19 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
     # Its weights are gathered here, as the gradient is.
     if wrapper in kept and wrapper._handle is not None and wrapper._handle.flat_param.requires_grad:
         wrapper._handle.flat_param.grad = kept.pop(wrapper)
+
+
+def _held(wrapper: FSDP) -> Iterator[Held]:
+    if wrapper._handle is None:
+        return
+    flat: Any = wrapper._handle.flat_param
+    gathered = getattr(flat, "_full_param_padded", flat)
+    memory = {tensor.untyped_storage().data_ptr() for tensor in (flat, gathered)} - {0}  # of what is freed
+    of_one = zip(flat._param_infos, flat._params, strict=True)
+    for info, parameter in (*of_one, *zip(flat._shared_param_infos, flat._shared_params, strict=True)):
+        now = info.module._parameters.get(info.param_name)
+        is_view = now is not None and now.untyped_storage().data_ptr() in memory
+        yield info.module, info.param_name, (parameter, now if is_view else None)
 
 
 def _free(modules: Sequence[FSDP], *call: Any) -> None:

@@ -26,7 +26,7 @@ from accel_fsdp.base import (
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.parameters import replace_parameter
+from accel_fsdp.parameters import refuse_stand_ins, replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.unused import Unused, followed, parameter_groups
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
+    from accel_fsdp.parameters import Held
     from accel_fsdp.wrapping import Group
 
 __all__ = ["Sharded", "reshard", "whole"]
@@ -97,6 +98,7 @@ class Sharded(FullyShardedDataParallel):
             for gathering in parameter_groups(state):
                 for name in ("unshard", "wait_for_unshard"):
                     vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
+            refuse_stand_ins(module, partial(_held, state))
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -225,6 +227,21 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield (module, key), parameter
+
+
+def _held(state: Any) -> Iterator[Held]:
+    for gathering in parameter_groups(state):
+        for one in gathering.fsdp_params:
+            gathered = [
+                getattr(one, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param")
+            ]
+            info = one._module_info
+            places = [
+                (info.module, info.param_name),
+                *zip(info.shared_modules, info.shared_param_names, strict=True),
+            ]
+            for module, key in places:
+                yield module, key, (one.sharded_param, *gathered)
 
 
 def whole(tensor: Tensor) -> Tensor:

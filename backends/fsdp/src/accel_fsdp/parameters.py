@@ -5,10 +5,11 @@ Their hooks, and what still holds those from before.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
@@ -17,12 +18,15 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Replaced", "guard", "replace_parameter", "with_hooks"]
+__all__ = ["Held", "Replaced", "guard", "refuse_stand_ins", "replace_parameter", "with_hooks"]
 
 ADVICE = (
     "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
     " backward and optimizer.step()"
 )
+
+Held = tuple[nn.Module, str, "Sequence[Tensor | None]"]
+"""A place of a parameter, (module, key), and what torch may have put there."""
 
 
 class Replaced(nn.Parameter):
@@ -82,6 +86,25 @@ def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:
     old.data = old.data.new_empty(0)
     old.__class__ = Replaced
     vars(old)["_name"] = name
+
+
+def refuse_stand_ins(module: Any, held: Callable[[], Iterable[Held]]) -> None:
+    """Refuse forwards in which another tensor stands for a sharded parameter.
+
+    torch would gather its own shards over it, or take it for a shard and keep it.
+    """
+
+    def look(*call: Any) -> None:
+        for holder, key, tensors in held():
+            now = holder._parameters.get(key)
+            if now is not None and all(now is not tensor for tensor in tensors):
+                raise AccelError(
+                    f"another tensor stands for the sharded parameter {key} of {type(holder).__name__}"
+                    " (torch.func.functional_call, or an assignment), and a forward would not use it\n"
+                    "prepare this model with strategy ddp, or change the weights in place"
+                )
+
+    module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
 
 
 def _refuse(name: str, kind: str, hook: object) -> NoReturn:
