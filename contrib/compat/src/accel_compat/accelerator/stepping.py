@@ -67,7 +67,7 @@ class Stepping(Assignable):
         return accumulation
 
     def _named(self, given: Iterable[Any]) -> tuple[Any, ...]:
-        """Return the prepared ones of these models, which count for themselves from now on."""
+        """Return the prepared ones of these models, which count for themselves."""
         several = (each if isinstance(each, (list, tuple)) else [each] for each in given)
         is_prepared = self.run.prepared.unit_of_model
         models = tuple(model for each in several for model in each if is_prepared(model) is not None)
