@@ -16,7 +16,16 @@ from accelerate.utils import ComputeEnvironment, DistributedType
 from accelerate.utils import launch as launching
 from peers import needs_accelerate, said
 
-from accel_compat.launch import commands, config_file, config_questions, request, worker_commands, workers
+from accel_compat import notices
+from accel_compat.launch import (
+    commands,
+    config_file,
+    config_questions,
+    convert,
+    request,
+    worker_commands,
+    workers,
+)
 
 PARSED = """
 import json
@@ -403,6 +412,13 @@ def test_a_basic_config_has_all_keys(tmp_path):
         Path(str(config_file.write_basic_config("bf16", str(tmp_path / "basic.json")))).read_text()
     )
     assert {"num_machines", "machine_rank", "rdzv_backend", "main_training_function"} <= written.keys()
+
+
+def test_fp8_in_a_basic_config_names_what_this_machine_lacks(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(convert, "plugin_status", lambda name: "missing")
+    monkeypatch.setattr(notices, "_warned", set())
+    config_file.write_basic_config("fp8", str(tmp_path / "basic.json"))
+    assert "fp8 needs accel-torchao or accel-transformer-engine" in capsys.readouterr().err
 
 
 def test_questions_that_are_left_write_nothing(monkeypatch, tmp_path, capsys):

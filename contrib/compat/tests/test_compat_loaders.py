@@ -99,6 +99,35 @@ def test_batches_without_a_size_stay_single():
     assert [batch.item() for batch in loader] == [0, 1, 2]
 
 
+BATCHES = """
+import json, torch
+from torch.utils.data import DataLoader, IterableDataset
+from accelerate import Accelerator
+
+class Batches(IterableDataset):
+    def __iter__(self):
+        return iter(made)
+
+made = [torch.tensor([2 * number, 2 * number + 1]) for number in range(5)]
+accelerator = Accelerator(cpu=True)
+loader = accelerator.prepare(DataLoader({dataset}, batch_size=None))
+print(json.dumps([accelerator.gather_for_metrics(batch).tolist() for batch in loader]))
+"""
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("dataset", ["made", "Batches()"])
+def test_metrics_are_over_all_samples_of_batches_that_the_dataset_makes(dataset, processes):
+    found = said(BATCHES.format(dataset=dataset), ours=True, processes=processes)
+    assert [sample for batch in found for sample in batch] == list(range(10))
+
+
+@needs_accelerate
+def test_metrics_of_batches_that_an_iterable_dataset_makes_are_as_there():
+    code = BATCHES.format(dataset="Batches()")
+    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+
+
 def test_dispatching_needs_a_device():
     with pytest.raises(ValueError, match="requires `put_on_device=True`"):
         prepare_data_loader(DataLoader([1]), dispatch_batches=True)

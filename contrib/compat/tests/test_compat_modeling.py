@@ -36,7 +36,7 @@ shown = [
     get_module_leaves(compute_module_sizes(model)),
     [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)],
     [convert_bytes(size) for size in (1, 2048, 5e7, 1e15)],
-    [dtype_byte_size(dtype) for dtype in (torch.bool, torch.int8, torch.bfloat16, torch.float8_e5m2)],
+    [dtype_byte_size(dtype) for dtype in (torch.bool, torch.bfloat16, torch.float8_e5m2, "float32")],
     merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
     [get_pretty_name(nn.Linear), get_pretty_name(model)],
     clean_device_map({"a": 0, "b.c": 1, "b.d": 1}),

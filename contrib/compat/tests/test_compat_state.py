@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import DistributedType, GradientAccumulationPlugin
+from accelerate.utils import DistributedType, GradientAccumulationPlugin, deepspeed_required
 
 
 def test_a_partial_state_needs_no_accelerator():
@@ -126,6 +126,33 @@ def test_a_plugins_settings_are_kept():
     assert accelerator.gradient_accumulation_steps == 3
     assert not accelerator.gradient_state.sync_with_dataloader
     assert accelerator.gradient_state.plugin_kwargs == {"num_steps": 3, "sync_with_dataloader": False}
+
+
+def test_a_plugin_that_the_gradient_state_is_given_sets_the_windows():
+    accelerator = Accelerator()
+    model = accelerator.prepare(torch.nn.Linear(1, 1))
+    GradientState(GradientAccumulationPlugin(num_steps=2))
+    seen = []
+    for _ in range(3):
+        with accelerator.accumulate(model):
+            seen.append(accelerator.sync_gradients)
+
+    assert (GradientState().num_steps, accelerator.gradient_accumulation_steps) == (2, 2)
+    assert seen == [False, True, False]
+
+
+def test_batches_that_a_dataset_makes_have_no_remainder():
+    accelerator = Accelerator()
+    dataset = [torch.arange(3), torch.arange(3)]
+    loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(dataset, batch_size=None))
+
+    assert [accelerator.gradient_state.remainder for _ in loader] == [-1, -1]
+
+
+def test_a_function_for_deepspeed_is_refused_where_another_strategy_runs():
+    Accelerator()
+    with pytest.raises(ValueError, match="DeepSpeed is not enabled"):
+        deepspeed_required(lambda: None)()
 
 
 def test_decorators_run_on_the_ranks_they_name():

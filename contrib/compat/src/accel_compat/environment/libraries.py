@@ -244,24 +244,33 @@ def is_numpy_available(min_version: str = "1.25.0") -> bool:
     return _has(f"numpy >= {min_version}")
 
 
-def _required(package: str, function: F) -> F:
-    @functools.wraps(function)
+def torchao_required(func: F) -> F:
+    """Decorate: a call without torchao says what to install."""
+
+    @functools.wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
-        if not _checks[package]():
-            raise ImportError(f"{function.__name__} needs {package}; install it: pip install {package}")
-        return function(*args, **kwargs)
+        if not _checks["torchao"]():
+            raise ImportError(f"{func.__name__} needs torchao; install it: pip install torchao")
+        return func(*args, **kwargs)
 
     return checked  # type: ignore[return-value]
 
 
-def torchao_required(func: F) -> F:
-    """Decorate: a call without torchao says what to install."""
-    return _required("torchao", func)
-
-
 def deepspeed_required(func: F) -> F:
-    """Decorate: a call without deepspeed says what to install."""
-    return _required("deepspeed", func)
+    """Decorate: a call raises ValueError where another strategy runs."""
+
+    @functools.wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        from accel_compat.state.states import AcceleratorState
+
+        if AcceleratorState._shared_state and AcceleratorState().distributed_type != "DEEPSPEED":
+            raise ValueError(
+                "DeepSpeed is not enabled, please make sure that an `Accelerator` is configured for"
+                " `deepspeed` before calling this function."
+            )
+        return func(*args, **kwargs)
+
+    return checked  # type: ignore[return-value]
 
 
 USE_TORCH_XLA = str_to_bool(os.environ.get("USE_TORCH_XLA", "true")) == 1

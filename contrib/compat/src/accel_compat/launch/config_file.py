@@ -18,6 +18,8 @@ from accel_compat.environment.constants import (
     SAGEMAKER_PYTORCH_VERSION,
     SAGEMAKER_TRANSFORMERS_VERSION,
 )
+from accel_compat.launch.convert import FP8, serves_fp8
+from accel_compat.notices import warn_once
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -208,6 +210,8 @@ def write_basic_config(
             "`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received"
             f" {mixed_precision.lower()}"
         )
+    if mixed_precision.lower() == "fp8" and not serves_fp8():
+        warn_once(FP8)
     kind = torch.accelerator.current_accelerator(check_available=True)
     count = 1 if kind is None else torch.accelerator.device_count()
     config: dict[str, Any] = {

@@ -19,6 +19,9 @@ ELSEWHERE: Final[Mapping[str, str]] = {
     "aws_secret_access_key": "set AWS_SECRET_ACCESS_KEY, or sagemaker.profile",
 }
 RECIPES: Final = "the program gives TransformerEngineConfig or Float8Config"
+FP8: Final = (
+    "fp8 needs accel-torchao or accel-transformer-engine, of which none can be used here; choose bf16 or fp16"
+)
 
 
 @frozen
@@ -29,16 +32,17 @@ class Converted:
     dropped: Mapping[str, str]
 
 
+def serves_fp8() -> bool:
+    """Tell whether a plugin for fp8 can be used here."""
+    return any(plugin_status(name) == "available" for name in ("fp8-torchao", "fp8-te"))
+
+
 def convert(settings: Mapping[str, Any]) -> Converted:
     """Put each setting at its path, or among the dropped."""
     dropped = {name: why for name, why in {**ignored_settings(), **ELSEWHERE}.items() if name in settings}
     dropped |= {name: RECIPES for name in settings if name.startswith("fp8_")}
-    serves_fp8 = any(plugin_status(name) == "available" for name in ("fp8-torchao", "fp8-te"))
-    if settings.get("mixed_precision") == "fp8" and not serves_fp8:
-        dropped["mixed_precision"] = (
-            "fp8 needs accel-torchao or accel-transformer-engine, of which none can be used here;"
-            " choose bf16 or fp16"
-        )
+    if settings.get("mixed_precision") == "fp8" and not serves_fp8():
+        dropped["mixed_precision"] = FP8
     bound = settings.get("enable_cpu_affinity")
     if "enable_cpu_affinity" in settings and (not bound or plugin_status("cuda") == "missing"):
         dropped["enable_cpu_affinity"] = (

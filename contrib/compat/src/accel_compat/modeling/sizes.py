@@ -78,6 +78,7 @@ def dtype_byte_size(dtype: Any) -> float:
     small = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
     if dtype in small:
         return small[dtype]
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
     return dtype.itemsize

@@ -54,6 +54,8 @@ class GradientState:
             self.__dict__["_plugin_kwargs"] = kwargs
         else:
             self._kwargs[run] = kwargs
+            if "num_steps" in kwargs:
+                run.set_accumulation_steps(kwargs["num_steps"], inside=True)
 
     @property
     def initialized(self) -> bool:
@@ -129,10 +131,11 @@ class GradientState:
     def remainder(self) -> int:
         """Number of samples of the loader's last round, over all ranks.
 
-        0 if the round is full, -1 if unknown.
+        0 if the round is full, -1 if unknown, as where the dataset makes the batches.
         """
         loader = self.active_dataloader
-        if loader is None or loader.drop_last or getattr(loader.batch_sampler, "drop_last", False):
+        sampler = None if loader is None else loader.batch_sampler
+        if sampler is None or loader.drop_last or getattr(sampler, "drop_last", False):
             return -1
         if loader.remainder >= 0 or not isinstance(loader, PreparedLoader):
             return int(loader.remainder)
