@@ -292,3 +292,52 @@ def test_a_teacher_of_another_strategy_trains_the_student() -> None:
 
     assert first == second
     assert first[-1] < first[0]
+
+
+def of_two_models(world: int) -> tuple[list[nn.Module], list[torch.Tensor]]:
+    """Two models with one weight, and this rank's inputs of three steps."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(4, 4).double(), nn.Linear(4, 4).double()
+    second.weight = first.weight
+    inputs = torch.randn(3, 4, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    share = 4 // world
+    return [first, second], [x[rank() * share : (rank() + 1) * share] for x in inputs]
+
+
+def train_sharing(world: int, *, fails: bool = False) -> list[torch.Tensor]:
+    """The weights, trained by ddp in a world of several; else by plain torch."""
+    models, inputs = of_two_models(world)
+    parameters = [*dict.fromkeys(p for model in models for p in model.parameters())]
+    optimizer: Any = torch.optim.SGD(parameters, lr=0.1)
+    run = accelerator()
+    first, second = models
+    if world > 1:
+        if fails:
+            refuse_wrapping(run, models, optimizer)
+        first, second, optimizer = run.prepare(*models, optimizer)
+    for x in inputs:
+        run.backward(second(torch.tanh(first(x))).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    run.end_training()
+    return [parameter.detach().clone() for parameter in parameters]
+
+
+def refuse_wrapping(run: Any, models: list[nn.Module], optimizer: Any) -> None:
+    from accel_core.training import build
+
+    attach, build.attach_contexts = build.attach_contexts, lambda *_: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        run.prepare(*models, optimizer)
+    build.attach_contexts = attach
+
+
+def train_after_a_failure(world: int) -> list[torch.Tensor]:
+    return train_sharing(world, fails=True)
+
+
+@pytest.mark.parametrize("train", [train_sharing, train_after_a_failure])
+def test_two_models_with_one_weight_train_as_one_process_does(train: Any) -> None:
+    (expected,) = run_processes(train_sharing, 1, world=1)
+    for found in run_processes(train, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
@@ -82,7 +82,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         ignored = self.parameters_to_ignore
         self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
-        self._hooks = [_when_unfrozen(p, self.late.add) for p in module.parameters() if _may_train_later(p)]
+        late = _adding(self.late)
+        self._hooks = [_when_unfrozen(p, late) for p in module.parameters() if _may_train_later(p)]
         notes = [_noting(self, number) for number in range(len(asked))]
         self._hooks += [
             p.register_post_accumulate_grad_hook(note) for p, note in zip(asked, notes, strict=True)
@@ -99,7 +100,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             state["awaited"] = [word] * len(asked)
             state["before"] = [None if p.grad is None else ref(p.grad) for p in asked]
             if not state["checked"]:
-                refuse_hooks(self.module, allowed=len(self._hooks))
+                refuse_hooks(self.module)
                 state["checked"] = True
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
@@ -193,19 +194,35 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             hook.remove()
 
 
-def refuse_hooks(model: nn.Module, allowed: int = 0) -> None:
-    """Refuse parameters with more than `allowed` hooks.
+def refuse_hooks(model: nn.Module) -> None:
+    """Refuse parameters with hooks but for those of this file.
 
     Those hooks would see unreduced gradients. Raises ConfigError.
     """
-    hooks = {name: len(p._post_accumulate_grad_hooks or ()) for name, p in model.named_parameters()}
-    if sum(hooks.values()) > allowed:
-        hooked = max(hooks, key=lambda name: hooks[name])
+    hooked = [name for name, p in model.named_parameters() if any(map(_is_foreign, _hooks_of(p)))]
+    if hooked:
         raise ConfigError(
-            f"ddp: {hooked} of the {type(model).__name__} has a hook by register_post_accumulate_grad_hook,"
-            " which would see, or step with, the gradient of this rank alone\n"
+            f"ddp: {hooked[0]} of the {type(model).__name__} has a hook by"
+            " register_post_accumulate_grad_hook, which would see, or step with, the gradient of this rank"
+            " alone\n"
             "do its work between backward and optimizer.step(), or choose strategy fsdp"
         )
+
+
+def _hooks_of(parameter: Tensor) -> Iterable[Callable[[Tensor], None]]:
+    return (parameter._post_accumulate_grad_hooks or {}).values()
+
+
+def _is_foreign(hook: Callable[[Tensor], None]) -> bool:
+    # Another model that shares the parameter, or a wrapper that a failed `prepare` left, has its own here.
+    return getattr(hook, "__module__", None) != __name__
+
+
+def _adding(late: set[Tensor]) -> Callable[[Tensor], None]:
+    def note(parameter: Tensor) -> None:
+        late.add(parameter)
+
+    return note
 
 
 def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
