@@ -135,3 +135,23 @@ def evaluated() -> tuple[float, float]:
 def test_logits_that_are_split_for_training_are_whole_in_evaluation() -> None:
     for loss, alone in run_processes(evaluated):
         assert loss == pytest.approx(alone, rel=1e-6)
+
+
+def sharing(version: int) -> str:
+    run = accelerator(plugin("mlp", version))
+    first, second = nn.Linear(4, 4), nn.Linear(4, 4)
+    second.weight = first.weight
+    optimizer = SGD([*dict.fromkeys([*first.parameters(), *second.parameters()])], lr=0.1)
+    try:
+        run.prepare(first, second, optimizer)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        run.end_training()
+    return ""
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_models_with_one_parameter_are_refused(version: int) -> None:
+    for found in run_processes(sharing, version):
+        assert "weight of the Linear is weight of the Linear too" in found

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import ref
@@ -84,6 +84,7 @@ class FullyShardedDataParallel:
         return [
             *(reason for model in models if (reason := _trains_whole(model, whole))),
             *(reason for model in models if (reason := _sharded_before(model))),
+            *_sharing([*unit.models, *models]),
             *with_hooks(models, after_accumulation=self.config.fsdp_version == 1),
             *(
                 reason
@@ -178,6 +179,19 @@ def _sharded_before(model: nn.Module) -> str | None:
         f"this {type(model).__name__} was {done} by an earlier prepare, which cannot be undone\n"
         "build it anew; get_state_dict before, and load_state_dict after that keep its weights"
     )
+
+
+def _sharing(models: Sequence[nn.Module]) -> Iterator[str]:
+    """Yield a reason for a parameter of two models, each of which would shard it."""
+    first: dict[nn.Parameter, str] = {}
+    for model in models:
+        own = dict(model.named_parameters())
+        if name := next((name for name, p in own.items() if p in first), None):
+            yield (
+                f"{name} of the {type(model).__name__} is {first[own[name]]} too, and fsdp shards each model"
+                " by itself\nput both models into one module and prepare that, or choose strategy ddp"
+            )
+        first.update({p: f"{name} of the {type(model).__name__}" for name, p in own.items()})
 
 
 def _on_device_only(optimizer: Optimizer) -> str | None:
