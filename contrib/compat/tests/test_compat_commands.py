@@ -10,6 +10,7 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 
 import pytest
+import yaml
 from accelerate.commands import env, estimate, launch, test, to_fsdp2, tpu
 from accelerate.commands.config.config_args import ClusterConfig, SageMakerConfig, load_config_from_file
 from accelerate.utils import ComputeEnvironment, DistributedType
@@ -412,6 +413,13 @@ def test_a_basic_config_has_all_keys(tmp_path):
         Path(str(config_file.write_basic_config("bf16", str(tmp_path / "basic.json")))).read_text()
     )
     assert {"num_machines", "machine_rank", "rdzv_backend", "main_training_function"} <= written.keys()
+
+
+def test_an_error_in_a_config_file_names_the_file(tmp_path):
+    file = tmp_path / "torn.yaml"
+    file.write_text("num_processes: [1\n")
+    with pytest.raises(yaml.YAMLError, match=r"torn\.yaml"):
+        load_config_from_file(str(file))
 
 
 def test_fp8_in_a_basic_config_names_what_this_machine_lacks(monkeypatch, tmp_path, capsys):

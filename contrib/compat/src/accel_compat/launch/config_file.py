@@ -181,8 +181,8 @@ def load_config_from_file(config_file: str | None) -> BaseConfig:
             f"The passed configuration file `{config_file}` does not exist. Please pass an existing file."
         )
     file = str(config_file or default_config_file)
-    text = Path(file).read_text(encoding="utf-8")
-    found: dict[str, Any] = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+    with Path(file).open(encoding="utf-8") as opened:  # YAML's errors name an open file
+        found: dict[str, Any] = json.load(opened) if file.endswith(".json") else yaml.safe_load(opened)
     here = ComputeEnvironment.LOCAL_MACHINE
     local = found.get("compute_environment", here) == here
     return (ClusterConfig if local else SageMakerConfig)._made(found, file)

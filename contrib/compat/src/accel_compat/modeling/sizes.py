@@ -78,7 +78,7 @@ def dtype_byte_size(dtype: Any) -> float:
     small = {torch.bool: 1 / 8, CustomDtype.INT2: 1 / 4, CustomDtype.INT4: 1 / 2, CustomDtype.FP8: 1}
     if dtype in small:
         return small[dtype]
-    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    dtype = _get_proper_dtype(dtype)
     if not isinstance(dtype, torch.dtype):
         raise ValueError(f"`dtype` is not a valid dtype: {dtype}.")
     return dtype.itemsize
@@ -152,7 +152,7 @@ def check_tied_parameters_in_config(model: nn.Module) -> bool:
 
 
 def _get_proper_dtype(dtype: Any) -> Any:
-    return getattr(torch, dtype.replace("torch.", "")) if isinstance(dtype, str) else dtype
+    return getattr(torch, dtype.replace("torch.", ""), dtype) if isinstance(dtype, str) else dtype
 
 
 def compute_module_sizes(
@@ -168,10 +168,8 @@ def compute_module_sizes(
     """
     sizes: dict[str, Any] = defaultdict(int)
     tensors = model.named_buffers() if buffers_only else named_module_tensors(model, recurse=True)
-    limit = None if dtype is None else dtype_byte_size(_get_proper_dtype(dtype))
-    special = {
-        name: dtype_byte_size(_get_proper_dtype(each)) for name, each in (special_dtypes or {}).items()
-    }
+    limit = None if dtype is None else dtype_byte_size(dtype)
+    special = {name: dtype_byte_size(each) for name, each in (special_dtypes or {}).items()}
     for name, tensor in tensors:
         own = dtype_byte_size(tensor.dtype)
         if name in special:

@@ -59,13 +59,10 @@ def tqdm(*args: Any, main_process_only: bool = True, **kwargs: Any) -> Any:
     """
     from tqdm.auto import tqdm as bar
 
-    from accel_compat.state.states import PartialState
-
     if args and isinstance(args[0], bool):
         raise ValueError(
-            "Passing `True` or `False` as the first argument to Accelerate's `tqdm` wrapper is"
-            " unsupported. Please"
-            " use the `main_process_only` keyword argument instead."
+            "Passing `True` or `False` as the first argument to Accelerate's `tqdm` wrapper is unsupported."
+            " Please use the `main_process_only` keyword argument instead."
         )
     disable = kwargs.pop("disable", False)
     if main_process_only and not disable:
