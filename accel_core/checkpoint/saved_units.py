@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from accel_core.checkpoint.codec import decode
 from accel_core.distributed.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -86,4 +89,11 @@ def _parameters_of(optimizer: Mapping[str, Any]) -> set[str]:
 
     The same ones mean the same optimizer.
     """
-    return {name for group in optimizer["groups"] for name in group["params"]}
+    return {name for group in optimizer["groups"] for name in _names_in(group)}
+
+
+def _names_in(group: Mapping[str, Any]) -> list[str]:
+    if "params" not in group:  # keys of the user's own are no strings, so the group is stored in a tag
+        group = decode(group, "groups", lambda _: torch.empty(0))
+    names: list[str] = group["params"]
+    return names

@@ -129,7 +129,7 @@ def _optimizer_in_words(optimizer: Optimizer) -> str:
         {key: each for key, each in group.items() if key not in NEVER_RESTORED and _is_plain(each)}
         for group in optimizer.param_groups
     ]
-    shown = {", ".join(f"{key}={each!r}" for key, each in sorted(group.items())): None for group in groups}
+    shown = {", ".join(sorted(f"{key}={each!r}" for key, each in group.items())): None for group in groups}
     return f"{type(optimizer).__name__} ({'; '.join(shown)})"
 
 

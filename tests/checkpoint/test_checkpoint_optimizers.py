@@ -308,3 +308,20 @@ def test_a_key_that_cannot_be_stored_is_refused_before_anything_is_loaded(steppe
     with pytest.raises(CheckpointError, match="weight cannot be stored: a builtins.object"):
         accelerator.load_state(folder)
     assert model.weight.eq(7).all()
+
+
+def test_groups_with_keys_that_are_no_strings_are_restored(tmp_path):
+    def prepared(note):
+        run = Accelerator(cpu=True)
+        model = nn.Linear(2, 2)
+        group = {"params": model.parameters(), 3: note, ("layer", 1): 2, "$own": 4}
+        return run, run.prepare(model, torch.optim.SGD([group], lr=0.1))[1]
+
+    run, _ = prepared("first")
+    run.save_state(tmp_path / "saved")
+    run.end_training()
+    run, optimizer = prepared("second")
+    run.load_state(tmp_path / "saved")
+    run.end_training()
+    (group,) = optimizer.param_groups
+    assert (group[3], group["layer", 1], group["$own"]) == ("first", 2, 4)
