@@ -221,10 +221,26 @@ def test_an_order_drawn_while_it_is_read_goes_on_where_nothing_else_draws():
     assert (list(again), list(again)) == expected
 
 
+class SamplerAlong(OrderSampler):
+    """Draws while it is read."""
+
+    def __iter__(self):
+        return iter(DrawnAlong(self.order))
+
+
+def of_a_dataset(order):
+    return DataLoader(DrawnAlong(order), 2, collate_fn=plain)
+
+
+def of_a_sampler(order):
+    return DataLoader(Numbers(LENGTH), 2, sampler=SamplerAlong(order), collate_fn=plain)
+
+
+@pytest.mark.parametrize(("load", "who"), [(of_a_dataset, "DrawnAlong"), (of_a_sampler, "SamplerAlong")])
 @pytest.mark.parametrize("order", ["torch", "numpy", "python"])
-def test_an_order_drawn_among_draws_of_the_training_is_warned_of(order, caplog):
+def test_an_order_drawn_among_draws_of_the_training_is_warned_of(order, load, who, caplog):
     def make(_=None):
-        return DataLoader(DrawnAlong(ORDERS[order]), 2, collate_fn=plain)
+        return load(ORDERS[order])
 
     seed(3)
     (loader,) = prepared(make)
@@ -232,7 +248,7 @@ def test_an_order_drawn_among_draws_of_the_training_is_warned_of(order, caplog):
     again = resumed(make, saved(loader))
     with caplog.at_level(logging.WARNING):
         next(iter(again))
-    assert f"DrawnAlong draws from the random stream {order} while it is read" in caplog.text
+    assert f"{who} draws from the random stream {order} while it is read" in caplog.text
 
 
 @pytest.mark.parametrize(("old", "new"), [(0, 1), (1, 0)])
