@@ -57,8 +57,8 @@ class ProcessStreams:
         if mixed:
             _logger.warning(
                 "%s draws from the random stream %s while it is read, which cannot be repeated here: the rest"
-                " of this epoch may lose samples, or repeat them; draw the whole order at the start of the epoch,"
-                " or from a generator that set_epoch seeds",
+                " of this epoch may lose samples, or repeat them; draw the whole order at the start of the"
+                " epoch, or from a generator that set_epoch seeds",
                 what,
                 ", ".join(sorted(mixed)),
             )
