@@ -45,7 +45,7 @@ _stores: dict[tuple[str | None, ...], Store] = {}
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 _excepthooks: list[tuple[Any, Any]] = []
-"""(from before, torch's) of the group that exists; torch puts its own on top for each group, for good."""
+"""(from before, torch's); torch puts its own on top for each group, for good."""
 
 
 class SharedGroup:

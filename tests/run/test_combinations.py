@@ -34,6 +34,8 @@ BOUND = ("single", "xla-dp", "xla-spmd")
 """Strategies for any device, or only for those of their own package, whose tests say so."""
 FROM_STRATEGIES = {"dtensors", "whole_weights"}
 """What extensions need of strategies, not of devices."""
+ALONE = ("dispatched",)
+"""Strategies that refuse to train on several ranks."""
 ABOVE = {"cp": "ddp", "tensor-parallel": "fsdp"}
 """Extension -> the strategy that it is tried with."""
 # Split where the widths of the kit's networks are even; its other networks stay whole.
@@ -74,7 +76,8 @@ def trained(folder: Path, device: str, above: str, *options: str, levels: str = 
         "torch_mlu": "1+torch2.13",
     }.items():
         write_distribution(folder, library, "\n", version=version, requires=())
-    options += ("--accel-world", "2", "--accel-level", levels, "--accel-simulate", COMMUNICATION[device])
+    world = "1" if above in ALONE else "2"
+    options += ("--accel-world", world, "--accel-level", levels, "--accel-simulate", COMMUNICATION[device])
     options += ("--accel-stand-in", f"stands_for_{device}") if device in STANDS_IN else ()
     for setting in SETTINGS.get(above, ()):
         options += ("--accel-set", setting)

@@ -270,7 +270,7 @@ def test_views_write_through() -> None:
     assert run_processes(views_are_live, world=1) == [[[0, 1, 2, 5], [0, 1, 2, 5]]]
 
 
-def random_streams() -> tuple[bool, bool]:
+def random_streams() -> list[bool]:
     module = simulated()
     torch.manual_seed(3)
     first = torch.randn(4, device="sim").cpu()
@@ -278,12 +278,15 @@ def random_streams() -> tuple[bool, bool]:
     second = torch.randn(4, device="sim").cpu()
     module.set_rng_state(state)
     again = torch.randn(4, device="sim").cpu()
-    torch.manual_seed(3)
-    return torch.equal(again, second), torch.equal(torch.randn(4, device="sim").cpu(), first)
+    found = [torch.equal(again, second)]
+    for seed in (torch.manual_seed, module.manual_seed, module.manual_seed_all):
+        seed(3)
+        found.append(torch.equal(torch.randn(4, device="sim").cpu(), first))
+    return found
 
 
 def test_its_random_stream_is_seeded_saved_and_restored() -> None:
-    assert run_processes(random_streams, world=1) == [(True, True)]
+    assert run_processes(random_streams, world=1) == [[True] * 4]
 
 
 def communicate() -> dict[str, Any]:

@@ -196,10 +196,12 @@ class DeviceModule:
         return memory.total - memory.allocated, memory.total
 
     def manual_seed(self, seed: int) -> None:
-        """Do nothing: the device draws from the CPU's generator, seeded by torch."""
+        """Seed the CPU's generator: the device draws from it."""
+        torch.default_generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
-        """Do nothing, for the same reason."""
+        """Seed the CPU's generator, for the same reason."""
+        self.manual_seed(seed)
 
     def get_rng_state(self, device: Any = None) -> Tensor:
         return torch.get_rng_state()
