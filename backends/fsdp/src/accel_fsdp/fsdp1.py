@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Unit
     from accel_fsdp.flat_vectors import Part
-    from accel_fsdp.parameters import Held
+    from accel_fsdp.parameters import Place
 
 __all__ = ["Flat"]
 
@@ -99,7 +99,7 @@ class Flat(FullyShardedDataParallel):
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
         for module in FSDP.fsdp_modules(wrapped):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
-            refuse_stand_ins(module, partial(_held, module))
+            refuse_stand_ins(module, _flat_places(module), _is_own)
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
         return wrapped
 
@@ -276,17 +276,22 @@ def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, input
         wrapper._handle.flat_param.grad = kept.pop(wrapper)
 
 
-def _held(wrapper: FSDP) -> Iterator[Held]:
+def _flat_places(wrapper: FSDP) -> list[Place]:
     if wrapper._handle is None:
-        return
+        return []
     flat: Any = wrapper._handle.flat_param
-    gathered = getattr(flat, "_full_param_padded", flat)
-    memory = {tensor.untyped_storage().data_ptr() for tensor in (flat, gathered)} - {0}  # of what is freed
     of_one = zip(flat._param_infos, flat._params, strict=True)
-    for info, parameter in (*of_one, *zip(flat._shared_param_infos, flat._shared_params, strict=True)):
-        now = info.module._parameters.get(info.param_name)
-        is_view = now is not None and now.untyped_storage().data_ptr() in memory
-        yield info.module, info.param_name, (parameter, now if is_view else None)
+    shared = zip(flat._shared_param_infos, flat._shared_params, strict=True)
+    return [(info.module, info.param_name, (parameter, flat)) for info, parameter in (*of_one, *shared)]
+
+
+def _is_own(asked: tuple[Tensor, Any], tensor: Tensor) -> bool:
+    parameter, flat = asked
+    if tensor is parameter:
+        return True
+    memory = tensor.untyped_storage().data_ptr()  # of the gathered weights, while they are there; 0 if freed
+    gathered = getattr(flat, "_full_param_padded", flat)
+    return memory != 0 and memory in [each.untyped_storage().data_ptr() for each in (flat, gathered)]
 
 
 def _free(modules: Sequence[FSDP], *call: Any) -> None:

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.parameters import Held
+    from accel_fsdp.parameters import Place
     from accel_fsdp.wrapping import Group
 
 __all__ = ["Sharded", "reshard", "whole"]
@@ -98,7 +98,7 @@ class Sharded(FullyShardedDataParallel):
             for gathering in parameter_groups(state):
                 for name in ("unshard", "wait_for_unshard"):
                     vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
-            refuse_stand_ins(module, partial(_held, state))
+            refuse_stand_ins(module, _sharded_places(state), _is_own)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -229,19 +229,24 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str
                 yield (module, key), parameter
 
 
-def _held(state: Any) -> Iterator[Held]:
-    for gathering in parameter_groups(state):
-        for one in gathering.fsdp_params:
-            gathered = [
-                getattr(one, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param")
-            ]
-            info = one._module_info
-            places = [
-                (info.module, info.param_name),
-                *zip(info.shared_modules, info.shared_param_names, strict=True),
-            ]
-            for module, key in places:
-                yield module, key, (one.sharded_param, *gathered)
+def _sharded_places(state: Any) -> list[Place]:
+    return [
+        (module, key, one)
+        for gathering in parameter_groups(state)
+        for one in gathering.fsdp_params
+        for info in [one._module_info]
+        for module, key in (
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        )
+    ]
+
+
+def _is_own(asked: Any, tensor: Tensor) -> bool:
+    if tensor is asked.sharded_param:
+        return True
+    gathered = (getattr(asked, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+    return any(tensor is each for each in gathered)
 
 
 def whole(tensor: Tensor) -> Tensor:

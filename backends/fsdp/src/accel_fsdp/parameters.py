@@ -5,7 +5,7 @@ Their hooks, and what still holds those from before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,15 +18,15 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Held", "Replaced", "guard", "refuse_stand_ins", "replace_parameter", "with_hooks"]
+__all__ = ["Place", "Replaced", "guard", "refuse_stand_ins", "replace_parameter", "with_hooks"]
 
 ADVICE = (
     "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
     " backward and optimizer.step()"
 )
 
-Held = tuple[nn.Module, str, "Sequence[Tensor | None]"]
-"""A place of a parameter, (module, key), and what torch may have put there."""
+Place = tuple[nn.Module, str, Any]
+"""A place of a sharded parameter: (module, key, what is asked about it)."""
 
 
 class Replaced(nn.Parameter):
@@ -88,16 +88,16 @@ def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:
     vars(old)["_name"] = name
 
 
-def refuse_stand_ins(module: Any, held: Callable[[], Iterable[Held]]) -> None:
+def refuse_stand_ins(module: Any, places: Sequence[Place], is_own: Callable[[Any, Tensor], bool]) -> None:
     """Refuse forwards in which another tensor stands for a sharded parameter.
 
     torch would gather its own shards over it, or take it for a shard and keep it.
     """
 
     def look(*call: Any) -> None:
-        for holder, key, tensors in held():
+        for holder, key, asked in places:
             now = holder._parameters.get(key)
-            if now is not None and all(now is not tensor for tensor in tensors):
+            if now is not None and not is_own(asked, now):
                 raise AccelError(
                     f"another tensor stands for the sharded parameter {key} of {type(holder).__name__}"
                     " (torch.func.functional_call, or an assignment), and a forward would not use it\n"
