@@ -341,3 +341,27 @@ def test_two_models_with_one_weight_train_as_one_process_does(train: Any) -> Non
     (expected,) = run_processes(train_sharing, 1, world=1)
     for found in run_processes(train, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+def train_in_turns(world: int) -> list[torch.Tensor]:
+    """The weights of two models with one weight, each with its optimizer and its steps."""
+    models, inputs = of_two_models(world)
+    run = accelerator()
+    optimizers: list[Any] = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    prepared: list[Any] = [*models, *optimizers]
+    if world > 1:
+        prepared = run.prepare(*prepared)
+    for number, x in enumerate(inputs):
+        model, optimizer = prepared[number % 2], prepared[2 + number % 2]
+        run.backward(model(x).square().mean())
+        optimizer.step()
+        for each in models:
+            each.zero_grad()
+    run.end_training()
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def test_two_models_with_one_weight_train_in_turns() -> None:
+    (expected,) = run_processes(train_in_turns, 1, world=1)
+    for found in run_processes(train_in_turns, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -84,7 +84,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
         late = _adding(self.late)
         self._hooks = [_when_unfrozen(p, late) for p in module.parameters() if _may_train_later(p)]
-        notes = [_noting(self, number) for number in range(len(asked))]
+        notes = [_Note(self, number) for number in range(len(asked))]
         self._hooks += [
             p.register_post_accumulate_grad_hook(note) for p, note in zip(asked, notes, strict=True)
         ]
@@ -316,17 +316,30 @@ def _when_unfrozen(parameter: Tensor, note: Callable[[Tensor], None]) -> Removab
     return hook
 
 
-def _noting(model: DistributedDataParallel, number: int) -> Callable[[Tensor], None]:
-    state = model.__dict__
-    once = not model.static_graph  # else a parameter may be ready several times in one backward
+class _Note:
+    """A hook that notes whether the gradient of a parameter that is asked is reduced."""
 
-    def note(parameter: Tensor) -> None:
-        awaited = state["awaited"]
-        state["last"] = awaited[number]
-        if once and awaited[number] == _READY:
-            awaited[number] = "used"
+    def __init__(self, model: DistributedDataParallel, number: int) -> None:
+        self.state, self.number = model.__dict__, number
+        self.once = not model.static_graph  # else a parameter may be ready several times in one backward
 
-    return note
+    def __call__(self, parameter: Tensor) -> None:
+        awaited = self.state["awaited"]
+        word = awaited[self.number]
+        if word == _READY:
+            if self.once:
+                awaited[self.number] = "used"
+        elif any(other is not self and other.is_reducing() for other in _notes_of(parameter)):
+            return  # this was the backward of another model, which shares the parameter
+        self.state["last"] = word
+
+    def is_reducing(self) -> bool:
+        """Return whether the model reduces in this backward."""
+        return _READY in (self.state["awaited"][self.number], self.state["last"])
+
+
+def _notes_of(parameter: Tensor) -> list[_Note]:
+    return [hook for hook in _hooks_of(parameter) if isinstance(hook, _Note)]
 
 
 def _odd_buffers(module: nn.Module) -> list[str]:
