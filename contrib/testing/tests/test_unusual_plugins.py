@@ -139,7 +139,6 @@ BROKEN = [
             "test_a_window_communicates_once",
             "test_awkward_parameters_train_as_over_global_batches",
             "test_ranks_that_use_different_parameters_are_right_or_refused",
-            "test_layers_draw_alike_where_activations_are_alike",
         },
     ),
     (

@@ -197,7 +197,8 @@ class DeviceModule:
 
     def manual_seed(self, seed: int) -> None:
         """Seed the CPU's generator: the device draws from it."""
-        torch.default_generator.manual_seed(seed)
+        generator = torch.default_generator
+        generator.manual_seed(seed)
 
     def manual_seed_all(self, seed: int) -> None:
         """Seed the CPU's generator, for the same reason."""
