@@ -10,6 +10,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import evolve
 
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
 from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
@@ -102,9 +103,7 @@ class EpochSource:
     def _read_here(self, progress: Progress, left_out: int) -> Iterator[Any]:
         """Return an iterable dataset's items, whose order it may draw as it is read."""
         plan = self._plan
-        streams = ProcessStreams(
-            read=plan.shuffle.streams.read, write=plan.shuffle.streams.write, generators=plan.generators
-        )
+        streams = evolve(plan.shuffle.streams, generators=plan.generators)
         before = streams.states()
         if not progress.resumed:
             progress.streams = (before,)
