@@ -67,7 +67,8 @@ class Pace:
         self._memory: Mapping[str, int] = {}
         self._at = time.monotonic()
         self._is_published = False
-        self._known: dict[int, str] = {}
+        self._known: dict[int, tuple[str, bool]] = {}
+        """Rank -> its last publication, and whether it has been compared twice."""
         self._late: dict[int, int] = {}
         self._slow: set[int] = set()
         watch.also(self.publish)
@@ -110,9 +111,10 @@ class Pace:
         """Find out which ranks are slow, and say so where that has changed."""
         from statistics import median_low  # late: start-up need not wait for it
 
-        paces = {pace["rank"]: pace for pace in self._published(store)}
+        published = [*self._published(store)]
+        paces = {pace["rank"]: pace for pace, _ in published}
         usual = {part: median_low(pace[part] for pace in paces.values()) for part in PARTS}
-        for rank, pace in paces.items():
+        for rank, pace in ((pace["rank"], pace) for pace, is_new in published if is_new):
             behind = max(pace[part] - usual[part] for part in PARTS)
             is_late = behind > max(LATE_SECONDS, LATE * (pace["seconds"] or 0.0))
             self._late[rank] = min(TIMES, max(0, self._late.get(rank, 0) + (1 if is_late else -1)))
@@ -127,14 +129,20 @@ class Pace:
             self.said.append(text)
             tell(f"accel: {text}\n")
 
-    def _published(self, store: Store) -> Iterator[Mapping[str, Any]]:
-        """Yield what ranks have published since the last comparison."""
+    def _published(self, store: Store) -> Iterator[tuple[Mapping[str, Any], bool]]:
+        """Yield what ranks have published, and whether it is new since the last comparison.
+
+        Ranks publish at their own times: one that is a little later than this comparison is in it with its
+        publication before.
+        """
         for rank in self._ranks:
             # A read that does not wait for a key that is not there, as that of a rank that has ended.
             text = store.compare_set(f"{self._key}/{rank}", ABSENT, ABSENT).decode()
-            if text not in (ABSENT, self._known.get(rank)):
-                self._known[rank] = text
-                yield json.loads(text)
+            known, is_worn = self._known.get(rank, (ABSENT, True))
+            is_new = text != known
+            if text != ABSENT and (is_new or not is_worn):
+                self._known[rank] = text, not is_new
+                yield json.loads(text), is_new
 
 
 def _in_words(pace: Mapping[str, Any], usual: Mapping[str, float]) -> str:

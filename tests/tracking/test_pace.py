@@ -192,7 +192,17 @@ def test_a_rank_that_no_longer_publishes_is_not_compared(ranks):
     publish, _, paces = ranks
     publish({0: 0.1, 1: 0.1, 2: 0.1})
     publish({0: 0.1, 1: 0.1})
+    publish({0: 0.1, 1: 0.1})
     assert [rank["rank"] for rank in paces[0].slowest] == [0, 1]
+
+
+def test_a_rank_that_publishes_after_a_comparison_is_in_it_and_late_once(ranks):
+    publish, _, paces = ranks
+    for _ in range(2):
+        assert publish({0: 0.1, 1: 0.4}) == []
+        assert publish({0: 0.1}) == [], "two publications of rank 1 were late, at most"
+        assert sorted(rank["rank"] for rank in paces[0].slowest) == [0, 1]
+    assert publish({0: 0.1, 1: 0.4}) == [1]
 
 
 def test_one_long_batch_of_slow_steps_is_left_out_by_the_median_as_well():

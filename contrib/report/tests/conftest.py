@@ -20,7 +20,7 @@ def resumed(tmp_path_factory):
     world = 2 if importlib.util.find_spec("accel_ddp") else 1
     with pytest.raises(ProcessError):
         run_processes(train, folder, 15, world=world)
-    after = run_processes(train, folder, None, True, world=world)[0]
+    after = run_processes(train, folder, None, True, 0.1, 0.01, world=world)[0]
     return folder, after, world
 
 
