@@ -234,8 +234,8 @@ def converted(run, model, optimizer, number, loss, x):
         (forward_in_no_sync, "its forward ran inside"),
         (unfrozen, r"2 parameter\(s\) .* were frozen when it was prepared and train now \(0.weight\)"),
         (in_backward, "register_post_accumulate_grad_hook"),
-        (by_autograd_grad, "torch.autograd.grad, or gradients that were assigned"),
-        (by_autograd_grad_in_memory_that_stays, "torch.autograd.grad, or gradients that were assigned"),
+        (by_autograd_grad, "gradients were assigned, as from torch.autograd.grad"),
+        (by_autograd_grad_in_memory_that_stays, "gradients were assigned, as from torch.autograd.grad"),
         (converted, "converted to another dtype or device"),
     ],
 )

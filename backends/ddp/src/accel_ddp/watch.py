@@ -36,8 +36,7 @@ _REASONS: Final = {
     " (accelerator.sync_gradients = True stands before the forward)",
     _CONVERTED: "came after its weights were converted to another dtype or device: only the gradients of"
     " those that prepare saw are reduced",
-    _BY_HAND: "was none of torch's (torch.autograd.grad, or gradients that were assigned): such gradients are"
-    " this rank's alone",
+    _BY_HAND: "never ran: gradients were assigned, as from torch.autograd.grad, and are this rank's alone",
 }
 _REMEDIES: Final = {
     _CONVERTED: "convert the model before prepare, or call accelerator.free_memory() and prepare it again",
