@@ -122,8 +122,8 @@ def _run_agent(
     from accel_core.launch.output import WorkerLogs
 
     _quiet_agent()
-    handover = job.environment.get(WORKER_CONFIG_VARIABLE)
-    beside = Path(handover).parent if handover else None  # a signal removes one folder
+    # Beside the workers' config, if any: a signal removes one folder.
+    beside = Path(config).parent if (config := job.environment.get(WORKER_CONFIG_VARIABLE)) else None
     with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port):
         try:
             run_id = os.environ.get("ACCEL_RUN_ID", "accel")  # the job's variables are set here
