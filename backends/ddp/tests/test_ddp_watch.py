@@ -221,9 +221,15 @@ def converted(run, model, optimizer, number, loss, x):
     optimizer.step()
 
 
+def converted_and_back(run, model, optimizer, number, loss, x):
+    model.double().float()
+    ordinary(run, model, optimizer, number, loss, x)
+
+
 @pytest.mark.parametrize(
     ("train", "said"),
     [
+        (converted_and_back, "converted to another dtype or device"),
         (unwrapped, "was called on the model inside"),
         (by_its_parts, "was called on the model inside"),
         (by_a_later_part, "was called on .* a part of it"),
@@ -468,3 +474,56 @@ def test_an_optimizer_without_torchs_hooks_is_watched_too() -> None:
     for right, apart, *closures in run_processes(steps_of_a_wrapper):
         assert (right, closures[0]) == ("", "")
         assert all("would train a model of its own" in each for each in (apart, closures[1]))
+
+
+class Choosing(nn.Module):
+    """One part for each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(6, 1) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.parts[rank()](x)
+
+
+def in_parts_of_its_own(optimizers: int) -> tuple[list[float], list[float]]:
+    """Gradients that torch averaged, and what the steps moved by them, of each part."""
+    run = accelerator(DistributedDataParallelKwargs(find_unused_parameters=True))
+    torch.manual_seed(0)
+    given = Choosing()
+    groups = [[*part.parameters()] for part in given.parts] if optimizers == 2 else [[*given.parameters()]]
+    model, *steppers = run.prepare(given, *(torch.optim.SGD(group, lr=1.0) for group in groups))
+    before = [p.detach().clone() for p in given.parameters()]
+    run.backward(model(batches(1, rank())[0][0]).square().mean())
+    gradients = [float(p.grad.sum()) for p in given.parameters()]
+    for optimizer in steppers:
+        optimizer.step()
+    moved = [float((old - p).detach().sum()) for old, p in zip(before, given.parameters(), strict=True)]
+    run.end_training()
+    return gradients, moved
+
+
+@pytest.mark.parametrize("optimizers", [1, 2])
+def test_a_rank_steps_with_averages_of_parts_that_only_other_ranks_used(optimizers: int) -> None:
+    (gradients, moved), other = run_processes(in_parts_of_its_own, optimizers)
+    assert (gradients, moved) == other
+    assert moved == pytest.approx(gradients, abs=1e-5)
+    assert all(gradients)
+
+
+def converted_in_part() -> str:
+    run = accelerator(DistributedDataParallelKwargs(find_unused_parameters=True))
+    model = nn.Sequential(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 4)), nn.Linear(4, 1))
+    wrapped, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model[0][1].double().float()
+    run.backward(wrapped(batches(1, rank())[0][0]).mean())
+    with pytest.raises(AccelError) as caught:
+        optimizer.step()
+    run.end_training()
+    return str(caught.value)
+
+
+def test_a_part_that_was_converted_is_an_error_where_torch_takes_it_for_unused() -> None:
+    for said in run_processes(converted_in_part):
+        assert "came after its weights were converted" in said

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import parallel
 
 from accel_core import AccelError, ConfigError, before_step
@@ -58,9 +59,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, under its name, which notes whether each backward reduces.
 
     `awaited` says of each parameter that is asked whether its next gradient would be reduced, and else why
-    not; `last` what it was at the last one of any. `kinds` are their dtypes and devices, `before` their
-    gradients at the last forward. `late` holds the parameters that were frozen here and got a gradient since
-    the last step.
+    not; `last` what it was at the last one of any, or of converted weights. `before` are their gradients at
+    the last forward, and `open` whether no backward of it was reduced yet. `late` holds the parameters that
+    were frozen here and got a gradient since the last step.
     """
 
     asked: list[nn.Parameter]
@@ -76,8 +77,9 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             super().__init__(module, **arguments)
         if odd and self.broadcast_buffers:
             self._default_broadcast_coalesced(self._odd_bytes())  # type: ignore[no-untyped-call]
-        asked = _asked(module)
-        self.__dict__.update(asked=asked, kinds=_kinds(asked), before=[None] * len(asked))
+        # A rank may leave out any of them, and torch then writes the others' average.
+        asked = _trained(module) if self.find_unused_parameters else _asked(module)
+        self.__dict__.update(asked=asked, before=[None] * len(asked), open=False)
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         ignored = self.parameters_to_ignore
         self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
@@ -94,9 +96,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             state = self.__dict__  # the module's own __setattr__ takes 2 µs
             asked = state["asked"]
             word = _READY if state["require_backward_grad_sync"] else "quiet"
-            if word == _READY and _kinds(asked) != state["kinds"]:
-                word = _CONVERTED
-            state["awaited"] = [word] * len(asked)
+            state["awaited"], state["open"] = [word] * len(asked), True
             state["before"] = [None if p.grad is None else ref(p.grad) for p in asked]
             if not state["checked"]:
                 refuse_hooks(self.module)
@@ -166,7 +166,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def is_by_hand(self) -> bool:
         """Return whether gradients came since the last forward, without a backward."""
         found = zip(self.asked, self.awaited, self.__dict__["before"], strict=True)
-        return any(
+        return self.__dict__["open"] and any(
             word == _READY and p.grad is not None and (before is None or before() is not p.grad)
             for p, word, before in found
         )
@@ -291,12 +291,11 @@ def _no_run() -> None:
 def _asked(module: nn.Module) -> list[nn.Parameter]:
     """Return the first trained parameter of the module and of each callable part."""
     parts = (module, *module.children())
-    found = (next((p for p in part.parameters() if p.requires_grad), None) for part in parts)
-    return [p for p in dict.fromkeys(found) if p is not None]
+    return list(dict.fromkeys(p for part in parts for p in _trained(part)[:1]))
 
 
-def _kinds(parameters: Sequence[Tensor]) -> list[tuple[torch.dtype, torch.device]]:
-    return [(parameter.dtype, parameter.device) for parameter in parameters]
+def _trained(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
 
 def _may_train_later(parameter: Tensor) -> bool:
@@ -321,16 +320,25 @@ class _Note:
     def __init__(self, model: DistributedDataParallel, number: int) -> None:
         self.state, self.number = model.__dict__, number
         self.once = not model.static_graph  # else a parameter may be ready several times in one backward
+        # A conversion gives the parameter another node of the graph, which torch's reducer does not know.
+        self.reached = reached = list[bool]()
+        get_gradient_edge(model.asked[number]).node.register_prehook(lambda _: reached.append(True))
 
     def __call__(self, parameter: Tensor) -> None:
         awaited = self.state["awaited"]
         word = awaited[self.number]
+        is_known = bool(self.reached)
+        self.reached.clear()
         if word == _READY:
+            self.state["open"] = False
             if self.once:
                 awaited[self.number] = "used"
+            if not is_known:
+                word = _CONVERTED
         elif any(other is not self and other.is_reducing() for other in _notes_of(parameter)):
             return  # this was the backward of another model, which shares the parameter
-        self.state["last"] = word
+        if self.state["last"] != _CONVERTED:
+            self.state["last"] = word
 
     def is_reducing(self) -> bool:
         """Return whether the model reduces in this backward."""
