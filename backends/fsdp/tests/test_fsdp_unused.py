@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fsdp_problem import TIMEOUT
+from fsdp_problem import TIMEOUT, accelerator, distance, net, plugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -250,3 +250,29 @@ def test_ranks_that_share_a_stage_of_a_pipeline_use_different_parameters(
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14, msg=name)
         assert compares == [used is not None]
+
+
+def two_forwards_in_one_backward(before: int) -> float:
+    """How far gradients are from those of one process, after `before` ordinary steps."""
+    run = accelerator(plugin("mlp", 2))
+    model, alone = net("mlp"), net("mlp")
+    optimizer, plain = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, alone))
+    model, optimizer = run.prepare(model, optimizer)
+    inputs = torch.linspace(-1, 1, 24).reshape(4, 6)
+    for step in range(before + 1):
+        for each, stepper in ((model, optimizer), (alone, plain)):
+            stepper.zero_grad()
+            loss = each(inputs).square().mean()
+            if step == before:
+                loss = loss + each(inputs + 1).square().mean()
+            loss.backward()
+            stepper.step()
+    state = run.get_state_dict(model)
+    run.end_training()
+    return distance(dict(state), dict(alone.state_dict()))
+
+
+@pytest.mark.parametrize("before", [0, 1])
+def test_two_forwards_in_one_backward_train_as_one_process_does(before: int) -> None:
+    for apart in run_processes(two_forwards_in_one_backward, before):
+        assert apart < 1e-5

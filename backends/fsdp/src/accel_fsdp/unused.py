@@ -158,6 +158,13 @@ class _Parameter(FSDPParam):
         zero: Tensor = super().unsharded_zero_grad_data
         return self._unused.zero(self, zero)
 
+    @property
+    def unsharded_grad_data(self) -> Tensor:
+        # Of several forwards in one backward, the earlier ones end before the gradient of all is there.
+        self._unused.left.pop(self, None)
+        gradient: Tensor = super().unsharded_grad_data
+        return gradient
+
     def take_zero(self) -> None:
         """Hold a zero if there is no gradient, where torch 2.13 takes one."""
         if not (hasattr(self, "_unsharded_param") and self.unsharded_param.requires_grad):
