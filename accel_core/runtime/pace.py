@@ -130,7 +130,7 @@ class Pace:
             tell(f"accel: {text}\n")
 
     def _published(self, store: Store) -> Iterator[tuple[Mapping[str, Any], bool]]:
-        """Yield what ranks have published, and whether it is new since the last comparison.
+        """Yield what ranks have published, and whether it has not been compared yet.
 
         Ranks publish at their own times: one that is a little later than this comparison is in it with its
         publication before.
