@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 from torch.nn import parallel
 
 from accel_core import AccelError, ConfigError, before_step
@@ -322,7 +321,7 @@ class _Note:
         self.once = not model.static_graph  # else a parameter may be ready several times in one backward
         # A conversion gives the parameter another node of the graph, which torch's reducer does not know.
         self.reached = reached = list[bool]()
-        get_gradient_edge(model.asked[number]).node.register_prehook(lambda _: reached.append(True))
+        _node_of(model.asked[number]).register_prehook(lambda _: reached.append(True))
 
     def __call__(self, parameter: Tensor) -> None:
         awaited = self.state["awaited"]
@@ -343,6 +342,12 @@ class _Note:
     def is_reducing(self) -> bool:
         """Return whether the model reduces in this backward."""
         return _READY in (self.state["awaited"][self.number], self.state["last"])
+
+
+@torch.enable_grad()
+def _node_of(parameter: nn.Parameter) -> Any:
+    """Return the node of the graph that accumulates the parameter's gradient."""
+    return parameter.expand_as(parameter).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _notes_of(parameter: Tensor) -> list[_Note]:
