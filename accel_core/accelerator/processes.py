@@ -125,7 +125,7 @@ class Ranks:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give this reader's contiguous part of a list, tuple, tensor or dict.
+        """Give this reader's contiguous part of a sequence, tensor, array or dict.
 
         Not collective. See `ops.split_between_processes`.
         """

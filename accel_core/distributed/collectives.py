@@ -17,6 +17,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -265,23 +266,25 @@ def wait_for_everyone(*, run: Run | None = None) -> None:
 def split_between_processes(
     inputs: Any, apply_padding: bool = False, *, run: Run | None = None
 ) -> Iterator[Any]:
-    """Give this reader's contiguous part of a list, tuple, tensor or dict.
+    """Give this reader's contiguous part of a sequence, tensor, array or dict.
 
-    Not collective. The values of a dict are split alike.
+    Not collective. Sequences are lists, tuples and ranges, and tables that `select` rows, as datasets do. The
+    values of a dict are split alike.
 
     The first readers get one item more where the length does not divide.
     apply_padding: repeat the last item, so that all readers have equally many.
 
     Raises:
         ValueError: the values of a dict differ in length.
+        TypeError: there are several readers, and something else to split: each would get all of it.
     """
     topology = (run or current()).topology
-    if isinstance(inputs, dict) and len({len(value) for value in inputs.values()}) > 1:
+    if isinstance(inputs, Mapping) and len({len(value) for value in inputs.values()}) > 1:
         raise ValueError("split_between_processes: all values of the dict must have the same length")
     if topology.readers == 1:
         yield inputs
         return
-    length = len(next(iter(inputs.values()), ())) if isinstance(inputs, dict) else len(inputs)
+    length = len(next(iter(inputs.values()), ())) if isinstance(inputs, Mapping) else len(inputs)
     share, extra = divmod(length, topology.readers)
     start = topology.reader * share + min(topology.reader, extra)
     stop = start + share + (topology.reader < extra)
@@ -329,16 +332,23 @@ def _reducible(tensor: Tensor, reduction: Reduction) -> Tensor:
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
-    if isinstance(value, dict):
+    if isinstance(value, Mapping):
         return {key: _part(item, start, stop, missing) for key, item in value.items()}
     if hasattr(value, "select") and not isinstance(value, Tensor):  # tables, which are not sliced
         return value.select([*range(start, stop), *[len(value) - 1] * missing])
-    if not isinstance(value, list | tuple | Tensor):
-        return value
-    part = value[start:stop]
-    if missing and isinstance(value, Tensor):
+    if not isinstance(value, list | tuple | range | Tensor | np.ndarray):
+        raise TypeError(
+            f"split_between_processes: each process would get all of the {type(value).__name__}\n"
+            "give a list, a tensor, an array, or a dict of such"
+        )
+    part = [*value[start:stop]] if isinstance(value, range) else value[start:stop]
+    if not missing:
+        return part
+    if isinstance(value, Tensor):
         return torch.cat([part, value[-1:].expand(missing, *value.shape[1:])])  # type: ignore[list-item]
-    return part + type(value)([value[-1]]) * missing if missing else part  # type: ignore[operator]
+    if isinstance(value, np.ndarray):
+        return np.concatenate([part, value[-1:].repeat(missing, 0)])
+    return part + type(part)([value[-1]]) * missing  # type: ignore[operator]
 
 
 def _kind(value: Any) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+from collections import UserDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from rank_processes import ranks
@@ -326,6 +328,9 @@ class Table:
         ([], True, [[], []]),
         (Table([1, 2, 3]), False, [Table([1, 2]), Table([3])]),
         (Table([1, 2, 3]), True, [Table([1, 2]), Table([3, 3])]),
+        (UserDict(p=[1, 2, 3]), False, [{"p": [1, 2]}, {"p": [3]}]),
+        (range(3), False, [[0, 1], [2]]),
+        (range(3), True, [[0, 1], [2, 2]]),
     ],
 )
 def test_split_between_processes(inputs, padding, parts):
@@ -333,6 +338,22 @@ def test_split_between_processes(inputs, padding, parts):
         run = SimpleNamespace(topology=Topology(reader=reader, readers=2))
         with ops.split_between_processes(inputs, apply_padding=padding, run=run) as part:
             assert part == expected
+
+
+@pytest.mark.parametrize(("padding", "parts"), [(False, [[1, 2], [3]]), (True, [[1, 2], [3, 3]])])
+def test_split_between_processes_splits_an_array(padding, parts):
+    rows = np.array([[1, 1], [2, 2], [3, 3]])
+    for reader, expected in enumerate(parts):
+        run = SimpleNamespace(topology=Topology(reader=reader, readers=2))
+        with ops.split_between_processes({"rows": rows}, apply_padding=padding, run=run) as part:
+            assert part["rows"].tolist() == [[number, number] for number in expected]
+
+
+@pytest.mark.parametrize("inputs", ["abc", {"text": "abc"}, {1, 2, 3}], ids=repr)
+def test_split_between_processes_refuses_what_each_process_would_get_whole(inputs):
+    run = SimpleNamespace(topology=Topology(reader=0, readers=2))
+    with pytest.raises(TypeError, match="give a list"), ops.split_between_processes(inputs, run=run):
+        pass
 
 
 def test_split_between_processes_leaves_the_users_dict_alone():
