@@ -11,7 +11,6 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from accel_core.contract.mesh import Mesh
     from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
@@ -68,8 +67,8 @@ class Run(UnitRun, Protocol):
         A run that a launcher has named keeps its own id.
         """
 
-    def forget_groups(self) -> list[Mesh]:
-        """Drop what holds the process group; the meshes that have groups of their own."""
+    def forget_groups(self) -> None:
+        """Drop what holds the process group."""
 
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
@@ -96,7 +95,8 @@ class Base(BaseState):
         if not arranged or world.size == 1:
             return None
         names, sizes = zip(*[(dim.name, dim.size) for dim in arranged], strict=True)
-        return Mesh(arranged, world.rank, init_device_mesh(self.run.device.type, sizes, mesh_dim_names=names))
+        mesh = process_group.shared.mesh(self.run.device.type, sizes, names)
+        return Mesh(arranged, world.rank, mesh)
 
     @implements(hooks.data_topology)
     def data_topology(self, mesh: Mesh | None, world: World) -> Topology:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
@@ -49,7 +50,7 @@ _excepthooks: list[tuple[Any, Any]] = []
 
 
 class SharedGroup:
-    """The process's default group, with a count of the runs that use it.
+    """The process's default group, with a count of the runs that use it, and its meshes.
 
     Runs adopt a group that exists; the last user destroys one that a run made.
     """
@@ -57,6 +58,7 @@ class SharedGroup:
     def __init__(self) -> None:
         self.users = 0
         self.ours = False
+        self.meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = {}
         self.pid = os.getpid()
         self.number = 0
         self._group: weakref.ref[Any] | None = None
@@ -77,17 +79,23 @@ class SharedGroup:
         if not exists or self._group is None or self._group() is not dist.group.WORLD:
             self.users = 0
             self.number += 1
+            self._forget_meshes()
             self.ours = False if exists else make()
             self._group = weakref.ref(dist.group.WORLD)
         self.users += 1
         self.pid = os.getpid()
         return self.number
 
-    def is_there(self, number: int) -> bool:
-        """Return True if the process still has the group of this number."""
-        if number != self.number or self._group is None or not dist.is_initialized():
-            return False
-        return self._group() is dist.group.WORLD
+    def mesh(self, device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+        """Return torch's mesh over all ranks, which lives as long as the group. The first call is collective.
+
+        torch takes meshes of equal sizes and names for one: a tensor of one may be given another, and with it
+        groups. So all runs have the same.
+        """
+        key = device, sizes, names
+        if key not in self.meshes:
+            self.meshes[key] = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
+        return self.meshes[key]
 
     def leave(self, number: int, destroy: Callable[[], None]) -> None:
         """Stop using the group; the last user destroys a group that was made here.
@@ -98,7 +106,18 @@ class SharedGroup:
             return
         self.users -= 1
         if self.users == 0 and self.ours and dist.is_initialized():
+            self._forget_meshes()
             destroy()
+
+    def _forget_meshes(self) -> None:
+        """Drop the meshes of a group that ends, also where torch keeps the results of DTensors' operations."""
+        self.meshes.clear()
+        tensor: Any = sys.modules.get("torch.distributed.tensor")
+        if tensor is not None:
+            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+            clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+            if clear is not None:
+                clear()
 
 
 shared = SharedGroup()

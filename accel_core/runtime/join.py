@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 import torch.distributed as dist
 from attrs import evolve
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.utils.data import get_worker_info
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from accel_core.contract.config import ProjectConfiguration
-    from accel_core.contract.mesh import Mesh
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
@@ -68,20 +66,8 @@ def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     if run.world.size > 1:
         watch.stop()
-        meshes = run.forget_groups()
-        # A program may have ended all groups by itself, and others have their names by now.
-        groups = _groups_of(meshes) if shared.is_there(run.group) else ()
+        run.forget_groups()
         shared.leave(run.group, run.hooks.destroy_process_group)
-        # The default one is the user's, or others use it.
-        for group in groups if dist.is_initialized() else ():
-            dist.destroy_process_group(group)
-
-
-def _groups_of(meshes: Iterable[Mesh]) -> set[dist.ProcessGroup]:
-    """Return the process groups of these meshes' dimensions but the default one."""
-    torchs = [mesh.device_mesh for mesh in meshes if isinstance(mesh.device_mesh, DeviceMesh)]
-    torchs += [flat for mesh in torchs for flat in getattr(mesh, "_flatten_mapping", {}).values()]
-    return {group for mesh in torchs for group in mesh.get_all_groups()} - {dist.group.WORLD}
 
 
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:

@@ -338,13 +338,11 @@ class Run:
         self.windows = ()
         self.prepared.refuse_steps(_forgotten)
 
-    def forget_groups(self) -> list[Mesh]:
-        """Drop what holds the process group; the meshes that have groups of their own."""
-        meshes = [mesh for mesh in (self.mesh, *self._meshes.values()) if mesh is not None]
+    def forget_groups(self) -> None:
+        """Drop what holds the process group."""
         self.checkpoints.forget_groups()
         self._dims.clear()
         self._meshes.clear()
-        return meshes
 
     def resume(self, run_id: str) -> None:
         """Take over the id of the run whose state was loaded.

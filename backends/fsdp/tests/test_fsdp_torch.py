@@ -81,6 +81,45 @@ def test_a_run_leaves_no_groups_in_a_process_group_of_the_users() -> None:
         assert found[0] == found[1] == found[2]
 
 
+def norms(run: Accelerator) -> list[float]:
+    """Norms of the gradients in two steps; torch computes them over the groups of the mesh."""
+    torch.manual_seed(0)
+    model = nn.Linear(8, 8)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for _ in range(2):
+        run.backward(model(torch.ones(1, 8)).square().sum())
+        found.append(round(run.clip_grad_norm_(model.parameters(), 1.0).item(), 4))
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, round(sum(run.get_state_dict(model).values()).sum().item(), 4)]
+
+
+def replicated() -> Accelerator:
+    return Accelerator(
+        device="cpu", strategy="fsdp", plugins=[TIMEOUT, FullyShardedDataParallelPlugin(dp_replicate_size=2)]
+    )
+
+
+def after_others() -> list[list[float]]:
+    first, second = replicated(), replicated()
+    found = [norms(first), norms(second)]
+    first.end_training()
+    found.append(norms(second))
+    second.end_training()
+    with_other_groups = Accelerator(device="cpu", strategy="ddp", plugins=[TIMEOUT])
+    dist.new_group([0, 3])
+    found.append(norms(third := replicated()))
+    third.end_training()
+    with_other_groups.end_training()
+    return found
+
+
+def test_runs_of_one_mesh_train_alike_beside_and_after_each_other() -> None:
+    for found in run_processes(after_others, world=4):
+        assert all(losses == found[0] for losses in found)
+
+
 def reads_of_a_layer() -> int:
     """How often a layer of experts reads sizes from the device."""
     reads = []
