@@ -50,7 +50,7 @@ _excepthooks: list[tuple[Any, Any]] = []
 
 
 class SharedGroup:
-    """The process's default group, with a count of the runs that use it, and its meshes.
+    """The process's default group, the count of runs that use it, and its meshes.
 
     Runs adopt a group that exists; the last user destroys one that a run made.
     """
@@ -87,10 +87,10 @@ class SharedGroup:
         return self.number
 
     def mesh(self, device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-        """Return torch's mesh over all ranks, which lives as long as the group. The first call is collective.
+        """Return torch's mesh over all ranks, which lives as long as the group.
 
-        torch takes meshes of equal sizes and names for one: a tensor of one may be given another, and with it
-        groups. So all runs have the same.
+        The first call is collective. torch takes meshes of equal sizes and names for one: a tensor of one may
+        be given another, and with it groups. So all runs have the same.
         """
         key = device, sizes, names
         if key not in self.meshes:
@@ -110,7 +110,10 @@ class SharedGroup:
             destroy()
 
     def _forget_meshes(self) -> None:
-        """Drop the meshes of a group that ends, also where torch keeps the results of DTensors' operations."""
+        """Drop the meshes of a group that ends.
+
+        torch keeps some too, with the results of operations on DTensors.
+        """
         self.meshes.clear()
         tensor: Any = sys.modules.get("torch.distributed.tensor")
         if tensor is not None:
