@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from accel_core.checkpoint.codec import require_plain
+from accel_core.checkpoint.own_state import is_same
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -155,13 +156,8 @@ def _require_taken(
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor):
-        alike = isinstance(other, Tensor) and one.dtype == other.dtype
-        return alike and torch.equal(one, other)
-    try:
-        return type(one) is type(other) and bool(one == other)
-    except (RuntimeError, TypeError, ValueError):  # of several values, such as an array's
-        return False
+    alike = type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
+    return alike and is_same(one, other)
 
 
 def _has_own_state_dict(module: nn.Module) -> bool:

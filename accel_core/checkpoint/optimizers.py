@@ -12,7 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
-from accel_core.checkpoint.own_state import own_state, restore_own_state
+from accel_core.checkpoint.own_state import is_same, own_state, restore_own_state
 from accel_core.checkpoint.read import fill
 from accel_core.contract.state import TensorTemplate
 from accel_core.errors import CheckpointError
@@ -52,10 +52,8 @@ class Saved:
 
     def is_like(self, other: Saved) -> bool:
         """Compare all but the place in groups."""
-        pairs = ((self.values, other.values), (self.plain, other.plain))
-        return self.algorithm == other.algorithm and all(
-            one.keys() == two.keys() and all(torch.as_tensor(one[key] == two[key]).all() for key in one)
-            for one, two in pairs
+        return self.algorithm == other.algorithm and is_same(
+            [self.values, self.plain], [other.values, other.plain]
         )
 
 
@@ -236,7 +234,7 @@ def _group_values(
     for name in reversed(one_of_each.values()):
         for key, value in saved[name].values.items():
             first, agreed_value = agreed.setdefault(key, (name, value))
-            if not torch.as_tensor(value == agreed_value, device="cpu").all():
+            if not is_same(value, agreed_value):
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
     for key in has.keys() - agreed.keys() - {"params", *NEVER_RESTORED} if agreed else ():

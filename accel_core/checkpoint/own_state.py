@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
@@ -80,7 +81,7 @@ def _compare(optimizer: Optimizer, told: Mapping[str, Any]) -> None:
 
 def _tells(found: Any, expected: Any) -> bool:
     """Tell if an entry is the expected one, maybe with values in inner mappings."""
-    if _equal(found, expected):
+    if is_same(found, expected):
         return True
     entries = found.items() if isinstance(found, Mapping) else ()
     pairs = [
@@ -88,12 +89,19 @@ def _tells(found: Any, expected: Any) -> bool:
         for key, value in entries
         for pair in (value.items() if isinstance(value, Mapping) else [(key, value)])
     ]
-    return bool(pairs) and len(pairs) == len(dict(pairs)) and _equal(dict(pairs), expected)
+    return bool(pairs) and len(pairs) == len(dict(pairs)) and is_same(dict(pairs), expected)
 
 
-def _equal(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
+    """Compare two values of state, each element of tensors and arrays."""
+    if one is other:
+        return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and type(one) is type(other):
+        return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one is other or (one.shape == other.shape and torch.equal(one, other))
-    return one is other or bool(one == other)
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
+        return np.array_equal(one, other)
+    return bool(one == other)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from copy import deepcopy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -149,6 +151,17 @@ class Grouping(OfNoParameter):
         return {**told, "state": {number: {"wrapped": each} for number, each in told["state"].items()}}
 
 
+class Copying(OfNoParameter):
+    """Its `state_dict` is a copy of what it keeps, arrays and lists of tensors too."""
+
+    def count_one(self):
+        super().count_one()
+        self.state["global"] |= {"seen": np.arange(3.0), "norms": [torch.ones(2), torch.zeros(2)]}
+
+    def state_dict(self):
+        return deepcopy(super().state_dict())
+
+
 @pytest.mark.parametrize(
     "kind",
     [
@@ -161,6 +174,7 @@ class Grouping(OfNoParameter):
         WithAPercent,
         Wrapping,
         Grouping,
+        Copying,
     ],
 )
 def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
@@ -325,3 +339,20 @@ def test_groups_with_keys_that_are_no_strings_are_restored(tmp_path):
     run.end_training()
     (group,) = optimizer.param_groups
     assert (group[3], group["layer", 1], group["$own"]) == ("first", 2, 4)
+
+
+def test_a_hyperparameter_that_is_not_a_number_is_restored(tmp_path):
+    def prepared(rate):
+        run = Accelerator(cpu=True)
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.param_groups[0]["lr"] = rate
+        return run, run.prepare(model, optimizer)[1]
+
+    run, _ = prepared(math.nan)
+    run.save_state(tmp_path / "saved")
+    run.end_training()
+    run, optimizer = prepared(0.1)
+    run.load_state(tmp_path / "saved")
+    run.end_training()
+    assert math.isnan(optimizer.param_groups[0]["lr"])
