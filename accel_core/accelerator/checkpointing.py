@@ -84,11 +84,7 @@ class States:
         from accel_core.checkpoint.stored import told  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(output_dir, "save_state")
-        best = self.run.config.project.keep_best if directory is None else None
-        needed = metric_and_mode(best)[0] if best else None
-        saved = self.run.checkpoints.save(
-            directory, step=step, wait=wait, alone=alone, metrics=metrics, needed=needed
-        )
+        saved = self.run.checkpoints.save(directory, step=step, wait=wait, alone=alone, metrics=metrics)
         return told(saved)
 
     def wait_for_checkpoint(self) -> None:

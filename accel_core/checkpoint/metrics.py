@@ -3,49 +3,43 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.manifest import Manifest
-    from accel_core.contract.world import Collectives
 
 
-def agreed_metrics(
-    control: Collectives, metrics: Mapping[str, Any] | None, needed: str | None
-) -> dict[str, float | str]:
+def plain_metrics(metrics: Mapping[str, Any] | None, keep_best: str | None) -> dict[str, float | str]:
     """Return the metrics as the manifest has them; "nan" and "inf" are text.
 
-    Collective.
-
-    needed: the name of one that must be there.
+    keep_best: names one that must be there.
 
     Raises:
-        CheckpointError: it is missing, one is not a number, or ranks have different ones.
+        CheckpointError: it is missing, or one is not a number.
     """
+    named = {name: _number(name, value) for name, value in (metrics or {}).items()}
+    needed = None if keep_best is None else metric_and_mode(keep_best)[0]
+    if needed is not None and needed not in named:
+        raise CheckpointError(
+            f"save_state: project.keep_best goes by the metric {needed!r}, which is not among the"
+            f" metrics ({', '.join(named) or 'none'})\n"
+            f"call save_state(metrics={{{needed!r}: value}}) on all ranks"
+        )
+    return named
 
-    def plain() -> dict[str, float | str]:
-        named = {name: _number(name, value) for name, value in (metrics or {}).items()}
-        if needed is not None and needed not in named:
-            raise CheckpointError(
-                f"save_state: project.keep_best goes by the metric {needed!r}, which is not among the"
-                f" metrics ({', '.join(named) or 'none'})\n"
-                f"call save_state(metrics={{{needed!r}: value}}) on all ranks"
-            )
-        return named
 
-    told = gather_from_all_ranks(control, "save_state: compare metrics", plain)
-    for rank, each in enumerate(told):
-        if each != told[0]:
+def require_alike(of_ranks: Sequence[Mapping[str, float | str]]) -> None:
+    """Raise CheckpointError if ranks have different metrics."""
+    for rank, metrics in enumerate(of_ranks):
+        if metrics != of_ranks[0]:
             raise CheckpointError(
-                f"save_state: rank 0 has the metrics {told[0]}, rank {rank} has {each}\n"
+                f"save_state: rank 0 has the metrics {of_ranks[0]}, rank {rank} has {metrics}\n"
                 "give all ranks the same: accelerator.reduce(value, 'mean') before the save"
             )
-    return told[0]
 
 
 def _number(name: str, value: Any) -> float | str:

@@ -78,7 +78,6 @@ class CheckpointSession:
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
-        needed: str | None = None,
     ) -> Place:
         """Save all state of the run as the checkpoint `directory`.
 
@@ -86,12 +85,12 @@ class CheckpointSession:
         holds as the checkpoint of a world of one.
 
         Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
-        of the two, whole. `step` and `metrics`, where the one
-        called `needed` must be, are recorded. Without a directory it is the next of the
-        numbered ones, and those over `total_limit` are removed once it is complete. With `wait=False` a
-        copy of the state is taken now, and a thread writes it while training goes on; the next save waits
-        for that, and raises what went wrong, as do `wait` and the end of the run. Once
-        the job was told to stop, a numbered one is copied to `project.store` though that is not due.
+        of the two, whole. `step` and `metrics` are recorded; those of a numbered one have that of
+        `project.keep_best`. Without a directory it is the next of the numbered ones, and those over
+        `total_limit` are removed once it is complete. With `wait=False` a copy of the state is taken now,
+        and a thread writes it while training goes on; the next save waits for that, and raises what went
+        wrong, as do `wait` and the end of the run. Once the job was told to stop, a numbered one is copied
+        to `project.store` though that is not due.
 
         Raises:
             CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
@@ -109,9 +108,7 @@ class CheckpointSession:
         if self._saver is None or self._saver.alone is not alone:
             self._wait_for_save()
             self._saver = Saver(run, self.series, self._prepare_copies(), alone=alone)
-        return self._saver.save(
-            directory, step=step, wait=wait, metrics=metrics, needed=needed, at_once=self._is_preempted
-        )
+        return self._saver.save(directory, step=step, wait=wait, metrics=metrics, at_once=self._is_preempted)
 
     def load(
         self,
