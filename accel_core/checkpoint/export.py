@@ -15,8 +15,6 @@ from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from accel_core.checkpoint.read import Stored
 
 
@@ -45,11 +43,8 @@ def export(
                 f"\nit has {', '.join(units) or 'none'}",
                 path=str(folder),
             )
-        chosen: dict[str, Place] = {name: target / name for name in ([] if unit is not None else units)}
-        if unit is not None:
-            chosen = {unit: target}
-        if len(units) == 1:
-            chosen = dict.fromkeys(units, target)
+        names = [*units] if unit is None else [unit]
+        chosen = {name: target if len(names) == 1 else target / name for name in names}
         homes = {
             (name, prefix): home / f"model{number}" if prefix else home
             for name, home in chosen.items()
@@ -67,8 +62,9 @@ def export(
                 for key, value in units[name]["extra"].items()
                 if key.startswith(prefix)
             }
-            total = sum(stored.nbytes for _, stored in _stored(checkpoint, name, prefix))
-            whole = weights(checkpoint, name, prefix)
+            found = [*_stored(checkpoint, name, prefix)]
+            total = sum(stored.nbytes for _, stored in found)
+            whole = ((names, stored.tensor()) for names, stored in found)
             write_weights(home, whole, extra, bytes_in(limit), safe=safe, total=total)
         return list(homes.values())
 
@@ -96,15 +92,6 @@ def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], 
                 path=str(folder),
             )
         yield from _stored(checkpoint, models[0][0])
-
-
-def weights(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Tensor]]:
-    """(all names, whole tensor) of each parameter and buffer of a unit, one by one.
-
-    prefix: only those whose names begin with it, named without it.
-    """
-    for names, stored in _stored(checkpoint, unit, prefix):
-        yield names, stored.tensor()
 
 
 def _stored(checkpoint: Checkpoint, unit: str, prefix: str = "") -> Iterator[tuple[list[str], Stored]]:

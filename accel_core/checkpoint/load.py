@@ -290,8 +290,7 @@ class Restoration:
         self._problems.compare(what, saved, leaves)
         for name, stored in saved.items():
             if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
-                if stored.is_partial:
-                    stored.require(leaves[name])
+                stored.require(leaves[name])
                 places.append((stored, leaves[name]))
             elif name in leaves:
                 misfits.add(name)

@@ -56,13 +56,11 @@ class Stored:
     def tensor(self) -> Tensor:
         """Return the whole tensor, in memory of its own."""
         tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype], device="cpu")
-        self.require(whole(tensor))
-        fill([(self, whole(tensor))])
+        self.read(tensor)
         return tensor
 
     def read(self, target: Tensor) -> None:
         """Fill a tensor of the whole tensor's shape."""
-        self.require(whole(target))
         fill([(self, whole(target))])
 
     @property
@@ -87,12 +85,7 @@ class Stored:
 
     def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
         """File, start and end of what `fill` reads for a leaf, or of all without one."""
-        shards = (
-            [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
-            if leaf
-            else self.boxes
-        )
-        for wanted in shards:
+        for wanted in _boxes_of(leaf) if leaf else self.boxes:
             for box in [wanted] if wanted in self.boxes else self.boxes:
                 if common := intersect(box, wanted):
                     file, start = self.boxes[box]
@@ -121,18 +114,17 @@ class Stored:
             source = file.tensor(self.dtype, (rows, *box.shape[1:]), start + (first + begin) * size)
             target[begin : begin + rows].copy_(source[inner])
 
-    @property
-    def is_partial(self) -> bool:
-        """True if boxes of the checkpoint are on another node."""
-        return self._lacks is not None
-
     def require(self, leaf: Leaf) -> None:
         """Raise CheckpointError if a part that this rank needs is on another node."""
         if self._lacks is not None:
-            wanted = [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
+            wanted = _boxes_of(leaf)
             common = [intersect(box, each) for each in wanted for box in self.boxes]
             if sum(each.volume for each in wanted) > sum(each.volume for each in common if each):
                 raise self._lacks(f"parts of a tensor of shape {list(self.shape)}")
+
+
+def _boxes_of(leaf: Leaf) -> list[Box]:
+    return [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
 
 
 @frozen

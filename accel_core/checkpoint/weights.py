@@ -35,7 +35,12 @@ def weights_of(
     Names are canonical, without the number that a unit of several models puts before them. A model that
     was not prepared is read as it is.
     """
-    unit, number = _home(run, model)
+    yield from _weights(*_home(run, model), dtype, to)
+
+
+def _weights(
+    unit: Unit, number: int, dtype: torch.dtype | None = None, to: torch.device | None = None
+) -> Iterator[tuple[Names, Tensor]]:
     names: dict[str, Names] = {}
     module, prefix = unit.models[number], unit.qualify(number, "")
     for tensors in (module.named_parameters, module.named_buffers):
@@ -77,9 +82,10 @@ def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
 
     Parts that only other ranks hold come last.
     """
-    found: dict[str, Any] = {name: tensor for names, tensor in weights_of(run, model) for name in names}
-    found |= _extra_state(run, model)
-    told: Any = state_dict_outline(*_home(run, model))
+    unit, number = _home(run, model)
+    found: dict[str, Any] = {name: tensor for names, tensor in _weights(unit, number) for name in names}
+    found |= module_state(unit, number).extra
+    told: Any = state_dict_outline(unit, number)
     whole = OrderedDict((key, found.pop(key)) for key in told if key in found)
     whole.update(found)
     if hasattr(told, "_metadata"):  # versions of modules, for `load_state_dict`
@@ -99,13 +105,15 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    folder, size, weights = place(directory), bytes_in(limit), weights_of(run, model)
+    folder, size = place(directory), bytes_in(limit)
+    unit, number = _home(run, model)
+    weights = _weights(unit, number)
 
     @work_together(run, "save_model")
     def write() -> None:
         try:
             if here:
-                write_weights(folder, weights, _extra_state(run, model), size, safe=safe)
+                write_weights(folder, weights, module_state(unit, number).extra, size, safe=safe)
         finally:
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)
@@ -128,8 +136,3 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     unit.drop_cut_ties()
     pairs = zip(unit.models, unit.wrapped, strict=True)
     return unit, next(number for number, pair in enumerate(pairs) if model in pair)
-
-
-def _extra_state(run: Run, model: nn.Module) -> dict[str, Any]:
-    """State of modules beside parameters and buffers, by the names of `state_dict`."""
-    return module_state(*_home(run, model)).extra

@@ -314,7 +314,7 @@ def test_weights_that_only_a_plugin_can_read_are_refused(tmp_path):
     checkpoint.tensors["unit0", "model/weight"] = Stored("opaque", stored.shape, stored.dtype, "toy8")
 
     with pytest.raises(CheckpointError, match="unit0: weight has layout toy8, which only the plugin"):
-        list(exporting.weights(checkpoint, "unit0"))
+        list(exporting._stored(checkpoint, "unit0"))
 
 
 # -- formats of plugins --------------------------------------------------------------------------
