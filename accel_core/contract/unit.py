@@ -76,26 +76,18 @@ class UnitRun(Protocol):
     record: Any
     """The record that the run keeps of itself."""
     apart: list[nn.Module]
+    stack: Stack
+    """The chosen plugins."""
+    plugins: Mapping[str, object]
+    """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
+    configs: Mapping[str, object]
+    """The config object that each was made with; None of one without options."""
+    cards: Mapping[str, Card]
+    """The card of each of those plugins, by the same names."""
 
     @property
     def hooks(self) -> Hooks:
         """Hooks of the default stack."""
-
-    @property
-    def stack(self) -> Stack:
-        """The chosen plugins."""
-
-    @property
-    def plugins(self) -> Mapping[str, object]:
-        """The instances of the stack's plugins, by name or alias."""
-
-    @property
-    def configs(self) -> Mapping[str, object]:
-        """The config object of each plugin; None of one without options."""
-
-    @property
-    def cards(self) -> Mapping[str, Card]:
-        """The card of each of those plugins."""
 
     @property
     def window(self) -> Window:

@@ -69,6 +69,9 @@ class Run:
     """
 
     run_id: str
+    plugins: Mapping[str, object]
+    configs: Mapping[str, object]
+    cards: Mapping[str, Card]
     mesh: Mesh | None = None
     group: int = 0
     """The number of the process group that it uses."""
@@ -118,7 +121,8 @@ class Run:
         """Plugins, the device and the process group."""
         self.run_id = self.world.run_id or uuid.uuid4().hex
         self.record = RunRecord(self)
-        self._assembly = Assembly(self, trackers)
+        self._assembly = assembly = Assembly(self, trackers)
+        self.plugins, self.configs, self.cards = assembly.plugins, assembly.configs, assembly.cards
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
         check_refusals(self)
         self.checkpoints.check_place()
@@ -152,21 +156,6 @@ class Run:
         live_runs.add(self)
 
     # -- what others ask -------------------------------------------------------------------------
-
-    @property
-    def plugins(self) -> Mapping[str, object]:
-        """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
-        return self._assembly.plugins
-
-    @property
-    def configs(self) -> Mapping[str, object]:
-        """The config object that each was made with; None of one without options."""
-        return self._assembly.configs
-
-    @property
-    def cards(self) -> Mapping[str, Card]:
-        """The card of each of those plugins, by the same names."""
-        return self._assembly.cards
 
     @property
     def units(self) -> list[Unit]:
