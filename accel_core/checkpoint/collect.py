@@ -227,16 +227,14 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     """Return (unit, number there) of prepared objects by sort, in `prepare`'s order."""
+    inside = {id(proxy): proxy.optimizer for _, proxy in run.prepared.optimizers}
+    inside |= {id(proxy): proxy.scheduler for _, proxy in run.prepared.schedulers}
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
-    for proxy in run.prepared.ordered:
-        inner = getattr(proxy, "scheduler", getattr(proxy, "optimizer", None))
+    for thing in [inside.get(id(proxy), proxy) for proxy in run.prepared.ordered]:
         for unit in run.units:
-            for sort, held, prepared in (
-                ("models", unit.wrapped, proxy),
-                ("optimizers", unit.optimizers, inner),
-                ("schedulers", unit.schedulers, inner),
-            ):
-                places[sort] += [(unit.name, n) for n, item in enumerate(held) if item is prepared]
+            held = (unit.wrapped, unit.optimizers, unit.schedulers)
+            for found, items in zip(places.values(), held, strict=True):
+                found += [(unit.name, number) for number, item in enumerate(items) if item is thing]
     return places
 
 

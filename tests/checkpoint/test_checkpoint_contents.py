@@ -72,6 +72,17 @@ def test_it_tells_what_was_prepared_in_its_order_and_of_equal_models_each_once(t
     assert prepared["optimizers"] == prepared["schedulers"] == prepared["models"][::-1]
 
 
+def test_the_order_has_an_optimizer_with_an_attribute_scheduler(tmp_path):
+    accelerator, model = Accelerator(device="cpu"), torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    accelerator.prepare(model, optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.end_training()
+    order = CheckpointContents.read(tmp_path / "saved").state["prepared"]
+    assert [tuple(place) for place in order["optimizers"]] == [("unit0", 0)]
+
+
 def test_a_checkpoint_is_replaced_and_anything_else_is_not(saved, tmp_path):
     contents = CheckpointContents.read(saved[-1])
     (tmp_path / "mine").mkdir()
