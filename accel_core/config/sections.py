@@ -93,13 +93,10 @@ def load_class(record: Record) -> type | None:
     try:
         _refuse_unwritable(cls)
     except Exception as error:  # NameError, TypeError, NotAnAttrsClassError: annotations are code
-        about = f"{record.slot} plugin {record.name!r} ({record.origin}): {record.card.config}"
-        raise PluginError(
-            f"{about} cannot be read as options\n"
+        raise record.error(
+            f": {record.card.config} cannot be read as options\n"
             f"{type(error).__name__}: {error}\n"
-            "make it an attrs class, and option(python_only=True) what only Python can hold or import",
-            plugin=record.name,
-            distribution=record.origin,
+            "make it an attrs class, and option(python_only=True) what only Python can hold or import"
         ) from error
     return cls
 

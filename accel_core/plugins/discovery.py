@@ -87,6 +87,11 @@ class Record:
         """Distribution and version, as pip names them."""
         return f"{self.distribution} {self.version}"
 
+    def error(self, text: str) -> PluginError:
+        """Return the error that says this of the plugin."""
+        about = f"{self.slot} plugin {self.name!r} ({self.origin})"
+        return PluginError(f"{about}{text}", plugin=self.name, distribution=self.origin)
+
 
 @frozen(eq=False, repr=False)
 class Discovery:
@@ -320,7 +325,6 @@ def implementation(record: Record) -> Callable[..., Any]:
     Raises:
         PluginError: it names none, the import failed, or it cannot be called as `Plugin(config, run)`.
     """
-    about = f"{record.slot} plugin {record.name!r} ({record.origin})"
     path = record.card.implementation if record.card else None
     if path is None:
         problem, remedy = "its card names no implementation", "set `implementation` in the card"
@@ -330,7 +334,7 @@ def implementation(record: Record) -> Callable[..., Any]:
             return plugin
         remedy = "make it a class with `def __init__(self, config, run)`"
         problem = f"{path} cannot be built as Plugin(config, run)"
-    raise PluginError(f"{about}: {problem}\n{remedy}", plugin=record.name, distribution=record.origin)
+    raise record.error(f": {problem}\n{remedy}")
 
 
 def _takes(function: Callable[..., Any], *arguments: object) -> bool:
@@ -393,12 +397,9 @@ def _third_party(record: Record, what: str, call: Callable[[], Any]) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # vendor imports quit, abort and raise anything
-        raise PluginError(
-            f"{record.slot} plugin {record.name!r} ({record.origin}) cannot be {what}\n"
-            f"{_summary(error)}\n"
-            f"run `accel plugins doctor {record.name}` for the traceback, or choose another {record.slot}",
-            plugin=record.name,
-            distribution=record.origin,
+        raise record.error(
+            f" cannot be {what}\n{_summary(error)}\n"
+            f"run `accel plugins doctor {record.name}` for the traceback, or choose another {record.slot}"
         ) from error
 
 

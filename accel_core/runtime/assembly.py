@@ -116,12 +116,9 @@ class Assembly:
         try:
             plugin.below = self._binder.hooks(self._lower).below_layer(registered.layer)
         except AttributeError as error:
-            raise PluginError(
-                f"{record.slot} plugin {chosen.name!r} ({record.origin}): {type(plugin).__name__} cannot take"
-                " the attribute `below`, which every plugin gets\n"
-                "declare `below: Hooks` in a class that is not frozen",
-                plugin=chosen.name,
-                distribution=record.origin,
+            raise record.error(
+                f": {type(plugin).__name__} cannot take the attribute `below`, which every plugin gets\n"
+                "declare `below: Hooks` in a class that is not frozen"
             ) from error
         self.plugins[alias] = plugin
         return registered
