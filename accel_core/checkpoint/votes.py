@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from attrs import evolve, frozen
 from torch._C._distributed_c10d import HashStore
-from torch.distributed.distributed_c10d import Store, default_pg_timeout
 
 from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.files import as_json
+from accel_core.distributed.watch import timeout_of
 
 if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import Store
+
     from accel_core.contract.run import Run
 
 POLL_SECONDS: Final = 0.05
@@ -73,9 +75,8 @@ class Votes:
     @classmethod
     def of(cls, run: Run, *, alone: bool = False) -> Votes:
         """Votes of the run's ranks, or of this rank alone."""
-        timeout = run.config.process_group.timeout or default_pg_timeout
         store: Any = run.world.store  # torch's stub lacks `clone`
-        return cls(HashStore() if store is None or alone else store.clone(), timeout.total_seconds())
+        return cls(HashStore() if store is None or alone else store.clone(), timeout_of(run))
 
     @property
     def patience(self) -> float:

@@ -83,7 +83,7 @@ def start(store: Store, run: Run, world: World, *, serves: bool) -> None:
     if _watch is None:
         project = run.config.project.project_dir
         folder = Path(project, HANGS) if project and "://" not in project else None
-        timeout = _timeout_of(run)
+        timeout = timeout_of(run)
         end_silent(store, timeout)
         _watch = Watch(store, world, serves=serves, timeout=timeout, folder=folder)
     _watch.users += 1
@@ -172,7 +172,7 @@ class _Assembly:
         self.rank, self.ranks = run.world.rank, range(run.world.size)
         self.store, self.number = _under(prefix, run.world.store), next(_assemblies)
         self.key = f"assembly/{self.number}"
-        self.timeout = _timeout_of(run)
+        self.timeout = timeout_of(run)
 
     def hold(self) -> None:
         """Come, wait for the verdict, and raise it unless it is empty."""
@@ -373,7 +373,8 @@ class Watch:
             tell(f"accel: rank {self._rank} has waited {still:.0f} s in {name} for {_listed(absent)}\n")
 
 
-def _timeout_of(run: Run) -> float:
+def timeout_of(run: Run) -> float:
+    """Return the seconds that a collective of the run may wait."""
     from torch.distributed.distributed_c10d import default_pg_timeout
 
     return (run.config.process_group.timeout or default_pg_timeout).total_seconds()
