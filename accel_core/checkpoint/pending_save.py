@@ -18,6 +18,7 @@ A rank that gets no verdict has failed.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -35,7 +36,7 @@ from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.disks import answer, ask_other_disks
 from accel_core.checkpoint.files import FileRecord, as_json, sync_folder, write_file
 from accel_core.checkpoint.manifest import is_ours, manifest_of, write_manifest
-from accel_core.checkpoint.sending import LOOK_SECONDS, Sending
+from accel_core.checkpoint.sending import Sending, wait_for
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
@@ -202,12 +203,8 @@ class PendingSave:
         """Return True once it is over; False after `patience` seconds."""
         if self._sending is not None:
             return self._sending.join(patience)
-        deadline = None if patience is None else time.monotonic() + patience
-        while not self.is_over:
-            if deadline is not None and time.monotonic() > deadline:
-                return False
-            self._done.wait(LOOK_SECONDS)
-        return True
+        deadline = math.inf if patience is None else time.monotonic() + patience
+        return self.is_over or wait_for(self._done, deadline)
 
     def shown(self) -> AbstractContextManager[None]:
         """Show how much of this rank's data is written, while that is waited for."""

@@ -46,13 +46,10 @@ class Sending:
             patience = 0
         deadline = self._deadline if patience is None else min(self._deadline, now + patience)
         try:
-            while not self._done.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
-                if time.monotonic() >= deadline:
-                    return False
+            return wait_for(self._done, deadline)
         except KeyboardInterrupt:
             self._is_interrupted = True
             raise
-        return True
 
     def not_over(self, patience: float | None) -> str:
         """Words for a wait that `join` has given up."""
@@ -67,6 +64,17 @@ class Sending:
                 self.join(None if uncaught_error() is None else FAILED_SECONDS)
             finally:
                 self._deadline = 0.0
+
+
+def wait_for(done: threading.Event, deadline: float) -> bool:
+    """Return True once it is set; False after the deadline.
+
+    Ctrl-C is heard meanwhile.
+    """
+    while not done.wait(min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))):
+        if time.monotonic() >= deadline:
+            return False
+    return True
 
 
 @cache
