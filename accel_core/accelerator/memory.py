@@ -5,18 +5,20 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
-from torch.distributed.distributed_c10d import default_pg_timeout
 
+from accel_core.checkpoint.votes import Votes
 from accel_core.contract.run import live
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
+    from accel_core.checkpoint.votes import Message
     from accel_core.contract.run import Run
 
 OUT_OF_MEMORY: Final = (
@@ -126,26 +128,24 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
 
     Ranks vote in the store: a group may be in the midst of a collective.
     """
-    world, limit = run.world, run.config.process_group.timeout or default_pg_timeout
-    store: Any = world.store
-    store.set(f"batch_size/{attempt}/{world.rank}", "lacks" if lacks else "fits")
-    votes = []
-    for rank in range(world.size):
-        try:
-            store.wait([f"batch_size/{attempt}/{rank}"], limit)
-            votes.append(store.get(f"batch_size/{attempt}/{rank}"))
-        except RuntimeError as error:  # also of a store that went down with the rank that served it
-            raise AccelError(
-                f"find_executable_batch_size: {'memory ran out' if lacks else 'the function returned'} on"
-                f" rank {world.rank} at batch size {size}, but rank {rank} gave no answer in"
-                f" {limit.total_seconds():g} s; it may be waiting for others inside a collective\n"
-                "start with a smaller starting_batch_size"
-            ) from error
-    store.set(f"batch_size/{attempt}/{world.rank}/has_read", "")
-    if world.rank == 0:  # it may serve the store, and its program end next
-        with suppress(RuntimeError):  # a rank that is gone reads no more
-            store.wait([f"batch_size/{attempt}/{rank}/has_read" for rank in range(world.size)], limit)
-    return b"lacks" in votes
+    rank, ranks = run.world.rank, range(run.world.size)
+    votes = Votes.of(run).under(f"batch_size/{attempt}")
+    heard: dict[int, Message | None] = {}
+    with suppress(RuntimeError):  # the store went down with the rank that served it
+        votes.publish(f"{rank}", {"lacks": lacks})
+        heard = votes.poll_all({each: f"{each}" for each in ranks}, time.monotonic() + votes.timeout)
+    if silent := [each for each in ranks if heard.get(each) is None]:
+        raise AccelError(
+            f"find_executable_batch_size: {'memory ran out' if lacks else 'the function returned'} on"
+            f" rank {rank} at batch size {size}, but rank {silent[0]} gave no answer in"
+            f" {votes.timeout:g} s; it may be waiting for others inside a collective\n"
+            "start with a smaller starting_batch_size"
+        )
+    with suppress(RuntimeError):
+        votes.publish(f"{rank}/has_read", {})
+        if rank == 0:  # it may serve the store, and its program end next
+            votes.poll_all({each: f"{each}/has_read" for each in ranks}, time.monotonic() + votes.timeout)
+    return any(vote["lacks"] for vote in heard.values() if vote is not None)
 
 
 def _give_back() -> None:
