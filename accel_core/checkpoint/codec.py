@@ -103,7 +103,9 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
     if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
         raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
-    return {tag: encode(_TAGS[tag][1](value), path, store)}
+    body = encode(_TAGS[tag][1](value), path, store)
+    # A set of text has another order in each process, and ranks compare what they encode.
+    return {tag: sorted(body, key=repr) if isinstance(value, set | frozenset) else body}
 
 
 def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
