@@ -62,20 +62,11 @@ class Plan:
     due: int = 0
 
 
-@frozen
-class _Source:
-    """A local checkpoint that is to be copied.
+Source: TypeAlias = Mapping[str, Any]
+"""Members of the manifest of a local checkpoint that is to be copied.
 
-    manifest: its members but for the files.
-    """
-
-    number: int
-    save_id: str
-    manifest: Mapping[str, Any]
-
-
-_State: TypeAlias = tuple[_Source | None, int | None]
-"""The copy that is owed, and the number of the last that was due."""
+Those `_OF_THE_FILE` are not among them.
+"""
 
 
 @define(eq=False)
@@ -143,11 +134,11 @@ class Copies:
 
     def __init__(self, series: CheckpointSeries) -> None:
         self._series = series
-        self._owed: _Source | None = None
+        self._owed: Source | None = None
         self._last: int | None = None
         """Number of the last checkpoint whose copy was due."""
         self._error: Exception | None = None
-        self._making: _Source | None = None
+        self._making: Source | None = None
         """The copy that the thread makes, or made last."""
         self._sending: Sending | None = None
         self._done = threading.Event()
@@ -165,7 +156,7 @@ class Copies:
         if store is None:
             return Plan()
         last = store.newest_whole if self._last is None else self._last
-        owed = None if self._owed is None else self._owed.number
+        owed = None if self._owed is None else self._owed["iteration"]
         return Plan(owed, self._done.is_set(), 0 if at_once or last < 0 else last + project.store_every)
 
     def follow(self, save: PendingSave, plans: Sequence[Plan], votes: Votes) -> None:
@@ -183,13 +174,9 @@ class Copies:
         is_free = all(plan.is_idle for plan in plans) or self.wait_together("save_state", len(plans))
         if not is_free:
             return  # the next save looks again
-        before, source = (self._owed, self._last), self._owed
-        if is_due:
-            source = _Source(target.number, target.save_id, save.manifest)
-            self._last = target.number
-        if source is None:
-            return
-        self._start(source, before, save, _all_together(save.share.rank, save.ranks), votes)
+        source, last = (save.manifest, target.number) if is_due else (self._owed, self._last)
+        if source is not None:
+            self._start(source, last, save, _all_together(save.share.rank, save.ranks), votes)
 
     def make_up(self, loaded: Manifest) -> None:
         """Copy the newest local checkpoint, which was loaded, if it was due.
@@ -207,52 +194,55 @@ class Copies:
         control = run.collectives("control")
         if self._series.copies and all(gather_from_all_ranks(control, "load_state: copy", is_due)):
             members = {key: value for key, value in loaded.members.items() if key not in _OF_THE_FILE}
-            before, self._last = (self._owed, self._last), number
-            self._start(_Source(number, loaded.save_id, members), before, None, disks, Votes.of(run))
+            self._start(members, number, None, disks, Votes.of(run))
 
     def _start(
-        self, source: _Source, before: _State, save: PendingSave | None, disks: Disks, votes: Votes
+        self, source: Source, last: int | None, save: PendingSave | None, disks: Disks, votes: Votes
     ) -> None:
-        """Let a thread make a copy, once its save is committed."""
+        """Let a thread make a copy, once its save is committed.
+
+        last: number of the last checkpoint whose copy is due, unless the save fails.
+        """
         self._forget_error()
-        self._series.hold({each.number for each in (self._owed, source) if each is not None})
+        before, self._last = self._last, last
+        self._series.hold({each["iteration"] for each in (self._owed, source) if each is not None})
         self._making = source
         self._done = threading.Event()
         self._sending = Sending(self._done, votes.patience)
-        arguments = source, before, save, disks, votes.under(f"copy/{source.save_id}")
+        arguments = source, before, save, disks, votes.under(f"copy/{source['save_id']}")
         # Daemon thread: the run's atexit handler waits for it.
         threading.Thread(target=self._run, args=arguments, name="copy", daemon=True).start()
 
     def _run(
-        self, source: _Source, before: _State, save: PendingSave | None, disks: Disks, votes: Votes
+        self, source: Source, before: int | None, save: PendingSave | None, disks: Disks, votes: Votes
     ) -> None:
         try:
             if save is not None:
                 save.join()
                 if save.has_failed:
-                    self._owed, self._last = before
+                    self._last = before
                     return
             self._owed = source
             self._copy(source, disks, votes)
             self._owed = None
         except Exception as error:  # whatever it is, `wait` raises it
             self._error = error
-            unreported[f"copy of {source.save_id}"] = os.getpid(), str(error)
+            unreported[f"copy of {source['save_id']}"] = os.getpid(), str(error)
             logger.warning("%s\nthe next save tries again", error)
         finally:
-            self._series.hold(set() if self._owed is None else {self._owed.number})
+            self._series.hold(set() if self._owed is None else {self._owed["iteration"]})
             self._done.set()
 
-    def _copy(self, source: _Source, disks: Disks, votes: Votes) -> None:
+    def _copy(self, source: Source, disks: Disks, votes: Votes) -> None:
         """Make a copy. Raises CheckpointError."""
-        store, name = self._series.copies, f"checkpoint_{source.number}"
+        store, name = self._series.copies, f"checkpoint_{source['iteration']}"
         assert store is not None
         path, local = store.folder / name, Path(str(self._series.folder)) / name
         assert isinstance(path, StoredPath)
         rank, ranks = disks.rank, len(disks.of_rank)
-        target = CopyTarget(store, path, source.save_id, source.number, True, disks, 0, local, votes)
+        target = CopyTarget(store, path, source["save_id"], source["iteration"], True, disks, 0, local, votes)
         nothing = Share(rank, b"", (), 0, b"", b"", None)
-        copy = PendingSave(target, None, nothing, ranks, source.manifest, votes, "copy")
+        copy = PendingSave(target, None, nothing, ranks, source, votes, "copy")
         copy.run()
         if rank == 0:
             with suppress(RuntimeError):  # the process that serves the votes is gone, and with it the vote
@@ -268,7 +258,7 @@ class Copies:
         if self._done.is_set() or self._making is None or self._sending is None:
             return True
         store = self._series.run.config.project.store
-        with show_progress(f"copying checkpoint_{self._making.number} to {store}"):
+        with show_progress(f"copying checkpoint_{self._making['iteration']} to {store}"):
             return self._sending.join(patience)
 
     def wait_quietly(self) -> bool:
@@ -302,7 +292,7 @@ class Copies:
 
     def _not_over(self, patience: float | None = None) -> CheckpointError:
         said = self._sending.not_over(patience) if self._sending else ""
-        run, number = self._series.run, self._making.number if self._making else -1
+        run, number = self._series.run, self._making["iteration"] if self._making else -1
         local, store = Path(str(self._series.folder)) / f"checkpoint_{number}", run.config.project.store
         return CheckpointError(
             f"the copy of checkpoint_{number} to {store} {said}\n"
@@ -313,7 +303,7 @@ class Copies:
     def _forget_error(self) -> Exception | None:
         error, self._error = self._error, None
         if error is not None and self._owed is not None:
-            unreported.pop(f"copy of {self._owed.save_id}", None)
+            unreported.pop(f"copy of {self._owed['save_id']}", None)
         return error
 
 
