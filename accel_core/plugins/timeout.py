@@ -60,13 +60,6 @@ class CallTimeout:
     def __init__(self) -> None:
         self.seconds = TIMEOUT_SECONDS
 
-    def __call__(self, call: Callable[[], T]) -> T:
-        """Return the answer of `call`, or raise its exception or PluginTimeoutError."""
-        ((answers, error),) = self.each([call])
-        if error is not None:
-            raise error
-        return answers[0]
-
     def each(self, calls: Sequence[Callable[[], T]]) -> list[Outcome[T]]:
         """Return the outcomes of calls that one thread makes, one after the other.
 
