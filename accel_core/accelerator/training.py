@@ -294,8 +294,8 @@ def _for_model(
     unit: Unit, model: nn.Module, forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
     """Return `forward_loss` for this model; strategies call it with the first one."""
-    forms = zip(unit.wrapped, unit.models, unit.given, strict=True)
-    wrapped = next(of_one[0] for of_one in forms if any(model is form for form in of_one))
+    _, number = unit.run.prepared.place_of(model)
+    wrapped = unit.wrapped[number]
     return forward_loss if wrapped is unit.wrapped[0] else lambda _, batch: forward_loss(wrapped, batch)
 
 

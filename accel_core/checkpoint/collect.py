@@ -202,8 +202,8 @@ def _module_states(unit: Unit) -> list[tuple[str, ModuleState]]:
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     """Return the entries of `named` without those of models in `Run.apart`."""
-    both = zip(unit.wrapped, unit.given, strict=True)
-    apart = [str(number) for number, pair in enumerate(both) if any(each in unit.run.apart for each in pair)]
+    places = filter(None, map(unit.run.prepared.place_of, unit.run.apart))
+    apart = [str(number) for owner, number in places if owner is unit]
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}

@@ -128,11 +128,11 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     A unit of its own if it was not prepared.
     """
     run.require_alive()
-    unit = run.prepared.unit_of_model(model)
-    if unit is None:
+    place = run.prepared.place_of(model)
+    if place is None:
         unit = run.make_unit("unprepared", "single")
         unit.add_models([model])
         unit.wrapped.append(model)
-    unit.drop_cut_ties()
-    pairs = zip(unit.models, unit.wrapped, strict=True)
-    return unit, next(number for number, pair in enumerate(pairs) if model in pair)
+        place = unit, 0
+    place[0].drop_cut_ties()
+    return place

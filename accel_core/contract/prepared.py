@@ -44,12 +44,19 @@ class PreparedObjects:
         self.ordered: list[Any] = []
         """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
 
+    def place_of(self, model: object) -> tuple[Unit, int] | None:
+        """Return a model's unit and its number there, given any form of the model."""
+        for unit in self.units:
+            for forms in (unit.wrapped, unit.models, unit.given):
+                for number, form in enumerate(forms):
+                    if form is model:
+                        return unit, number
+        return None
+
     def unit_of_model(self, model: object) -> Unit | None:
         """Return a model's unit, given the user's module or `prepare`'s result for it."""
-        for unit in self.units:
-            if any(model is member for member in (*unit.wrapped, *unit.models, *unit.given)):
-                return unit
-        return None
+        place = self.place_of(model)
+        return None if place is None else place[0]
 
     def scheduler_of(self, scheduler: object) -> Any:
         """Return the proxy of a scheduler, given either of both; None for others."""
@@ -70,11 +77,11 @@ class PreparedObjects:
 
         Given either of both.
         """
-        unit = self.unit_of_model(thing)
-        if unit is None:
+        place = self.place_of(thing)
+        if place is None:
             return self.proxy_of(thing) or self.scheduler_of(thing)
-        forms = zip(unit.given, unit.models, unit.wrapped, strict=True)
-        return next(of_one[-1] for of_one in forms if any(thing is form for form in of_one))
+        unit, number = place
+        return unit.wrapped[number]
 
     def add_unit(
         self,

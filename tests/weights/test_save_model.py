@@ -49,6 +49,15 @@ class WithExtra(nn.Linear):
         self.extra = state
 
 
+class Equal(nn.Linear):
+    """Compares as equal to any of its kind."""
+
+    __hash__ = nn.Linear.__hash__
+
+    def __eq__(self, other):
+        return isinstance(other, Equal)
+
+
 def read(folder):
     """As `from_pretrained` finds the weights."""
     if (folder / "model.safetensors").exists():
@@ -449,3 +458,25 @@ def test_a_file_where_a_folder_is_meant_is_named(accelerator, tmp_path):
     with pytest.raises(CheckpointError, match="file could not be written: FileExistsError"):
         accelerator.save_model(model_of(0), tmp_path / "file")
     assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.fixture
+def equals(accelerator):
+    """Two models of one unit that compare as equal."""
+    models = [Equal(2, 2), Equal(2, 2)]
+    optimizer = torch.optim.SGD([each.weight for each in models], lr=0.1)
+    *prepared, _ = accelerator.prepare(*models, optimizer)
+    return prepared
+
+
+def test_of_models_that_compare_as_equal_each_has_its_own_weights(accelerator, equals):
+    found = accelerator.get_state_dict(equals[1])
+    assert torch.equal(found["weight"], equals[1].weight)
+
+
+def test_of_models_that_compare_as_equal_only_the_one_kept_apart_is_not_saved(accelerator, equals, tmp_path):
+    accelerator.run.keep_apart(equals[1:])
+    accelerator.save_state(tmp_path / "saved")
+    index = json.loads((tmp_path / "saved" / "rank-00000.json").read_text())
+    names = [key for key in index["tensors"]["unit0"] if key.startswith("model/")]
+    assert sorted(names) == ["model/0.bias", "model/0.weight"]
