@@ -128,7 +128,8 @@ class OptimizerPlan:
         Call it once all optimizers are added. elsewhere: parameters that other ranks hold.
         """
         name, unused = self._unit.name, [kind for kind, own in self._own.values() if own]
-        self._problems.compare(f"{name}: optimizer state of ", self._unclaimed.keys() - elsewhere, ())
+        left = [parameter for parameter in self._unclaimed if parameter not in elsewhere]
+        self._problems.compare(f"{name}: optimizer state of ", left, ())
         self._problems.compare(f"{name}: own state of ", unused, ())
 
     def add_scheduler(self, what: str, scheduler: Any, state: dict[str, Any]) -> None:
@@ -184,7 +185,7 @@ def _regroup(what: str, state: dict[str, Any], origins: Sequence[Collection[Save
 
     origins: for each group, the saved groups in which its parameters were.
     """
-    for key in _PER_GROUP & state.keys():
+    for key in [key for key in state if key in _PER_GROUP]:
         saved = dict(enumerate(state[key]))
         values = [[saved[n] for _, n in sorted(origin) if n in saved] for origin in origins]
         if any(value != found[0] for found in values for value in found[1:]):
@@ -237,7 +238,8 @@ def _group_values(
             if not is_same(value, agreed_value):
                 values = f"{first} had {agreed_value!r}, {name} had {value!r}"
                 problems.fatal.append(f"{what}: {key}: {values}, and both are in one group now")
-    for key in has.keys() - agreed.keys() - {"params", *NEVER_RESTORED} if agreed else ():
+    known = {"params", *NEVER_RESTORED, *agreed}
+    for key in [key for key in has if key not in known] if agreed else ():
         problems.warn(f"{what}: {key} is not in the checkpoint, it stays {has[key]!r}")
     # A key that the group lacks is one that the optimizer makes in its first step.
     return {key: value for key, (_, value) in agreed.items()}

@@ -356,3 +356,21 @@ def test_a_hyperparameter_that_is_not_a_number_is_restored(tmp_path):
     run.load_state(tmp_path / "saved")
     run.end_training()
     assert math.isnan(optimizer.param_groups[0]["lr"])
+
+
+def test_state_that_no_optimizer_takes_is_listed_in_one_order_on_all_ranks(tmp_path):
+    def prepared(*more):
+        run = Accelerator(cpu=True)
+        model = nn.Sequential(*[nn.Linear(1, 1) for _ in range(4)])
+        run.prepare(model, *[kind(model.parameters(), lr=0.1) for kind in more])
+        return run, [name for name, _ in model.named_parameters()]
+
+    run, names = prepared(torch.optim.SGD)
+    run.save_state(tmp_path / "saved")
+    run.end_training()
+    run, _ = prepared()
+    with pytest.raises(CheckpointError) as refused:
+        run.load_state(tmp_path / "saved")
+    run.end_training()
+    listed = [line.rpartition(" ")[2] for line in str(refused.value).splitlines() if " state of " in line]
+    assert listed == names
