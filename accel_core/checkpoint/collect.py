@@ -16,7 +16,7 @@ from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.codec import encode, not_plain, require_plain
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.files import as_json
-from accel_core.checkpoint.module_state import ModuleState, module_state
+from accel_core.checkpoint.module_state import module_state
 from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.contract.state import Entry, Leaf, whole
 from accel_core.distributed.streams import states
@@ -188,16 +188,20 @@ def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry, *, alone: bool
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
 
-def extra_state(unit: Unit) -> dict[str, Any]:
-    """State in the models' own `state_dict` beside parameters and buffers, by key."""
-    states = _module_states(unit)
-    return {f"{prefix}{key}": value for prefix, state in states for key, value in state.extra.items()}
+def module_states(unit: Unit) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return (other names of weights, extra state) of all models of the unit.
 
-
-def _module_states(unit: Unit) -> list[tuple[str, ModuleState]]:
-    """(prefix of its names in the unit, names and extra state) of each model."""
-    numbers = range(len(unit.models))
-    return [(unit.qualify(number, ""), module_state(unit, number)) for number in numbers]
+    Canonical name -> keys in `state_dict`, of weights that do not have the name itself; and key -> value of
+    what else is there.
+    """
+    names: dict[str, list[str]] = {}
+    extra: dict[str, Any] = {}
+    for number in range(len(unit.models)):
+        prefix, state = unit.qualify(number, ""), module_state(unit, number)
+        odd = {name: keys for name, keys in (state.names or {}).items() if keys != [name]}
+        names |= {f"{prefix}{name}": [f"{prefix}{key}" for key in keys] for name, keys in odd.items()}
+        extra |= {f"{prefix}{key}": value for key, value in state.extra.items()}
+    return names, extra
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
@@ -232,7 +236,7 @@ def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
     for thing in [inside.get(id(proxy), proxy) for proxy in run.prepared.ordered]:
         for unit in run.units:
-            held = (unit.wrapped, unit.optimizers, unit.schedulers)
+            held: tuple[Sequence[Any], ...] = (unit.wrapped, unit.optimizers, unit.schedulers)
             for found, items in zip(places.values(), held, strict=True):
                 found += [(unit.name, number) for number, item in enumerate(items) if item is thing]
     return places
@@ -250,15 +254,7 @@ def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
     for name, leaf in without_apart(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
-    states = _module_states(unit)
-    # Only keys of `state_dict` that are not the weight's canonical name.
-    names = {
-        f"{prefix}{name}": [f"{prefix}{key}" for key in keys]
-        for prefix, state in states
-        for name, keys in (state.names or {}).items()
-        if keys != [name]
-    }
-    extra = {f"{prefix}{key}": value for prefix, state in states for key, value in state.extra.items()}
+    names, extra = module_states(unit)
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),

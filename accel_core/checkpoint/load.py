@@ -12,12 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from accel_core.checkpoint.agree import run_on_all_ranks
-from accel_core.checkpoint.collect import (
-    class_of,
-    entry_key,
-    extra_state,
-    without_apart,
-)
+from accel_core.checkpoint.collect import class_of, entry_key, module_states, without_apart
 from accel_core.checkpoint.files import DataFile, understanding
 from accel_core.checkpoint.find import find
 from accel_core.checkpoint.module_state import owner_of, restore_extra
@@ -248,7 +243,8 @@ class Restoration:
 
         A module may make some of it in its first step only.
         """
-        present = without_apart(unit, extra_state(unit))
+        _, extra = module_states(unit)
+        present = without_apart(unit, extra)
         for number in range(len(unit.models)):
             prefix = unit.qualify(number, "")
             keys = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
