@@ -81,14 +81,11 @@ class Bound:
     def _answer(self, ended: SimpleQueue[_Answer], hook: str) -> _Answer:
         while True:
             try:
-                return ended.get(timeout=self._left())
+                return ended.get(timeout=min(LOOK_SECONDS, max(0.0, self._deadline - time.monotonic())))
             except Empty:
                 if time.monotonic() >= self._deadline:
                     self.give_up()
                     raise NoAnswerError(f"no answer to {hook} within {self._seconds:g} s") from None
-
-    def _left(self) -> float:
-        return min(LOOK_SECONDS, max(0.0, self._deadline - time.monotonic()))
 
 
 class BoundStore:
