@@ -23,6 +23,10 @@ class UnfitObjectError(CheckpointError, TypeError, ValueError):
     """An object that safetensors cannot hold: no mapping of names to dense tensors."""
 
 
+class UnwritableError(CheckpointError, RuntimeError):
+    """A place that the disk does not write, as `torch.save` says it by a RuntimeError."""
+
+
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
     """Write `obj` beside `path`, then replace `path` by it, or into an open file.
 
@@ -31,8 +35,8 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
     safe_serialization: as safetensors; `obj` then maps names to tensors. Else by `torch.save`.
 
     Raises:
-        CheckpointError: `path` is a URL, or the disk does not take it. Where safetensors cannot hold it, the
-            error is a TypeError and a ValueError too.
+        CheckpointError: `path` is a URL, or the disk does not take it: then it is a RuntimeError too. Where
+            safetensors cannot hold it, the error is a TypeError and a ValueError too.
     """
     if not isinstance(path, str | os.PathLike):
         _write(obj, path, safe_serialization)
@@ -52,7 +56,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
 def not_written(path: Place, error: Exception) -> CheckpointError:
     """Return the error for a file or folder that the disk does not take."""
     reason = getattr(error, "strerror", None) or error  # alone: the file in the text is a temporary one
-    return CheckpointError(
+    return UnwritableError(
         f"{path} could not be written: {type(error).__name__}: {reason}\n"
         "what was there before is unchanged; free some space, or write to another folder",
         path=str(path),

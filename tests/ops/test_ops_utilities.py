@@ -85,6 +85,12 @@ def test_what_safetensors_cannot_hold_is_an_error_about_the_argument(run, tmp_pa
         ops.save({"a": 1}, tmp_path / "data.safetensors", safe_serialization=True, run=run)
 
 
+@pytest.mark.parametrize("kind", [CheckpointError, RuntimeError])
+def test_a_folder_that_is_not_there_is_the_error_of_torchs_save_too(run, tmp_path, kind):
+    with pytest.raises(kind, match="file could not be written: FileNotFoundError"):
+        ops.save({}, tmp_path / "nowhere" / "file", run=run)
+
+
 @pytest.mark.parametrize(("held", "name"), [({"a": 1}, "data"), ({"a": torch.ones(1)}, "no/folder")])
 def test_an_error_of_save_names_no_temporary_file(run, tmp_path, held, name):
     with pytest.raises(CheckpointError) as caught:

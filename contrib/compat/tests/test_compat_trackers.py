@@ -221,6 +221,29 @@ def test_among_trackers_one_that_is_not_there_is_refused(library):
         started(tracking.WandBTracker("run")).get_tracker("aim")
 
 
+BLANK = """
+import json
+from accelerate import Accelerator
+from accelerate.tracking import GeneralTracker
+from accelerate.utils import gather_object
+
+class Mine(GeneralTracker):
+    name, requires_logging_directory, tracker = "mine", False, "its library's"
+
+accelerator = Accelerator(cpu=True, log_with=Mine())
+accelerator.init_trackers("project")
+found = [accelerator.get_tracker("mine", unwrap=unwrap) for unwrap in (False, True)]
+print(json.dumps(gather_object([[type(each).__name__, hasattr(each, "watch")] for each in found])))
+"""
+
+
+@needs_accelerate
+def test_a_rank_that_does_not_log_gets_a_blank_tracker():
+    theirs = said(BLANK, ours=False, processes=2)
+    assert theirs[2:] == [["GeneralTracker", False]] * 2
+    assert said(BLANK, ours=True, processes=2) == theirs
+
+
 def test_a_folder_is_asked_for_only_by_what_is_installed(monkeypatch):
     monkeypatch.setattr(imports, "is_aim_available", lambda: False)
     assert tracking.filter_trackers(["aim"]) == []

@@ -96,17 +96,19 @@ class Tracking(Preparing):
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker, or with `unwrap` what it wraps.
 
+        Where none logs on this rank, a blank one.
+
         Raises:
             ValueError: there is none of that name, but others.
         """
         for tracker in self._assigned_trackers or ():
             if tracker.name == name:
                 return tracker.tracker if unwrap else tracker
-        names = self.run.trackers.names
-        if name not in names:
-            if not names or not self.is_main_process:
-                return GeneralTracker(_blank=True)
+        names, logs_here = self.run.trackers.names, self.is_main_process or bool(super().trackers)
+        if name not in names and names and logs_here:
             raise ValueError(f"{name} is not an available tracker stored inside the `Accelerator`.")
+        if name not in names or not logs_here:
+            return GeneralTracker(_blank=True)
         made = super().get_tracker(name)
         if isinstance(made, Registered):
             return made.tracker.tracker if unwrap else made.tracker
