@@ -24,6 +24,18 @@ if TYPE_CHECKING:
     from accel_core.runtime.run import Run
 
 
+class UnownedError(AccelError):
+    """Parameters to clip are not those of one unit.
+
+    Attributes:
+        units: theirs; None is among them for parameters of no unit.
+    """
+
+    def __init__(self, message: str, units: set[Unit | None]) -> None:
+        super().__init__(message)
+        self.units = units
+
+
 class Training:
     """Base of Accelerator, which holds the `run`."""
 
@@ -278,15 +290,17 @@ class Training:
             if unit is not None:
                 return unit, listed
         if not listed:
-            raise AccelError(
+            raise UnownedError(
                 "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
-                "pass model.parameters(), or a list"
+                "pass model.parameters(), or a list",
+                units,
             )
         names = sorted("no unit" if unit is None else unit.name for unit in units)
-        raise AccelError(
+        raise UnownedError(
             f"clipping: these {len(listed)} parameters belong to {', '.join(names)};"
             " one call clips the parameters of one prepared model\n"
-            "pass model.parameters() of a model that was prepared"
+            "pass model.parameters() of a model that was prepared",
+            units,
         )
 
 

@@ -129,32 +129,37 @@ class Stepping(Assignable):
         Inside a window nothing is clipped, and it is the norm of what there is on this rank.
         """
         mine = _listed(parameters)
-        units = self.run.prepared.parameters.units_of(mine)
-        if len(units) == 1:
-            (unit,) = units
-            if unit is not None and unit.window.boundary:
-                return _clip_grad_norm_(self, mine, max_norm, norm_type)
-        if not mine:
-            warn_once(f"clip_grad_norm_: {_EMPTY}")
-            return torch.tensor(0.0)
-        if all(unit is None or unit.window.boundary for unit in units):
-            self._unscale(units, mine)
-            return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
+        try:
+            norm = _clip_grad_norm_(self, mine, max_norm, norm_type)
+        except AccelError as error:
+            if self._may_clip("clip_grad_norm_", mine, error):
+                return torch.nn.utils.clip_grad_norm_(mine, max_norm, norm_type)
+            norm = None
+        if norm is not None:
+            return norm
         return torch.nn.utils.get_total_norm([each.grad for each in mine if each.grad is not None], norm_type)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clamp each gradient at the end of a window."""
         mine = _listed(parameters)
-        units = self.run.prepared.parameters.units_of(mine)
-        if not mine:
-            warn_once(f"clip_grad_value_: {_EMPTY}")
-        elif len(units) == 1 and None not in units:
+        try:
             super().clip_grad_value_(mine, clip_value)
-        elif all(unit is None or unit.window.boundary for unit in units):
-            self._unscale(units, mine)
-            torch.nn.utils.clip_grad_value_(mine, clip_value)
+        except AccelError as error:
+            if self._may_clip("clip_grad_value_", mine, error):
+                torch.nn.utils.clip_grad_value_(mine, clip_value)
 
-    def _unscale(self, units: Iterable[Any], parameters: list[Any]) -> None:
+    def _may_clip(self, name: str, parameters: list[Any], error: AccelError) -> bool:
+        """Unscale parameters that core refused, as they are not those of one unit.
+
+        Returns False inside a window, and where there are none. Raises any other error.
+        """
+        units = getattr(error, "units", None)
+        if units is None:
+            raise error
+        if not parameters:
+            warn_once(f"{name}: {_EMPTY}")
+        if not parameters or not all(unit is None or unit.window.boundary for unit in units):
+            return False
         divided = self.distributed_type in self._divided or self.run.mesh is not None
         if divided or any(unit is not None and unit.mesh is not None for unit in units):
             names = ", ".join(sorted("no unit" if unit is None else unit.name for unit in units))
@@ -163,6 +168,7 @@ class Stepping(Assignable):
                 " them\nclip the parameters of each prepared model in a call of its own"
             )
         self.unscale_gradients([proxy for _, proxy in self.run.prepared.optimizers if proxy.unit in units])
+        return True
 
     # -- metrics -----------------------------------------------------------------------------------
 
