@@ -82,6 +82,41 @@ def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes):
     assert said(code, ours=True, processes=processes) == said(code, ours=False, processes=processes)
 
 
+SHARDED = """
+import json, torch
+from accelerate import Accelerator
+from accelerate.utils import FullyShardedDataParallelPlugin
+
+torch.manual_seed(0)
+plugin = FullyShardedDataParallelPlugin(fsdp_version=VERSION) if VERSION else None
+accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+models = [torch.nn.Linear(2, 3) for _ in range(2)]
+optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+batches = torch.utils.data.DataLoader(torch.randn(12, 2), batch_size=1)
+first, second, one, other, batches = accelerator.prepare(*models, *optimizers, batches)
+seen = []
+for batch in batches:
+    with accelerator.accumulate(first):
+        for model, optimizer in ((first, one), (second, other)):
+            accelerator.backward(model(batch).pow(2).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+    held = [accelerator.get_state_dict(model) for model in (first, second)]
+    seen.append([number for state in held for value in state.values() for number in value.flatten().tolist()])
+print(json.dumps(seen))
+"""
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_a_sharded_model_that_is_not_named_trains_as_under_ddp(version):
+    pytest.importorskip("accel_fsdp")
+    found = said(SHARDED.replace("VERSION", str(version)), ours=True, processes=2)
+    usual = said(SHARDED.replace("VERSION", "None"), ours=True, processes=2)
+
+    assert len({str(each) for each in found}) == 4  # both models step in each second micro-batch of six
+    assert found == [pytest.approx(each, abs=1e-6) for each in usual]
+
+
 def test_under_fp16_one_scale_is_for_both():
     code = TRAINED.replace("PRECISION", "'fp16'")
     named = INSIDE.replace("accumulate(first)", "accumulate(first, second)")
