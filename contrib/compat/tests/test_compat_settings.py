@@ -92,7 +92,7 @@ def test_a_program_that_is_no_python_is_refused():
 def test_a_flag_wins_over_the_file(tmp_path):
     asked = parse(["--config_file", written(tmp_path, OLD), "--num_processes", "2", "train.py"], None)
 
-    assert command(asked)[2:] == ["--device", "cpu", "-n", "2", "train.py"]
+    assert command(asked)[2:] == ["--device=cpu", "--processes-per-node=2", "train.py"]
     assert environment(asked.settings)["ACCELERATE_MIXED_PRECISION"] == "bf16"
 
 
@@ -144,14 +144,19 @@ def test_the_default_file_is_read_where_there_is_one(tmp_path):
 
 def test_machines_share_out_the_processes(tmp_path):
     asked = parse(["--config_file", written(tmp_path, FSDP), "train.py"], None)
-    words = command(asked)
+    machines = ["--processes-per-node=4", "--nodes=2", "--node-rank=1", "--rendezvous=10.0.0.1:29501"]
 
-    assert words[2:-1] == ["-n", "4", "--nodes", "2", "--node-rank", "1", "--rendezvous", "10.0.0.1:29501"]
+    assert command(asked)[2:] == [*machines, "train.py"]
 
 
-def test_processes_that_cannot_be_shared_out_are_refused():
+@pytest.mark.parametrize("read", [command, lambda asked: convert(asked.settings)], ids=["launch", "import"])
+def test_processes_that_cannot_be_shared_out_are_refused(read):
     with pytest.raises(ConfigError, match="num_processes 3 is not a multiple of num_machines 2"):
-        command(parse(["--num_processes", "3", "--num_machines", "2", "train.py"], None))
+        read(parse(["--num_processes", "3", "--num_machines", "2", "train.py"], None))
+
+
+def test_the_port_of_one_machine_is_imported():
+    assert convert({"main_process_port": 29501}).config == {"launch": {"rendezvous": "127.0.0.1:29501"}}
 
 
 def test_a_strategys_settings_become_its_variables(tmp_path):
@@ -351,8 +356,8 @@ def test_a_hostfile_chooses_the_launcher_of_mpi(tmp_path):
         tmp_path, "mpirun_config: {mpirun_hostfile: hosts, mpirun_ccl: '2'}\nmain_process_port: 29500\n"
     )
     asked = parse(["--config_file", file, "--num_processes", "4", "--num_machines", "2", "train.py"], None)
-    mpi = ["--launcher", "mpi", "--mpi.hostfile", "hosts", "--mpi.ccl-workers", "2"]
-    assert command(asked)[2:] == ["-n", "2", "--nodes", "2", *mpi, "train.py"]
+    mpi = ["--launcher=mpi", "--mpi.hostfile=hosts", "--mpi.ccl-workers=2"]
+    assert command(asked)[2:] == ["--processes-per-node=2", "--nodes=2", *mpi, "train.py"]
 
     converted = convert({"mpirun_hostfile": "hosts", "mpirun_ccl": "2", **processes})
 

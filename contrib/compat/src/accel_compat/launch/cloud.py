@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from accel_compat.configs.enums import ComputeEnvironment, SageMakerDistributedType
@@ -54,12 +54,6 @@ def options(settings: Mapping[str, Any]) -> dict[str, Any]:
         if setting is not None and setting.section == "sagemaker" and not is_left_out:
             found[setting.path] = value
     return found
-
-
-def flags(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the same as flags of `accel submit`."""
-    for path, value in options(settings).items():
-        yield f"--{path.removeprefix('launch.').replace('_', '-')}={value}"
 
 
 def credentials(settings: Mapping[str, Any]) -> dict[str, str]:

@@ -63,9 +63,7 @@ def convert(settings: Mapping[str, Any]) -> Converted:
             dropped[name] = why
         else:
             config[setting.path] = value
-    config |= _world(settings)
-    if is_cloud(settings):
-        config |= options(settings)
+    config |= lay_out(settings)
     if strategy == "fsdp":
         config.setdefault("fsdp.fsdp_version", 1)
     return Converted(_nested(config), dropped)
@@ -81,20 +79,38 @@ def _value(setting: Setting, value: Any) -> Any:
     return value
 
 
-def _world(settings: Mapping[str, Any]) -> dict[str, Any]:
-    config: dict[str, Any] = {}
-    if settings.get("cpu"):
-        config["device"] = "cpu"
+def lay_out(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the path and value of each option that says which processes run where.
+
+    Raises:
+        ConfigError: the machines cannot share the processes out.
+    """
+    config: dict[str, Any] = {"device": "cpu"} if settings.get("cpu") else {}
+    if is_cloud(settings):
+        return config | options(settings)
+    nodes = _count(settings, "num_machines") if "num_machines" in settings else 1
     if "num_processes" in settings:
-        nodes = _count(settings, "num_machines") if "num_machines" in settings else 1
-        config["launch.processes_per_node"] = _count(settings, "num_processes") // nodes
-    if "mpirun_hostfile" in settings:
-        config["launch.launcher"] = "mpi"
+        count = _count(settings, "num_processes")
+        if count % nodes:
+            raise ConfigError(
+                f"num_processes {count} is not a multiple of num_machines {nodes}\n"
+                "give in num_processes the number of processes of all machines together"
+            )
+        config["launch.processes_per_node"] = count // nodes
+    if nodes > 1:
+        config["launch.nodes"] = nodes
+    host, port = settings.get("main_process_ip"), settings.get("main_process_port")
+    if "mpirun_hostfile" in settings:  # mpirun starts the ranks of all machines, and numbers them
+        config |= {"launch.launcher": "mpi", "mpi.hostfile": settings["mpirun_hostfile"]}
+        port = None if host is None else port
+    elif nodes > 1:
+        config["launch.node_rank"] = settings.get("machine_rank", 0)
     if "mpirun_ccl" in settings:  # a word in Accelerate's own files
         config["mpi.ccl_workers"] = _count(settings, "mpirun_ccl")
-    if "main_process_ip" in settings:
-        port = settings.get("main_process_port", 29500)
-        config["launch.rendezvous"] = f"{settings['main_process_ip']}:{port}"
+    if host is not None or port not in (None, 0):  # 0: any free one, as without a word
+        config["launch.rendezvous"] = f"{host or '127.0.0.1'}:{port or 29500}"
+    if int(settings.get("max_restarts", 0)):
+        config["launch.max_restarts"] = settings["max_restarts"]
     return config
 
 

@@ -8,11 +8,12 @@ import subprocess
 import sysconfig
 import tempfile
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_compat.launch.cloud import credentials, flags, is_cloud
+from accel_compat.launch.cloud import credentials, is_cloud
+from accel_compat.launch.convert import lay_out
 from accel_compat.launch.request import Request
 from accel_compat.launch.shim import write_shim
 from accel_compat.notices import warn_once
@@ -101,40 +102,9 @@ def accel() -> str:
 
 def command(request: Request) -> list[str]:
     """Return the command line of `accel launch`, or of `accel submit`."""
-    cloud = is_cloud(request.settings)
-    words = [
-        accel(),
-        *(("submit", *flags(request.settings)) if cloud else ("launch", *_flags(request.settings))),
-    ]
-    return [*words, *(["-m"] if request.module else []), *request.target]
-
-
-def _flags(settings: Mapping[str, Any]) -> Iterator[str]:
-    if settings.get("cpu"):
-        yield from ("--device", "cpu")
-    nodes = int(settings.get("num_machines", 1))
-    if "num_processes" in settings:
-        count = int(settings["num_processes"])
-        if count % nodes:
-            raise ConfigError(
-                f"num_processes {count} is not a multiple of num_machines {nodes}\n"
-                "give in num_processes the number of processes of all machines together"
-            )
-        yield from ("-n", str(count // nodes))
-    if nodes > 1:
-        yield from ("--nodes", str(nodes))
-    host, port = settings.get("main_process_ip"), settings.get("main_process_port")
-    if "mpirun_hostfile" in settings:  # mpirun starts the ranks of all machines, and numbers them
-        yield from ("--launcher", "mpi", "--mpi.hostfile", str(settings["mpirun_hostfile"]))
-        if "mpirun_ccl" in settings:
-            yield from ("--mpi.ccl-workers", str(settings["mpirun_ccl"]))
-        port = None if host is None else port
-    elif nodes > 1:
-        yield from ("--node-rank", str(settings.get("machine_rank", 0)))
-    if host is not None or port not in (None, 0):  # 0: any free one, as without a word
-        yield from ("--rendezvous", f"{host or '127.0.0.1'}:{port or 29500}")
-    if int(settings.get("max_restarts", 0)):
-        yield from ("--max-restarts", str(settings["max_restarts"]))
+    verb, options = "submit" if is_cloud(request.settings) else "launch", lay_out(request.settings)
+    flags = [f"--{path.removeprefix('launch.').replace('_', '-')}={options[path]}" for path in options]
+    return [accel(), verb, *flags, *(["-m"] if request.module else []), *request.target]
 
 
 def environment(settings: Mapping[str, Any]) -> dict[str, str]:
