@@ -9,6 +9,7 @@ from typing import Any, Final
 from attrs import define
 
 from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
+from accel_compat.configs.enums import PrecisionType
 from accel_compat.configs.handlers import (
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
@@ -48,7 +49,6 @@ BACKEND: Final = "ACCELERATE_FP8_BACKEND"
 MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
 NO_RECORD: Final = {"project.record_every": (0, "accel-compat: Accelerate's project folders have no records")}
-PRECISIONS: Final = ("no", "fp8", "fp16", "bf16")
 CONFIGS: Final[Mapping[str, type]] = {
     "dataloader_config": DataLoaderConfiguration,
     "project_config": ProjectConfiguration,
@@ -174,8 +174,8 @@ def _precision(asked: Any, by: str = "") -> str | None:
     if asked is None:
         return None
     word = str(getattr(asked, "value", asked)).lower()
-    if word not in PRECISIONS:
-        raise ValueError(f"{by}Unknown mixed_precision mode: {word}. Choose between {list(PRECISIONS)}")
+    if word not in PrecisionType.list():
+        raise ValueError(f"{by}Unknown mixed_precision mode: {word}. Choose between {PrecisionType.list()}")
     return word
 
 

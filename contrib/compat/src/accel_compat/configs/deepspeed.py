@@ -16,7 +16,7 @@ from accel_compat.environment.variables import str_to_bool
 from accel_compat.notices import warn_once
 from accel_compat.settings import fill_from_variables
 
-_PATHS = {
+PATHS = {
     "gradient_accumulation_steps": "gradient_accumulation_steps",
     "gradient_clipping": "gradient_clipping",
     "zero_stage": "zero_optimization.stage",
@@ -26,9 +26,8 @@ _PATHS = {
     "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
     "zero3_save_16bit_model": "zero_optimization.stage3_gather_16bit_weights_on_model_save",
 }
-
-
-_FILLED = (*_PATHS, "hf_ds_config", "transformer_moe_cls_names")
+"""Field -> its place in DeepSpeed's JSON."""
+_FILLED = (*PATHS, "hf_ds_config", "transformer_moe_cls_names")
 """Fields that variables fill."""
 
 
@@ -97,12 +96,12 @@ class DeepSpeedPlugin(Translated):
         if "zero_optimization" not in config:
             raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
         given = {
-            path: getattr(self, name) for name, path in _PATHS.items() if getattr(self, name) is not None
+            path: getattr(self, name) for name, path in PATHS.items() if getattr(self, name) is not None
         }
         for path in given:
             self.fill_match(path, must_match=False, **given)
         self.hf_ds_config.set_stage_and_offload()
-        for name, path in _PATHS.items():
+        for name, path in PATHS.items():
             found = self.hf_ds_config.get_value(path)
             if found not in (None, "auto"):
                 setattr(self, name, found)

@@ -20,6 +20,7 @@ from accel_compat.environment.constants import (
 )
 from accel_compat.launch.convert import FP8, serves_fp8
 from accel_compat.notices import warn_once
+from accel_compat.settings import SECTIONS, WORDS
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -48,7 +49,7 @@ class BaseConfig:
         cloud = self.compute_environment == ComputeEnvironment.AMAZON_SAGEMAKER
         kinds: Any = SageMakerDistributedType if cloud else DistributedType
         self.distributed_type = kinds(self.distributed_type)
-        for name in (field.name for field in fields(self) if field.name in _SECTIONS):
+        for name in (field.name for field in fields(self) if field.name in SECTIONS):
             if getattr(self, name) is None:
                 setattr(self, name, {})
 
@@ -164,12 +165,6 @@ class SageMakerConfig(BaseConfig):
     enable_cpu_affinity: bool = False
 
 
-_SECTIONS = frozenset(
-    f"{name}_config"
-    for name in ("fp8", "deepspeed", "fsdp", "parallelism", "megatron_lm", "mpirun", "dynamo")
-)
-
-
 def load_config_from_file(config_file: str | None) -> BaseConfig:
     """Load a config file; default: `default_config_file`.
 
@@ -205,7 +200,7 @@ def write_basic_config(
     if path.exists():
         print(f"Configuration already exists at {save_location}, will not override.")  # noqa: T201  as there
         return False
-    if mixed_precision.lower() not in ("no", "fp16", "bf16", "fp8"):
+    if mixed_precision.lower() not in WORDS["mixed_precision"]:
         raise ValueError(
             "`mixed_precision` should be one of 'no', 'fp16', 'bf16', or 'fp8'. Received"
             f" {mixed_precision.lower()}"

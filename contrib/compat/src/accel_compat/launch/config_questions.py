@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
@@ -13,9 +13,6 @@ from accel_compat.launch.file_mistakes import unmet
 from accel_compat.launch.request import DISTRIBUTED_TYPES, NO_STRATEGY
 from accel_compat.launch.subcommands import subcommand_parser
 from accel_compat.settings import STRATEGIES, WORDS, Setting, settings
-
-_SECTIONS: Final = {"fsdp": "fsdp_config", "deepspeed": "deepspeed_config", "megatron": "megatron_lm_config"}
-"""Strategy -> the section of the file that has its settings."""
 
 
 def get_user_input() -> config_file.ClusterConfig:
@@ -34,9 +31,9 @@ def get_user_input() -> config_file.ClusterConfig:
     found["mixed_precision"] = click.prompt("Compute in", type=precision, default="no", show_choices=True)
     if click.confirm("Compile models by torch.compile?", default=False):
         found["dynamo_config"] = {"dynamo_backend": _ask(settings()["dynamo_backend"], "inductor")}
-    strategy = STRATEGIES.get(DISTRIBUTED_TYPES.get(kind, ""))
-    if strategy is not None:
-        found[_SECTIONS[strategy]] = _section(strategy)
+    switch = DISTRIBUTED_TYPES.get(kind)
+    if switch in STRATEGIES:
+        found[f"{switch.removeprefix('use_')}_config"] = _section(STRATEGIES[switch])
     return config_file.ClusterConfig(**found)
 
 

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final
+from typing import Any
 
 import yaml
 
+from accel_compat.configs.deepspeed import PATHS
 from accel_compat.environment.constants import FSDP_SHARDING_STRATEGY
 from accel_compat.environment.variables import str_to_bool
 from accel_compat.settings import SECTIONS, WORDS, Setting, settings
 from accel_core import ConfigError
-
-_OF_JSON: Final = (
-    "gradient_accumulation_steps",
-    "gradient_clipping",
-    "offload_optimizer_device",
-    "offload_optimizer_nvme_path",
-    "offload_param_device",
-    "offload_param_nvme_path",
-    "zero3_save_16bit_model",
-    "zero_stage",
-)
-"""Keys that the JSON of DeepSpeed alone says, where one is named."""
-
 
 def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
     """Return what a file of YAML or JSON holds, and the line of each key.
@@ -79,7 +67,7 @@ def refuse_mistakes(file: str, lines: Mapping[str, int], found: Mapping[str, tup
             wrong.append(f"{where}: Accelerate 1.15 has no key {path}{hint}")
         elif name != "distributed_type" and (wanted := unmet(known[name], value)):
             wrong.append(f"{where}: {path} is {value!r}, not {wanted}")
-        elif name in _OF_JSON and "deepspeed_config.deepspeed_config_file" in found:
+        elif name in PATHS and "deepspeed_config.deepspeed_config_file" in found:
             wrong.append(f"{where}: {path} is given beside deepspeed_config_file; give it in that file only")
     if wrong:
         raise ConfigError("\n".join([*wrong, "correct these lines, or take them out"]))

@@ -16,9 +16,9 @@ from accel_compat.launch import config_file
 from accel_compat.launch.parser import given_flags, launch_parser
 from accel_compat.launch.request import DISTRIBUTED_TYPES, read_arguments, refuse_contradictions
 from accel_compat.launch.workers import launch
+from accel_compat.settings import SECTIONS
 
 _APART = ("compute_environment", "mixed_precision", "distributed_type")
-_PREFIXED = {"fsdp_config": "fsdp_", "fp8_config": "fp8_", "dynamo_config": "dynamo_"}
 
 
 def launch_command_parser(subparsers: Any = None) -> ArgumentParser:
@@ -92,7 +92,7 @@ def _fill(args: Namespace, defaults: Any) -> None:
     said = given_flags(args)
     for section, value in vars(defaults).items():
         if isinstance(value, dict):
-            start = _PREFIXED.get(section, "")
+            start = SECTIONS.get(section, "")
             for key, inner in value.items():
                 name = key if key.startswith(start) else start + key
                 if name not in said:

@@ -12,6 +12,7 @@ import torch
 
 import accel_core
 from accel_compat import runs
+from accel_compat.configs.enums import PrecisionType
 from accel_compat.environment.variables import patch_environment
 from accel_compat.notices import warn_once
 from accel_compat.state.gradient_state import GradientState
@@ -47,7 +48,7 @@ def notebook_launcher(
             "write the function into a script and start it by accel launch --nodes"
         )
     precision = mixed_precision.lower()
-    if precision not in ("no", "fp16", "bf16", "fp8"):
+    if precision not in PrecisionType.list():
         raise ValueError(
             f"Unknown mixed_precision mode: {precision}. Choose between 'no', 'fp16', 'bf16', 'fp8'."
         )
