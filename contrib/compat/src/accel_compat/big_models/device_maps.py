@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from accel_compat.big_models.balanced_memory import as_list
+from accel_compat.big_models.balanced_memory import as_list, get_balanced_memory
 from accel_compat.modeling.sizes import (
     check_tied_parameters_in_config,
     clean_device_map,
@@ -66,6 +66,26 @@ def infer_auto_device_map(
         filling.warn_of_buffers()
     filling.tell_what_was_too_small()
     return clean_device_map(filling.placed) if clean_result else filling.placed
+
+
+def map_by_word(
+    model: nn.Module,
+    word: str,
+    max_memory: Any,
+    whole: list[str] | None,
+    *,
+    dtype: Any = None,
+    offload_buffers: bool = False,
+) -> dict[str, Any]:
+    """Return the device map that a word of `load_checkpoint_and_dispatch` asks for."""
+    if word not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        raise ValueError(
+            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or"
+            " 'sequential'."
+        )
+    if word != "sequential":
+        max_memory = get_balanced_memory(model, max_memory, whole, dtype, low_zero=word == "balanced_low_0")
+    return infer_auto_device_map(model, max_memory, whole, dtype, offload_buffers=offload_buffers)
 
 
 class _Filling:

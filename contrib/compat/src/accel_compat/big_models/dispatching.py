@@ -16,13 +16,13 @@ import attrs
 import torch
 from torch import nn
 
-from accel_compat.big_models.balanced_memory import as_list, get_balanced_memory
-from accel_compat.big_models.device_maps import infer_auto_device_map
+from accel_compat.big_models.balanced_memory import as_list
+from accel_compat.big_models.device_maps import map_by_word
 from accel_compat.big_models.dispatched_hooks import attach_dispatched_hooks
 from accel_compat.big_models.hooks import MOVING_METHODS, remove_hook_from_module
 from accel_compat.big_models.offload_folder import offload_unless_equal, read_offload_index
 from accel_compat.modeling.loading import load_checkpoint_in_model, set_module_tensor_to_device
-from accel_compat.modeling.sizes import find_tied_parameters, retie_parameters
+from accel_compat.modeling.sizes import find_place, find_tied_parameters, retie_parameters
 from accel_compat.modeling.wrappers import recursive_getattr
 from accel_compat.packages import load
 
@@ -125,25 +125,19 @@ def load_checkpoint_and_dispatch(
     device_map: "auto", "balanced", "balanced_low_0", "sequential", or as `dispatch_model` has it. Default:
     the model is loaded, and not dispatched.
     """
-    words = ("auto", "balanced", "balanced_low_0", "sequential")
     if isinstance(device_map, str):
-        if device_map not in words:
-            raise ValueError(
-                "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or"
-                " 'sequential'."
-            )
-        whole: Any = no_split_module_classes
-        limits: Any = max_memory
-        if device_map != "sequential":
-            low = device_map == "balanced_low_0"
-            limits = get_balanced_memory(model, max_memory, whole, dtype, low_zero=low)
-        device_map = infer_auto_device_map(  # type: ignore[assignment]
-            model, limits, whole, dtype, offload_buffers=offload_buffers
+        device_map = map_by_word(
+            model,
+            device_map,
+            max_memory,
+            no_split_module_classes,
+            dtype=dtype,
+            offload_buffers=offload_buffers,
         )
     load_checkpoint_in_model(
         model,
         checkpoint,
-        device_map=device_map,  # type: ignore[arg-type]
+        device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
         offload_state_dict=bool(offload_state_dict),
@@ -156,7 +150,7 @@ def load_checkpoint_and_dispatch(
         return model
     return dispatch_model(
         model,
-        device_map,  # type: ignore[arg-type]
+        device_map,
         offload_dir=offload_folder,
         offload_buffers=offload_buffers,
         skip_keys=skip_keys,
@@ -180,7 +174,8 @@ def _dispatch(
 
     everything: what lies on the CPU counts as offloaded where the CPU computes too.
     """
-    places = {name: _place(name, device_map) for name in _names(model)}
+    places = {name: find_place(name, device_map) for name in _names(model)}
+    places = {name: "cpu" if place == torch.device("cpu") else place for name, place in places.items()}
     _fill(model, state_dict or {}, places)
     on_disk = {name for name, place in places.items() if place == "disk"}
     resident = () if offload_buffers else [name for name, _ in model.named_buffers()]
@@ -199,13 +194,6 @@ def _dispatch(
 def _names(model: nn.Module) -> list[str]:
     parameters = model.named_parameters(remove_duplicate=False)
     return [name for name, _ in (*parameters, *model.named_buffers(remove_duplicate=False))]
-
-
-def _place(name: str, device_map: Mapping[str, Any]) -> Any:
-    while name not in device_map:
-        name = name.rpartition(".")[0]
-    place = device_map[name]
-    return "cpu" if place == torch.device("cpu") else place
 
 
 def _with_all_tensors(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:

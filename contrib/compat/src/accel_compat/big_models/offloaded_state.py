@@ -15,6 +15,7 @@ from accel_compat.big_models.aligning import AlignDevicesHook
 from accel_compat.big_models.hooks import SequentialHook
 from accel_compat.big_models.offload_folder import load_offloaded_weight
 from accel_compat.modeling.loading import set_module_tensor_to_device
+from accel_compat.modeling.sizes import find_place
 
 _LOGGER: Final = logging.getLogger("accelerate.utils.modeling")
 
@@ -122,19 +123,12 @@ def check_tied_parameters_on_same_device(
 ) -> None:
     """Warn of tied weights that a map puts on several devices."""
     for group in tied_params:
-        devices = {name: _device(name, device_map) for name in group}
+        devices = {name: find_place(name, device_map) for name in group}
+        if missing := [name for name, device in devices.items() if device is None]:
+            raise ValueError(f"The `device_map` does not contain the module {missing[0]}.")
         if len(set(devices.values())) > 1:
             _LOGGER.warning(
                 "Tied parameters are on different devices: %s. Please modify your custom device map or set"
                 " `device_map='auto'`. ",
                 devices,
             )
-
-
-def _device(name: str, device_map: Mapping[str, Any]) -> Any:
-    place = name
-    while place and place not in device_map:
-        place = place.rpartition(".")[0]
-    if place not in device_map:
-        raise ValueError(f"The `device_map` does not contain the module {name}.")
-    return device_map[place]

@@ -6,8 +6,7 @@ import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from accel_compat.big_models.balanced_memory import get_balanced_memory
-from accel_compat.big_models.device_maps import infer_auto_device_map
+from accel_compat.big_models.device_maps import map_by_word
 from accel_compat.configs.low_precision import BnbQuantizationConfig
 from accel_compat.packages import load
 
@@ -23,8 +22,6 @@ __all__ = [
     "load_and_quantize_model",
     "replace_with_bnb_layers",
 ]
-
-_WORDS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
 def load_and_quantize_model(
@@ -80,17 +77,8 @@ def get_quantized_model_device_map(
         return {"": _ours("planning:usual_device")()}
     if not isinstance(device_map, str):
         return device_map
-    if device_map not in _WORDS:
-        raise ValueError(
-            "If passing a string for `device_map`, please choose 'auto', 'balanced', 'balanced_low_0' or"
-            " 'sequential'."
-        )
     small = _ours("planning:quantised_outline")(model, bnb_quantization_config)
-    whole: Any = no_split_module_classes
-    limits: Any = max_memory
-    if device_map != "sequential":
-        limits = get_balanced_memory(small, max_memory, whole, low_zero=device_map == "balanced_low_0")
-    return infer_auto_device_map(small, limits, whole)
+    return map_by_word(small, device_map, max_memory, no_split_module_classes)
 
 
 def replace_with_bnb_layers(

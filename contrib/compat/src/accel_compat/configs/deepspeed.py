@@ -95,9 +95,7 @@ class DeepSpeedPlugin(Translated):
         config.setdefault("gradient_accumulation_steps", 1)
         if "zero_optimization" not in config:
             raise ValueError("Please specify the ZeRO optimization config in the DeepSpeed config.")
-        given = {
-            path: getattr(self, name) for name, path in PATHS.items() if getattr(self, name) is not None
-        }
+        given = {path: getattr(self, name) for name, path in PATHS.items() if getattr(self, name) is not None}
         for path in given:
             self.fill_match(path, must_match=False, **given)
         self.hf_ds_config.set_stage_and_offload()

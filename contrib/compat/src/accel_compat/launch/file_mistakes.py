@@ -14,6 +14,7 @@ from accel_compat.environment.variables import str_to_bool
 from accel_compat.settings import SECTIONS, WORDS, Setting, settings
 from accel_core import ConfigError
 
+
 def parse_file(file: str, text: str) -> tuple[Any, Mapping[str, int]]:
     """Return what a file of YAML or JSON holds, and the line of each key.
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from accel_compat.big_models.offload_folder import offload_weight, save_offload_index
-from accel_compat.modeling.sizes import find_tied_parameters, load_state_dict, retie_parameters
+from accel_compat.modeling.sizes import find_place, find_tied_parameters, load_state_dict, retie_parameters
 from accel_compat.unsupported import NotServedError
 
 _NAMES: Final = ("model.safetensors", "pytorch_model.bin")
@@ -199,10 +199,8 @@ def _files(checkpoint: Path) -> Iterator[Path]:
 
 def _device(name: str, device_map: Mapping[str, Any] | None, old: torch.Tensor) -> Any:
     """Find a tensor's device: its module's in the map, else the tensor's own."""
-    inside = [key for key in device_map or {} if not key or name == key or name.startswith(f"{key}.")]
-    if device_map and inside:
-        return device_map[max(inside, key=len)]
-    return "cpu" if old.is_meta else old.device
+    place = find_place(name, device_map or {})
+    return place if place is not None else "cpu" if old.is_meta else old.device
 
 
 def _dtype(name: str, asked: Any, value: torch.Tensor, kept: Sequence[str]) -> Any:

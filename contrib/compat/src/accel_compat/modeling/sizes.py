@@ -6,7 +6,7 @@ import os
 import re
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from operator import attrgetter
 from typing import Any
@@ -280,17 +280,20 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
     return device_map
 
 
+def find_place(name: str, device_map: Mapping[str, Any]) -> Any:
+    """Return the device of the innermost module of a map that has this tensor, or None."""
+    while name and name not in device_map:
+        name = name.rpartition(".")[0]
+    return device_map.get(name)
+
+
 def check_device_map(model: nn.Module, device_map: dict[str, Any]) -> None:
     """Raise ValueError if the map leaves a weight out; warn of unknown modules."""
     names = {name for name, _ in (*model.named_modules(), *model.named_parameters(), *model.named_buffers())}
     unknown = sorted(set(device_map) - names)
     if unknown:
         warnings.warn(f"The following device_map keys do not match any submodules: {unknown}", stacklevel=2)
-    left = [
-        name
-        for name in model.state_dict()
-        if "" not in device_map and not any(name == key or name.startswith(f"{key}.") for key in device_map)
-    ]
+    left = [name for name in model.state_dict() if find_place(name, device_map) is None]
     if left:
         raise ValueError(
             "The device_map provided does not give any device for the following parameters:"
@@ -312,8 +315,4 @@ def load_state_dict(
     if len(set(places.values())) == 1:
         return load_file(checkpoint_file, device=next(iter(places.values())))
     tensors = load_file(checkpoint_file)
-    for name in tensors:
-        fitting = [place for place in places if not place or name == place or name.startswith(f"{place}.")]
-        if fitting:
-            tensors[name] = tensors[name].to(places[max(fitting, key=len)])
-    return tensors
+    return {name: tensor.to(find_place(name, places)) for name, tensor in tensors.items()}
