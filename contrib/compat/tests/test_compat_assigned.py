@@ -255,6 +255,34 @@ def test_trackers_may_be_taken_and_given():
     assert mine.seen == "finished"
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda listed, each: listed.insert(0, each),
+        lambda listed, each: listed.extend(iter([each])),
+        lambda listed, each: listed.__iadd__([each]),
+        lambda listed, each: listed.__setitem__(slice(0, 0), [each]),
+    ],
+    ids=["insert", "extend", "+=", "slice"],
+)
+def test_an_object_is_saved_in_whatever_way_it_came_into_the_list(tmp_path, change):
+    accelerator, other = Accelerator(cpu=True), torch.nn.Linear(1, 1)
+    change(accelerator._custom_objects, other)
+    assert accelerator._custom_objects == [other]
+
+
+def test_a_list_is_sorted_and_turned_in_place():
+    accelerator = Accelerator(cpu=True)
+    accelerator.register_for_checkpointing(one := torch.nn.Linear(1, 1), other := torch.nn.Linear(1, 1))
+    accelerator._custom_objects.reverse()
+    assert accelerator._custom_objects == [other, one]
+
+
+def test_what_is_not_in_a_list_cannot_be_removed():
+    with pytest.raises(ValueError, match="not in list"):
+        Accelerator(cpu=True)._models.remove(torch.nn.Linear(1, 1))
+
+
 def test_a_save_hook_that_pops_weights_writes_them_itself(tmp_path):
     accelerator = Accelerator(cpu=True)
     model = torch.nn.Linear(1, 1)

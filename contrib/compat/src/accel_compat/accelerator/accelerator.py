@@ -23,6 +23,7 @@ from accel_compat.configs.handlers import (
     ProfileKwargs,
     ProjectConfiguration,
 )
+from accel_compat.configs.translation import ours_of
 from accel_compat.notices import warn_once
 from accel_compat.state import operations
 from accel_compat.state.gradient_state import GradientState
@@ -187,11 +188,11 @@ class Accelerator(Stepping):
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """Return the run's autocast, or with other settings."""
-        return super().autocast(_ours(autocast_handler or self.autocast_handler))
+        return super().autocast(ours_of(autocast_handler or self.autocast_handler))
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:  # type: ignore[override]
         """torch's profiler."""
-        return super().profile(_ours(profile_handler or self.profile_handler))
+        return super().profile(ours_of(profile_handler or self.profile_handler))
 
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
@@ -222,7 +223,3 @@ def _forget(run: Run) -> None:
     runs.unregister(run)
     run.prepared.forget()
     run.registered.clear()
-
-
-def _ours(handler: Any) -> Any:
-    return handler.to_ours() if hasattr(handler, "to_ours") else handler

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from attrs import define
 
-from accel_compat.accelerator.strategies import chosen_strategies, use_run_accumulation
+from accel_compat.accelerator.strategies import Chosen, chosen_strategies, use_run_accumulation
 from accel_compat.configs.enums import PrecisionType
 from accel_compat.configs.handlers import (
     DataLoaderConfiguration,
@@ -18,6 +18,7 @@ from accel_compat.configs.handlers import (
     TorchDynamoPlugin,
 )
 from accel_compat.configs.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
+from accel_compat.configs.translation import ours_of
 from accel_compat.environment.variables import parse_flag_from_env, parse_number_from_env
 from accel_compat.notices import warn_once
 from accel_compat.runs import affinity_preset, kind_of
@@ -98,6 +99,9 @@ def read(given: dict[str, Any]) -> Asked:
     dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
     compiled = given["dynamo_plugin"] or given["dynamo_backend"]
     chosen = chosen_strategies(given)
+    asked, by_variable = _precision(given["mixed_precision"]), _precision_of_variable()
+    is_fp8 = (asked or by_variable) == "fp8"
+    handlers = _translated(chosen, chosen.usable(given["kwargs_handlers"]), is_fp8=is_fp8)
     if accumulation is not None:
         use_run_accumulation(chosen.deepspeed, accumulation.num_steps)
     kept |= {name: given[name] for name in STATE_PLUGINS}
@@ -114,20 +118,21 @@ def read(given: dict[str, Any]) -> Asked:
     core = {**alike, "project_dir": given["project_dir"]}
     core |= {
         "split_batches": bool(given["split_batches"]),
-        "mixed_precision": _precision(given["mixed_precision"]),
+        "mixed_precision": asked,
         "cpu": given["cpu"],
-        "dataloader_config": _ours(given["dataloader_config"]),
+        "dataloader_config": ours_of(given["dataloader_config"]),
         "rng_types": None if given["rng_types"] is None else [str(kind) for kind in given["rng_types"]],
         "log_with": _trackers(given),
-        "project_config": _ours(given["project_config"]),
+        "project_config": ours_of(given["project_config"]),
         "gradient_accumulation_steps": 1,
-        "gradient_accumulation_plugin": _ours(accumulation),
-        "dynamo_plugin": _ours(dynamo) if compiled else None,
-        "kwargs_handlers": _with_recipe(chosen, given),
+        "gradient_accumulation_plugin": ours_of(accumulation),
+        "dynamo_plugin": ours_of(dynamo) if compiled else None,
+        "kwargs_handlers": handlers,
         **chosen.core(),
     }
     core["presets"] = {**NO_RECORD, **core.get("presets", {}), **_variables(None if compiled else dynamo)}
-    return Asked(core, kept, accumulation, chosen.deepspeed, _precision_of_recipe(core, given))
+    by_te = is_fp8 and any(type(each).__name__ == "TransformerEngineConfig" for each in handlers)
+    return Asked(core, kept, accumulation, chosen.deepspeed, "fp8-te" if by_te else None)
 
 
 def _refuse_mistaken(given: Mapping[str, Any]) -> None:
@@ -156,7 +161,7 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
         for name, value in ({} if dynamo is None else dynamo.translation()).items()
     }
     named: dict[str, tuple[str, Any]] = {
-        "mixed_precision": (MODE, _precision(read(MODE), f"the variable {MODE}: ")),
+        "mixed_precision": (MODE, _precision_of_variable()),
         "gradient_accumulation_steps": (STEPS, _steps_of_variable()),
         "device": ("ACCELERATE_TORCH_DEVICE", kind_of(read("ACCELERATE_TORCH_DEVICE", "")) or None),
     }
@@ -164,10 +169,6 @@ def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:
         named["device"] = ("ACCELERATE_USE_CPU", "cpu")
     given = {path: (value, f"variable {name}") for path, (name, value) in named.items() if value is not None}
     return {**compiled, **given, **affinity_preset()}
-
-
-def _ours(thing: Any) -> Any:
-    return None if thing is None else thing.to_ours()
 
 
 def _precision(asked: Any, by: str = "") -> str | None:
@@ -179,30 +180,26 @@ def _precision(asked: Any, by: str = "") -> str | None:
     return word
 
 
-def _with_recipe(chosen: Any, given: Mapping[str, Any]) -> list[Any]:
+def _precision_of_variable() -> str | None:
+    return _precision(os.environ.get(MODE), f"the variable {MODE}: ")
+
+
+def _translated(chosen: Chosen, handlers: list[Any], *, is_fp8: bool) -> list[Any]:
     """Translate the handlers.
 
     fp8 without a recipe takes that of ACCELERATE_FP8_BACKEND; without it torchao's, and where that cannot be
     used Transformer Engine's.
     """
-    handlers = chosen.usable(given["kwargs_handlers"])
-    asked = _precision(given["mixed_precision"]) or _precision(os.environ.get(MODE), f"the variable {MODE}: ")
-    if asked == "fp8" and not any(type(each).__name__ in _RECIPES for each in handlers):
+    if is_fp8 and not any(type(each).__name__ in _RECIPES for each in handlers):
         by_te = plugin_status("fp8-torchao") != "available" and plugin_status("fp8-te") == "available"
         word = os.environ.get(BACKEND, "te" if by_te else "ao").lower()
         if word not in _BACKENDS:
             raise ValueError(f"the variable {BACKEND}: {word} is not one of {', '.join(_BACKENDS)}")
         handlers.append(_BACKENDS[word]())
     fsdp2 = chosen.fsdp is not None and chosen.fsdp.fsdp_version == 2
-    return [each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else _ours(each) for each in handlers]
-
-
-def _precision_of_recipe(core: Mapping[str, Any], given: Mapping[str, Any]) -> str | None:
-    """Return the precision that serves the recipe, where several might serve fp8."""
-    asked = given["mixed_precision"] or os.environ.get("ACCELERATE_MIXED_PRECISION")
-    kinds = {type(each).__name__ for each in core["kwargs_handlers"]}
-    by_te = _precision(asked) == "fp8" and "TransformerEngineConfig" in kinds
-    return "fp8-te" if by_te else None
+    return [
+        each.under(fsdp2=fsdp2) if isinstance(each, AORecipeKwargs) else ours_of(each) for each in handlers
+    ]
 
 
 def _accumulation(given: Mapping[str, Any]) -> Any:

@@ -10,27 +10,12 @@ from typing import Any
 from attrs import evolve
 
 from accel_compat.accelerator.arguments import Asked
-from accel_compat.accelerator.checkpoints import States
+from accel_compat.accelerator.checkpoints import States, field_of
 from accel_compat.accelerator.tracking import Listed
 from accel_compat.configs.handlers import AutocastKwargs, DataLoaderConfiguration, ProjectConfiguration
 from accel_compat.configs.translation import field_names
 from accel_compat.state.gradient_state import GradientState
 from accel_compat.unsupported import NotServedError
-
-
-def _of_loaders(name: str) -> Any:
-    """Make a property of `dataloader_config`.
-
-    Only `even_batches` is settable, as in Accelerate.
-    """
-
-    def get(self: Assignable) -> Any:
-        return getattr(self.dataloader_config, name)
-
-    def put(self: Assignable, value: Any) -> None:
-        setattr(self.dataloader_config, name, value)
-
-    return property(get, put if name == "even_batches" else None, doc=f"`dataloader_config.{name}`.")
 
 
 def _listed(items: Callable[[Any], Iterable[Any]], put: Callable[[Any, Iterable[Any]], None]) -> Any:
@@ -98,12 +83,12 @@ class Assignable(States):
 
     # -- data --------------------------------------------------------------------------------------
 
-    split_batches = _of_loaders("split_batches")
-    dispatch_batches = _of_loaders("dispatch_batches")
-    even_batches = _of_loaders("even_batches")
-    use_seedable_sampler = _of_loaders("use_seedable_sampler")
-    non_blocking = _of_loaders("non_blocking")
-    use_stateful_dataloader = _of_loaders("use_stateful_dataloader")
+    split_batches = field_of("dataloader_config", "split_batches")
+    dispatch_batches = field_of("dataloader_config", "dispatch_batches")
+    even_batches = field_of("dataloader_config", "even_batches", is_settable=True)  # alone, as there
+    use_seedable_sampler = field_of("dataloader_config", "use_seedable_sampler")
+    non_blocking = field_of("dataloader_config", "non_blocking")
+    use_stateful_dataloader = field_of("dataloader_config", "use_stateful_dataloader")
 
     # -- the step ----------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -40,6 +41,15 @@ _SAVED_THERE = (
 )
 
 
+def field_of(config: str, name: str, *, is_settable: bool = False) -> Any:
+    """Make a property of a field of one of an Accelerator's config objects."""
+
+    def put(self: Any, value: Any) -> None:
+        setattr(getattr(self, config), name, value)
+
+    return property(attrgetter(f"{config}.{name}"), put if is_settable else None, doc=f"`{config}.{name}`.")
+
+
 class NoStateError(CheckpointError, ValueError):
     """There is nothing to load, as Accelerate says it by a ValueError."""
 
@@ -52,7 +62,8 @@ class States(Ranks):
     _models: list[Any]
     _apart: list[Any]
     """Models that were taken out of `_models`."""
-    _project: ProjectConfiguration
+    project_configuration: Any = None  # core's is a property
+    """The run's folders, a ProjectConfiguration. Settable, and so are its fields."""
     _save_model_state_pre_hook: Hooks
     _load_model_state_pre_hook: Hooks
     _divided: ClassVar[frozenset[DistributedType]] = frozenset(
@@ -74,31 +85,9 @@ class States(Ranks):
         """
         return _registered(self._load_model_state_pre_hook, hook)
 
-    @property  # type: ignore[override]  # core's is frozen
-    def project_configuration(self) -> ProjectConfiguration:
-        """The run's folders. Settable, and so are its fields."""
-        return self._project
-
-    @project_configuration.setter
-    def project_configuration(self, value: ProjectConfiguration) -> None:
-        self._project = value
-
-    @property
-    def project_dir(self) -> str | None:
-        """The project's folder."""
-        folder: str | None = self.project_configuration.project_dir
-        return folder
-
-    @property
-    def logging_dir(self) -> str | None:
-        """The folder of logs."""
-        folder: str | None = self.project_configuration.logging_dir
-        return folder
-
-    @property
-    def save_iteration(self) -> int:
-        """The number of the next saved state."""
-        return int(self.project_configuration.iteration)
+    project_dir = field_of("project_configuration", "project_dir")
+    logging_dir = field_of("project_configuration", "logging_dir")
+    save_iteration = field_of("project_configuration", "iteration")
 
     def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
         """Write an object once, or once per node where `save_on_each_node` is set."""

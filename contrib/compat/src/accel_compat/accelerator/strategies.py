@@ -21,13 +21,13 @@ _VARIABLES: Final = {
     "strategy": "Accelerate's variables ACCELERATE_USE_…",
     "extensions": "Accelerate's variables PARALLELISM_CONFIG_…",
 }
-_KINDS: Final[Mapping[str, type]] = {
-    "fsdp_plugin": FullyShardedDataParallelPlugin,
-    "megatron_lm_plugin": MegatronLMPlugin,
-    "parallelism_config": ParallelismConfig,
-    "torch_tp_plugin": TorchTensorParallelPlugin,
+_KINDS: Final[Mapping[str, tuple[type, str]]] = {
+    "fsdp_plugin": (FullyShardedDataParallelPlugin, "ACCELERATE_USE_FSDP"),
+    "megatron_lm_plugin": (MegatronLMPlugin, "ACCELERATE_USE_MEGATRON_LM"),
+    "parallelism_config": (ParallelismConfig, "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "torch_tp_plugin": (TorchTensorParallelPlugin, ""),
 }
-"""Argument -> the class of its objects."""
+"""Argument -> the class of its objects, and the variable that asks for one."""
 
 
 @frozen
@@ -76,25 +76,21 @@ def chosen_strategies(given: Mapping[str, Any]) -> Chosen:
         ValueError: two arguments say the same.
         TypeError: one is of another class than it should be.
     """
-    for name, kind in _KINDS.items():
-        if given[name] is not None and not isinstance(given[name], kind):
+    found: dict[str, Any] = {}
+    for name, (kind, variable) in _KINDS.items():
+        found[name] = given[name]
+        if given[name] is None and parse_flag_from_env(variable):
+            found[name] = kind()
+        elif given[name] is not None and not isinstance(given[name], kind):
             raise TypeError(f"`{name}` must be a {kind.__name__} object.\npass {name}={kind.__name__}(...)")
-    names = ("fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "torch_tp_plugin", "parallelism_config")
-    by_variables = all(given[name] is None for name in (*names, "megatron_lm_plugin"))
-    megatron = given["megatron_lm_plugin"]
-    if megatron is None and parse_flag_from_env("ACCELERATE_USE_MEGATRON_LM"):
-        megatron = MegatronLMPlugin()
-    mesh = given["parallelism_config"]
-    if mesh is None and parse_flag_from_env("ACCELERATE_USE_PARALLELISM_CONFIG"):
-        mesh = ParallelismConfig()
-    fsdp, tensors = _fsdp(given["fsdp_plugin"]), given["torch_tp_plugin"]
-    return Chosen(fsdp, _deepspeed(given), tensors, megatron, mesh, by_variables)
-
-
-def _fsdp(plugin: FullyShardedDataParallelPlugin | None) -> FullyShardedDataParallelPlugin | None:
-    if plugin is None and parse_flag_from_env("ACCELERATE_USE_FSDP"):
-        return FullyShardedDataParallelPlugin()
-    return plugin
+    return Chosen(
+        fsdp=found["fsdp_plugin"],
+        deepspeed=_deepspeed(given),
+        tensors=found["torch_tp_plugin"],
+        megatron=found["megatron_lm_plugin"],
+        mesh=found["parallelism_config"],
+        by_variables=all(given[name] is None for name in (*_KINDS, "deepspeed_plugin", "deepspeed_plugins")),
+    )
 
 
 def _deepspeed(given: Mapping[str, Any]) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, SupportsIndex
+from typing import Any
 
 from accel_compat.accelerator.preparing import Preparing
 from accel_compat.notices import warn_once
@@ -12,44 +12,31 @@ from accel_compat.trackers.registry import Registered, resolve_trackers
 from accel_compat.unsupported import NotServedError
 
 
+def _told(name: str) -> Any:
+    """Make a method of a list that tells of a change before it happens."""
+
+    def change(self: Listed, *args: Any, **options: Any) -> Any:
+        after = list(self)
+        given = getattr(after, name)(*args, **options)
+        self.tell(after)
+        list.__init__(self, after)
+        return self if given is after else given
+
+    return change
+
+
 class Listed(list[Any]):
     """A list whose changes are told: what a program does to it counts."""
 
     def __init__(self, items: Iterable[Any], tell: Callable[[Iterable[Any]], None]) -> None:
         super().__init__(items)
-        self._tell = tell
+        self.tell = tell
 
-    def append(self, item: Any) -> None:
-        self._tell([*self, item])
-        super().append(item)
 
-    def extend(self, items: Iterable[Any]) -> None:
-        items = list(items)
-        self._tell([*self, *items])
-        super().extend(items)
-
-    def remove(self, item: Any) -> None:
-        self.pop(next(number for number, each in enumerate(self) if each is item))
-
-    def pop(self, index: SupportsIndex = -1) -> Any:
-        left = list(self)
-        taken = left.pop(index)
-        self[:] = left
-        return taken
-
-    def clear(self) -> None:
-        self[:] = []
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        after = list(self)
-        after[index] = value
-        self._tell(after)
-        super().__setitem__(index, value)
-
-    def __delitem__(self, index: Any) -> None:
-        after = list(self)
-        del after[index]
-        self[:] = after
+for _name in ("append", "clear", "extend", "insert", "pop", "remove", "reverse", "sort"):
+    setattr(Listed, _name, _told(_name))
+for _name in ("__setitem__", "__delitem__", "__iadd__", "__imul__"):
+    setattr(Listed, _name, _told(_name))
 
 
 Options = Mapping[str, Mapping[str, Any]]

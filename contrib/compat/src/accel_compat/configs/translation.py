@@ -59,6 +59,11 @@ class Translated(Spelled):
         return load(self.ours, type(self).__name__)(**self.translation())
 
 
+def ours_of(thing: Any) -> Any:
+    """Return the object of ours that says the same; any other thing as it is."""
+    return thing.to_ours() if hasattr(thing, "to_ours") else thing
+
+
 def fields_of(path: str, *, without: Collection[str] = (), **defaults: Any) -> Callable[[type[T]], type[T]]:
     """Make the decorated class a dataclass with the fields of a config class of ours.
 

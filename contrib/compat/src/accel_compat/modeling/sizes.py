@@ -315,4 +315,6 @@ def load_state_dict(
     if len(set(places.values())) == 1:
         return load_file(checkpoint_file, device=next(iter(places.values())))
     tensors = load_file(checkpoint_file)
-    return {name: tensor.to(find_place(name, places)) for name, tensor in tensors.items()}
+    for name in tensors:
+        tensors[name] = tensors[name].to(find_place(name, places))
+    return tensors
