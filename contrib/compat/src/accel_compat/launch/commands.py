@@ -17,6 +17,7 @@ from accel_core import AccelError
 
 _PARSERS = {
     "config": "config_questions:config_command_parser",
+    "config default": "config_questions:default_command_parser",
     "config update": "config_questions:update_command_parser",
     "env": "subcommands:env_command_parser",
     "estimate-memory": "memory_estimate:estimate_command_parser",
@@ -127,10 +128,8 @@ def accelerate(*first: str) -> None:
             sys.exit(0)
         if name == "launch":
             sys.exit(_launch(tuple(words)))
-        if (name, *words[:1]) == ("config", "default"):
-            sys.exit(_basic_config(words[1:]))
-        if (name, *words[:1]) == ("config", "update"):
-            name, words = "config update", words[1:]
+        if (several := " ".join([name, *words[:1]])) in _PARSERS:
+            name, words = several, words[1:]
         if name in _PARSERS:
             sys.exit(_called(name, words))
     except AccelError as error:
@@ -141,9 +140,10 @@ def accelerate(*first: str) -> None:
 
 def _called(name: str, words: Sequence[str]) -> int:
     module, _, make_parser = _PARSERS[name].partition(":")
-    parser = argparse.ArgumentParser("accelerate", allow_abbrev=False)
+    *above, command = name.split(" ")
+    parser = argparse.ArgumentParser(" ".join(["accelerate", *above]), allow_abbrev=False)
     getattr(import_module(f"accel_compat.launch.{module}"), make_parser)(parser.add_subparsers())
-    asked = parser.parse_args([name.rpartition(" ")[2], *words])
+    asked = parser.parse_args([command, *words])
     try:
         asked.func(asked)
     except (OSError, ValueError) as error:
@@ -153,19 +153,4 @@ def _called(name: str, words: Sequence[str]) -> int:
             f"{name}: the answers ended before the questions, and no file is written\n"
             "answer each, or call `accelerate config default`, which asks nothing"
         ) from error
-    return 0
-
-
-def _basic_config(words: Sequence[str]) -> int:
-    from accel_compat.launch.config_file import write_basic_config
-
-    parser = argparse.ArgumentParser(prog="accelerate config default", allow_abbrev=False)
-    parser.add_argument("--config_file", "--config-file", default=str(_default()))
-    parser.add_argument(
-        "--mixed_precision", "--mixed-precision", default="no", choices=("no", "fp16", "bf16", "fp8")
-    )
-    asked = parser.parse_args(words)
-    path = write_basic_config(asked.mixed_precision, asked.config_file)
-    if path:
-        click.echo(f"accelerate configuration saved at {path}")
     return 0

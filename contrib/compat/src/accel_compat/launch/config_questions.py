@@ -71,6 +71,22 @@ def config_command(args: Namespace) -> None:
     print(f"accelerate configuration saved at {file}")  # noqa: T201  as there
 
 
+def default_command_parser(subparsers: Any = None) -> ArgumentParser:
+    """Make the parser of `config default`."""
+    about = "Write a config file with what this machine has."
+    parser = subcommand_parser(subparsers, "default", about, _write_default)
+    parser.add_argument("--config_file", "--config-file", help="Default: the one that `launch` reads")
+    precisions = WORDS["mixed_precision"]
+    parser.add_argument("--mixed_precision", "--mixed-precision", default="no", choices=precisions)
+    return parser
+
+
+def _write_default(args: Namespace) -> None:
+    file = str(args.config_file or config_file.default_config_file)
+    if path := config_file.write_basic_config(args.mixed_precision, file):
+        print(f"accelerate configuration saved at {path}")  # noqa: T201  as there
+
+
 def update_config(args: Namespace) -> str:
     """Write a file again, with the keys of this version; return its path.
 

@@ -35,18 +35,12 @@ def estimate_command(args: Namespace) -> None:
     """Print a table of memory by dtype."""
     from accel_compat.modeling.wrappers import convert_bytes
 
-    rows = [
-        [dtype, convert_bytes(largest), convert_bytes(total), _trained(training)]
-        for dtype, largest, total, training in gather_data(args)
-    ]
+    rows = []
+    for dtype, largest, total, training in gather_data(args):
+        most = max(training.values())
+        trained = "N/A" if most == -1 else convert_bytes(most)
+        rows.append([dtype, convert_bytes(largest), convert_bytes(total), trained])
     print(create_ascii_table([*_HEADERS], rows, f"Memory Usage for loading `{args.model_name}`"))  # noqa: T201  as there
-
-
-def _trained(usage: dict[str, int]) -> str:
-    from accel_compat.modeling.wrappers import convert_bytes
-
-    most = max(usage.values())
-    return "N/A" if most == -1 else str(convert_bytes(most))
 
 
 def gather_data(args: Namespace) -> list[list[Any]]:
