@@ -31,6 +31,8 @@ SECTIONS: Final[Mapping[str, str]] = {
     "fp8_config": "fp8_",
 }
 """Section of a file -> the start that its keys get as settings."""
+FP8_PRODUCTS: Final = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
+"""The variables that say `fp8_override_linear_precision`, one for each product."""
 WORDS: Final[Mapping[str, tuple[str, ...]]] = {
     "mixed_precision": ("no", "fp16", "bf16", "fp8"),
     "dynamo_backend": tuple(backend.value.lower() for backend in DynamoBackend),

@@ -15,9 +15,10 @@ import torch
 
 from accel_compat.configs.enums import CustomDtype
 from accel_compat.configs.handlers import KwargsHandler
-from accel_compat.configs.translation import Spelled
+from accel_compat.configs.translation import Spelled, field_names
 from accel_compat.environment.variables import parse_flag_from_env
 from accel_compat.packages import load
+from accel_compat.settings import FP8_PRODUCTS, settings
 from accel_compat.unsupported import NotServedError
 
 _DTYPES: Final = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -137,7 +138,7 @@ class TERecipeKwargs(KwargsHandler):
             ValueError: an argument has no meaning in Transformer Engine any more.
         """
         ours = load("accel_transformer_engine:TransformerEngineConfig", type(self).__name__)
-        said = {name: self._said(name) for name in _TE_DEFAULTS}
+        said = {name: self._said(name) for name in field_names(TERecipeKwargs)}
         precisions = tuple(bool(each) for each in said["override_linear_precision"])
         if int(said["interval"]) != 1:
             raise ValueError(
@@ -164,26 +165,14 @@ class TERecipeKwargs(KwargsHandler):
         """Return an argument, else its variable, else Accelerate's documented default."""
         if (value := getattr(self, name)) is not None:
             return value
-        variable = f"ACCELERATE_FP8_{name.removeprefix('fp8_').upper()}"
-        default = _TE_DEFAULTS[name]
-        if isinstance(default, bool):
-            return parse_flag_from_env(variable, default=default)
-        if isinstance(default, tuple):
-            products = ("FPROP", "DGRAD", "WGRAD")
-            return [parse_flag_from_env(f"ACCELERATE_FP8_OVERRIDE_{each}") for each in products]
-        return os.environ.get(variable, default)
+        if name == "override_linear_precision":
+            return [parse_flag_from_env(variable) for variable in FP8_PRODUCTS]
+        if name.startswith("use_"):
+            return parse_flag_from_env(f"ACCELERATE_FP8_{name.upper()}")
+        row = settings()[f"fp8_{name.removeprefix('fp8_')}"]
+        return os.environ.get(row.variable, row.default)
 
 
-_TE_DEFAULTS: Final[dict[str, Any]] = {
-    "use_autocast_during_eval": False,
-    "margin": 0,
-    "interval": 1,
-    "fp8_format": "HYBRID",
-    "amax_history_len": 1024,
-    "amax_compute_algo": "most_recent",
-    "override_linear_precision": (False, False, False),
-    "use_mxfp8_block_scaling": False,
-}
 _OF_DELAYED: Final = ("margin", "amax_history_len", "amax_compute_algo")
 
 

@@ -17,7 +17,7 @@ from accel_compat.launch.convert import lay_out
 from accel_compat.launch.request import Request
 from accel_compat.launch.shim import write_shim
 from accel_compat.notices import warn_once
-from accel_compat.settings import defaults, find_setting
+from accel_compat.settings import FP8_PRODUCTS, defaults, find_setting
 from accel_core import ConfigError
 
 _VISIBLE = (
@@ -38,7 +38,6 @@ _NEEDS = {
     "parallelism_config_": "use_parallelism_config",
 }
 """Start of settings -> the setting without which they are nothing."""
-_PRODUCTS = tuple(f"ACCELERATE_FP8_OVERRIDE_{name}" for name in ("FPROP", "DGRAD", "WGRAD"))
 
 
 def launch(request: Request) -> int:
@@ -126,8 +125,8 @@ def environment(settings: Mapping[str, Any]) -> dict[str, str]:
             plain = isinstance(value, bool) and not of_dynamo
             variables[setting.variable] = str(value).lower() if plain else str(value)
     three = variables.pop("ACCELERATE_FP8_OVERRIDE_LINEAR_PRECISION", "").strip("([])").split(",")
-    if len(three) == len(_PRODUCTS):
-        variables |= {name: part.strip() for name, part in zip(_PRODUCTS, three, strict=True)}
+    if len(three) == len(FP8_PRODUCTS):
+        variables |= {name: part.strip() for name, part in zip(FP8_PRODUCTS, three, strict=True)}
     variables["ACCELERATE_MIXED_PRECISION"] = str(settings.get("mixed_precision", "no")).lower()
     variables["ACCELERATE_DYNAMO_BACKEND"] = str(settings.get("dynamo_backend", "no")).upper()
     variables["ACCELERATE_USE_CPU"] = str(bool(settings.get("cpu")))
