@@ -88,7 +88,9 @@ def attach_dispatched_hooks(
     of files. index: name -> place in a file, of a folder. options: of each hook.
     """
     held = {
-        name: tensor.detach() for name, tensor in _tensors(model) if name in offloaded and name not in index
+        name: tensor.detach()
+        for name, tensor in all_tensors(model)
+        if name in offloaded and name not in index
     }
     dataset = OffloadedWeightsLoader(state_dict=held, save_folder=folder, index=dict(index))
     for prefix, module in model.named_modules():
@@ -114,6 +116,7 @@ def attach_dispatched_hooks(
         module._hf_hook = hook
 
 
-def _tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+def all_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return the parameters and buffers by all of their names."""
     parameters = model.named_parameters(remove_duplicate=False)
     return [*parameters, *model.named_buffers(remove_duplicate=False)]

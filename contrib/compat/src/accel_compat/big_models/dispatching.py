@@ -18,7 +18,7 @@ from torch import nn
 
 from accel_compat.big_models.balanced_memory import as_list
 from accel_compat.big_models.device_maps import map_by_word
-from accel_compat.big_models.dispatched_hooks import attach_dispatched_hooks
+from accel_compat.big_models.dispatched_hooks import all_tensors, attach_dispatched_hooks
 from accel_compat.big_models.hooks import MOVING_METHODS, remove_hook_from_module
 from accel_compat.big_models.offload_folder import offload_unless_equal, read_offload_index
 from accel_compat.modeling.loading import load_checkpoint_in_model, set_module_tensor_to_device
@@ -174,7 +174,7 @@ def _dispatch(
 
     everything: what lies on the CPU counts as offloaded where the CPU computes too.
     """
-    places = {name: find_place(name, device_map) for name in _names(model)}
+    places = {name: find_place(name, device_map) for name, _ in all_tensors(model)}
     places = {name: "cpu" if place == torch.device("cpu") else place for name, place in places.items()}
     _fill(model, state_dict or {}, places)
     on_disk = {name for name, place in places.items() if place == "disk"}
@@ -191,21 +191,12 @@ def _dispatch(
     _guard(model, bool(on_disk | on_host))
 
 
-def _names(model: nn.Module) -> list[str]:
-    parameters = model.named_parameters(remove_duplicate=False)
-    return [name for name, _ in (*parameters, *model.named_buffers(remove_duplicate=False))]
-
-
 def _with_all_tensors(model: nn.Module, device_map: Mapping[str, Any]) -> dict[str, Any]:
     """Add the tensors that the map leaves out on purpose: they stay where they are."""
     if "" in device_map:
         return dict(device_map)
     prefixes = tuple(f"{name}." for name in device_map)
-    left = {
-        name: recursive_getattr(model, name).device
-        for name in _names(model)
-        if not f"{name}.".startswith(prefixes)
-    }
+    left = {name: tensor.device for name, tensor in all_tensors(model) if not f"{name}.".startswith(prefixes)}
     return {**device_map, **{name: "cpu" if found.type == "meta" else found for name, found in left.items()}}
 
 

@@ -109,7 +109,7 @@ class ProfileKwargs(KwargsHandler):
         return torch.profiler.profile(
             activities=kinds or None,
             schedule=None if asked is None else torch.profiler.schedule(**asked),
-            **{name: getattr(self, name) for name in [*passed, "on_trace_ready"]},
+            **{name: getattr(self, name) for name in passed},
         )
 
 

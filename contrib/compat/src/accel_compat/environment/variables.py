@@ -132,12 +132,8 @@ def get_cpu_distributed_information() -> CPUInformation:
     )
 
 
-def _nvidia_smi() -> str:
-    return which("nvidia-smi") or "nvidia-smi"
-
-
 def _query(what: str) -> list[str]:
-    command = [_nvidia_smi(), f"--query-gpu={what}", "--format=csv,noheader"]
+    command = [which("nvidia-smi") or "nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
     return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603  a fixed program
 
 
@@ -243,7 +239,7 @@ def _purged() -> Iterator[None]:
 def purge_accelerate_environment(func_or_cls: T) -> T:
     """Restore ACCELERATE_* variables after the decorated function or test methods."""
     if not isinstance(func_or_cls, type):
-        return _purging(func_or_cls)  # type: ignore[arg-type,return-value]
+        return _purged()(func_or_cls)  # type: ignore[type-var]
     _purge_tests(func_or_cls)
 
     def inherit(cls: Any, /, **kwargs: Any) -> None:
@@ -257,14 +253,6 @@ def _purge_tests(cls: type) -> None:
     for name in dir(cls):
         method = getattr(cls, name)
         if name.startswith("test") and callable(method) and not hasattr(method, "_purges_accelerate"):
-            setattr(cls, name, _purging(method))
-
-
-def _purging(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def purging(*args: Any, **kwargs: Any) -> Any:
-        with _purged():
-            return function(*args, **kwargs)
-
-    purging._purges_accelerate = True  # type: ignore[attr-defined]
-    return purging
+            purging: Any = _purged()(method)
+            purging._purges_accelerate = True
+            setattr(cls, name, purging)

@@ -19,6 +19,8 @@ from accel_compat.modeling.regional_compilation import is_wrapped
 from accel_compat.modeling.sizes import id_tensor_storage
 from accel_core import Run, ops
 
+load = ops.load
+
 
 def model_has_dtensor(model: nn.Module) -> bool:
     """Tell whether any parameter is a DTensor."""
@@ -134,11 +136,6 @@ def save_of(run: Run, obj: Any, f: Any, save_on_each_node: bool, safe_serializat
     elif safe_serialization and isinstance(obj, dict):
         obj = _in_own_memory(obj)
     ops.save(obj, f, save_on_each_node, safe_serialization, run=run)
-
-
-def load(f: Any, map_location: Any = None, **kwargs: Any) -> Any:
-    """`torch.load` of tensors and plain data."""
-    return ops.load(f, map_location, **kwargs)
 
 
 def get_pretty_name(obj: Any) -> str:

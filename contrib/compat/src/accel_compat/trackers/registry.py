@@ -56,8 +56,12 @@ def _known(asked: Any) -> LoggerType | str:
     return LoggerType(word) if word in LoggerType.list() else word
 
 
+def _needs_folder(asked: Any) -> bool:
+    return _is_word(asked) and bool(LOGGER_TYPE_TO_CLASS[_word(asked)].requires_logging_directory)
+
+
 def _require_folder(word: str, folder: Any) -> None:
-    if LOGGER_TYPE_TO_CLASS[word].requires_logging_directory and folder is None:
+    if _needs_folder(word) and folder is None:
         raise ValueError(f"Logging with `{word}` requires a `logging_dir` to be passed in.")
 
 
@@ -133,10 +137,7 @@ def resolve_trackers(asked: Iterable[Any], folder: str | os.PathLike[str] | None
     """
     several = list(asked)
     if any(_is_word(each) and _word(each) == "all" for each in several):
-        several = filter_trackers(several)
-        needy = (each for each in several if _is_word(each) and LOGGER_TYPE_TO_CLASS[_word(each)])
-        without = [each for each in needy if LOGGER_TYPE_TO_CLASS[_word(each)].requires_logging_directory]
-        several = [each for each in several if folder is not None or each not in without]
+        several = [each for each in filter_trackers(several) if folder is not None or not _needs_folder(each)]
     words = dict.fromkeys(_word(each) if _is_word(each) else each for each in several)
     for each in words:
         if isinstance(each, str):
