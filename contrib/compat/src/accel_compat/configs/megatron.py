@@ -6,15 +6,17 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Final
+from typing import Any, ClassVar, Final, TypeVar
 
 from accel_compat.configs.translation import Translated
 from accel_compat.settings import MEGATRON, settings
 
+T = TypeVar("T")
+
 _ROWS: Final = {
     name.removeprefix(MEGATRON): row for name, row in settings().items() if name.startswith(MEGATRON)
 }
-"""Field that a variable fills -> its row."""
+"""Field that a variable fills -> its row, in the order of the arguments."""
 _STEPS: Final = (
     "custom_train_step_class",
     "custom_train_step_kwargs",
@@ -24,39 +26,20 @@ _STEPS: Final = (
 """Fields that a train step is made of, in Megatron-LM's words."""
 
 
-@dataclass
+def _with_rows(cls: type[T]) -> type[T]:
+    """Make the decorated class a dataclass whose first fields are those of the rows."""
+    cls.__annotations__ = {**dict.fromkeys(_ROWS, Any), **cls.__annotations__}
+    for name in _ROWS:
+        setattr(cls, name, None)
+    return dataclass(cls)
+
+
+@_with_rows
 class MegatronLMPlugin(Translated):
     """Options of Megatron. MEGATRON_LM_ variables fill what is not given."""
 
     ours: ClassVar[str] = "accel_megatron:MegatronLMPlugin"
 
-    tp_degree: int | None = None
-    pp_degree: int | None = None
-    use_custom_fsdp: bool | None = None
-    overlap_cpu_optimizer_d2h_h2d: bool | None = None
-    no_load_optim: bool | None = None
-    eod_mask_loss: bool | None = None
-    no_save_optim: bool | None = None
-    optimizer_cpu_offload: bool | None = None
-    use_precision_aware_optimizer: bool | None = None
-    decoder_last_pipeline_num_layers: int | None = None
-    recompute_granularity: str | None = None
-    recompute_method: str | None = None
-    recompute_num_layers: int | None = None
-    attention_backend: bool | None = None
-    expert_model_parallel_size: int | None = None
-    context_parallel_size: int | None = None
-    attention_dropout: float | None = None
-    hidden_dropout: float | None = None
-    attention_softmax_in_fp32: bool | None = None
-    expert_tensor_parallel_size: int | None = None
-    calculate_per_token_loss: bool | None = None
-    use_rotary_position_embeddings: bool | None = None
-    num_micro_batches: int | None = None
-    gradient_clipping: float | None = None
-    sequence_parallelism: bool | None = None
-    recompute_activations: bool | None = None
-    use_distributed_optimizer: bool | None = None
     pipeline_model_parallel_split_rank: int | None = None
     num_layers_per_virtual_pipeline_stage: int | None = None
     is_train_batch_min: bool = True
