@@ -39,17 +39,13 @@ def install() -> None:
         AccelError: another accelerate is imported already.
     """
     other = sys.modules.get(NAME)
-    if other is not None and not _is_ours(other):
+    if other is not None and Path(other.__file__ or "").parent != SURFACE:
         raise AccelError(
             f"accel_compat.install() came too late: {NAME} is imported already, from {other.__file__}\n"
             "call it first in the program, or start it by `accel compat launch`"
         )
     if not any(isinstance(finder, _DistributionFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, _DistributionFinder())
-
-
-def _is_ours(module: ModuleType) -> bool:
-    return Path(module.__file__ or "").parent == SURFACE
 
 
 def replace_module(module: ModuleType) -> None:

@@ -18,12 +18,9 @@ def load(path: str, wanted: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != module:
             raise
-        distribution, folder = module.replace("_", "-"), module.removeprefix("accel_").replace("_", "-")
+        distribution, package = module.replace("_", "-"), module.removeprefix("accel_").replace("_", "-")
+        folder = f"contrib/{package}" if package in _IN_CONTRIB else f"backends/{package}"
         raise PluginError(
-            f"{wanted} needs {distribution}, which is not installed\n{install_hint(_folder_of(folder))}",
+            f"{wanted} needs {distribution}, which is not installed\n{install_hint(folder)}",
             distribution=distribution,
         ) from error
-
-
-def _folder_of(package: str) -> str:
-    return f"contrib/{package}" if package in _IN_CONTRIB else f"backends/{package}"

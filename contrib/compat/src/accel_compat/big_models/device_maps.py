@@ -142,9 +142,10 @@ class _Filling:
             self._measure_largest()
             return
         if self.used[device] == 0 and self.fallback and device != "disk":
-            other = self._that_fits(self.limits[device] - max(self.largest, whole))
+            limit = self.limits[device] - max(self.largest, whole)
+            other, part, left = fallback_allocate(self.waiting, self.sizes, limit, self.whole, self.ties)
             if other is not None:
-                self.waiting = [other, (name, module), *self.waiting]
+                self.waiting = [(other, part), (name, module), *left]
                 return
         if self.used[device] == 0:
             self.too_small[device] = whole + reserved
@@ -188,10 +189,6 @@ class _Filling:
             and any(True for _ in module.named_children())
             and type(module).__name__ not in self.whole
         )
-
-    def _that_fits(self, limit: Any) -> tuple[str, Any] | None:
-        name, module, self.waiting = fallback_allocate(self.waiting, self.sizes, limit, self.whole, self.ties)
-        return None if name is None or module is None else (name, module)
 
     def _measure_largest(self) -> None:
         modules = [(name, module) for name, module in self.waiting if isinstance(module, nn.Module)]

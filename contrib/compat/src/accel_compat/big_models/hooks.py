@@ -106,7 +106,8 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     """Attach a hook, in place of the module's own, or after it with `append`."""
     hooked: Any = module
     before = getattr(module, "_hf_hook", None) if append else None
-    old = hooked._old_forward if _is_hooked(module) else module.forward
+    is_hooked = hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
+    old = hooked._old_forward if is_hooked else module.forward
     hooked._old_forward = old
     hooked = hook.init_hook(module)
     hooked._hf_hook = hook if before is None else SequentialHook(before, hook)
@@ -142,10 +143,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
 def remove_hook_from_submodules(module: nn.Module) -> None:
     """Detach the hooks of a module and of all modules in it."""
     remove_hook_from_module(module, recurse=True)
-
-
-def _is_hooked(module: nn.Module) -> bool:
-    return hasattr(module, "_hf_hook") and hasattr(module, "_old_forward")
 
 
 def _set_forward(module: Any, forward: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from attrs import frozen
 
+from accel_compat.configs.enums import DistributedType
 from accel_compat.environment.constants import FSDP_SHARDING_STRATEGY
 from accel_compat.launch.cloud import is_cloud, kind_of
 from accel_compat.launch.config_file import ClusterConfig
@@ -26,8 +27,7 @@ DISTRIBUTED_TYPES: Final[Mapping[str, str]] = {
 }
 _ONE_OF: Final = ("multi_gpu", "cpu", "tpu", "use_deepspeed", "use_fsdp")
 _WRITTEN_UNASKED: Final[Mapping[str, Any]] = {"same_network": True, "downcast_bf16": "no"}
-_DEVICES: Final = ("CPU", "GPU", "NPU", "XPU", "HPU", "MLU", "MUSA", "SDAA", "NEURON")
-NO_STRATEGY: Final = ("NO", *(f"MULTI_{device}" for device in _DEVICES))
+NO_STRATEGY: Final = ("NO", *(kind.value for kind in DistributedType if kind.value.startswith("MULTI_")))
 
 
 @frozen

@@ -58,11 +58,16 @@ class _Ranked:
 
     _shared_state: ClassVar[dict[str, Any]]
     _known_attrs: ClassVar[list[str]]
-    num_processes: int
-    process_index: int
-    local_process_index: int
+    _cpu: bool
+    _mixed_precision: str
+    backend: str | None
+    debug: bool
     device: torch.device
     distributed_type: DistributedType
+    fork_launched: bool
+    local_process_index: int
+    num_processes: int
+    process_index: int
 
     @property
     def initialized(self) -> bool:
@@ -176,19 +181,7 @@ class PartialState(_Ranked):
     """
 
     _shared_state: ClassVar[dict[str, Any]] = SharedDict()
-    _known_attrs: ClassVar[list[str]] = [
-        "_cpu",
-        "_mixed_precision",
-        "_shared_state",
-        "backend",
-        "debug",
-        "device",
-        "distributed_type",
-        "fork_launched",
-        "local_process_index",
-        "num_processes",
-        "process_index",
-    ]
+    _known_attrs: ClassVar[list[str]] = [*_Ranked.__annotations__]
 
     def __init__(self, cpu: bool = False, **kwargs: Any) -> None:
         self.__dict__ = self._shared_state
@@ -235,7 +228,6 @@ class AcceleratorState(_Ranked):
         "dynamo_plugin",
     ]
 
-    _mixed_precision: str
     deepspeed_plugins: Any
 
     def __init__(
