@@ -11,7 +11,7 @@ accel_compat.install()
 
 from accelerate import PartialState, prepare_pippy  # noqa: E402
 
-from accel_compat.configs import translation  # noqa: E402
+from accel_compat import packages  # noqa: E402
 from accel_core import PluginError  # noqa: E402
 
 
@@ -74,7 +74,7 @@ def by_hand(points, gather: bool, rows: int, chunks: int) -> torch.Tensor | None
 
 def without_a_pipeline(points) -> str:
     PartialState(cpu=True)
-    translation.import_module = lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=name))
+    packages.import_module = lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=name))
     try:
         prepare_pippy(Net(), points)
     except (PluginError, ValueError) as error:
