@@ -95,7 +95,7 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
 
     assert scripted(monkeypatch, "config", "default", "--mixed_precision", "bf16") == 0
     file = tmp_path / "accelerate" / "default_config.yaml"
-    assert request.parse(["script.py"], commands._default()).file == str(file)
+    assert request.parse(["script.py"], commands.default_file()).file == str(file)
     assert request.read_file(str(file))["mixed_precision"] == "bf16"
 
 

@@ -46,7 +46,7 @@ def launch(words: tuple[str, ...]) -> None:
     sys.exit(_launch(words))
 
 
-def _default() -> Path:
+def default_file() -> Path:
     """Path of Accelerate's default config file."""
     caches = os.environ.get("XDG_CACHE_HOME", "~/.cache")
     folder = Path(os.environ.get("HF_HOME", f"{caches}/huggingface"))
@@ -57,7 +57,7 @@ def _launch(words: tuple[str, ...]) -> int:
     from accel_compat.launch.request import parse
     from accel_compat.launch.workers import launch as start
 
-    request = parse(words, _default())
+    request = parse(words, default_file())
     if request.file is not None:
         click.echo(f"accel-compat: reads {request.file}", err=True)
     return start(request)

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from accel_compat.launch import config_file
+from accel_compat.launch.commands import default_file
 from accel_compat.launch.file_mistakes import unmet
 from accel_compat.launch.request import DISTRIBUTED_TYPES, NO_STRATEGY
 from accel_compat.launch.subcommands import subcommand_parser
@@ -82,7 +83,7 @@ def default_command_parser(subparsers: Any = None) -> ArgumentParser:
 
 
 def _write_default(args: Namespace) -> None:
-    file = str(args.config_file or config_file.default_config_file)
+    file = str(args.config_file or default_file())
     if path := config_file.write_basic_config(args.mixed_precision, file):
         print(f"accelerate configuration saved at {path}")  # noqa: T201  as there
 
