@@ -24,7 +24,7 @@ class UnfitObjectError(CheckpointError, TypeError, ValueError):
 
 
 class UnwritableError(CheckpointError, RuntimeError):
-    """A place that the disk does not write, as `torch.save` says it by a RuntimeError."""
+    """A place that the disk does not write: a RuntimeError, as of `torch.save`."""
 
 
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:

@@ -281,7 +281,7 @@ def clean_device_map(device_map: dict[str, Any], module_name: str = "") -> dict[
 
 
 def find_place(name: str, device_map: Mapping[str, Any]) -> Any:
-    """Return the device of the innermost module of a map that has this tensor, or None."""
+    """Return the device of the innermost module that a map has of a tensor, or None."""
     while name and name not in device_map:
         name = name.rpartition(".")[0]
     return device_map.get(name)
