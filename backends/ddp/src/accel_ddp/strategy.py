@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from accel_core import AccelError, ConfigError, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
-from accel_ddp.watch import CARRIED, RUNS, DistributedDataParallel, follow, refuse_hooks
+from accel_ddp.watch import CARRIED, COPIES, RUNS, DistributedDataParallel, follow, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -95,22 +95,18 @@ class DataParallel:
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        # A reducer that outlives its process group aborts some processes at exit (plain torch on its
-        # CPU backend: 2 of 8). The model inside, which `unwrap_model` gives, works on.
+        # The model inside, which `unwrap_model` gives, works on.
         for end in self._followed.pop(unit, ()):
             end()
         for model in _parallel(unit.wrapped):
-            model.unwatch()
             comm_hooks.settle(model)
-            model.reducer = model.logger = None  # type: ignore[assignment]
-            model.__dict__["forward"] = _released
+            model.release()
 
-
-def _released(*_: object, **__: object) -> NoReturn:
-    raise AccelError(
-        "forward: this model's DistributedDataParallel has ended, by free_memory or end_training\n"
-        "prepare the model again, or use the one inside: accelerator.unwrap_model(model)"
-    )
+    @implements(hooks.destroy_process_group)
+    def destroy_process_group(self) -> None:
+        for copy in _parallel([*COPIES]):
+            copy.release()
+        self.below.destroy_process_group()
 
 
 def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, ref
+from typing import TYPE_CHECKING, Any, Final, NoReturn
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.nn import parallel
@@ -20,13 +20,15 @@ if TYPE_CHECKING:
 
     from accel_core import Run, Unit
 
-__all__ = ["CARRIED", "RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
+__all__ = ["CARRIED", "COPIES", "RUNS", "DistributedDataParallel", "follow", "refuse_hooks"]
 
 _READY: Final = "ready"
 _CONVERTED: Final = "converted"
 _BY_HAND: Final = "by hand"
 RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
 """Model -> weak reference to its run. Not in the model, which may be copied."""
+COPIES: Final[WeakSet[nn.Module]] = WeakSet()
+"""Deep copies and unpickled models, each with a reducer of its own."""
 _REASONS: Final = {
     "none": "was called on the model inside, or on a part of it: only the forward of the model that"
     " prepare returned has its gradients reduced",
@@ -82,11 +84,14 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         self.__dict__.update(awaited=["none"] * len(asked), last=None, checked=False, late=set())
         ignored = self.parameters_to_ignore
         self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
+        self._watch()
+
+    def _watch(self) -> None:
         late = _adding(self.late)
-        self._hooks = [_when_unfrozen(p, late) for p in module.parameters() if _may_train_later(p)]
-        notes = [_Note(self, number) for number in range(len(asked))]
+        self._hooks = [_when_unfrozen(p, late) for p in self.module.parameters() if _may_train_later(p)]
+        notes = [_Note(self, number) for number in range(len(self.asked))]
         self._hooks += [
-            p.register_post_accumulate_grad_hook(note) for p, note in zip(asked, notes, strict=True)
+            p.register_post_accumulate_grad_hook(note) for p, note in zip(self.asked, notes, strict=True)
         ]
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -110,9 +115,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             raise lost from error
 
     def __getstate__(self) -> dict[str, Any]:
-        # A pickle holds no weak references.
+        # A pickle holds no weak references, and no hooks: they reach torch's reducer. A copy's gradients
+        # travel uncompressed: torch registers the hook that compresses them for its reducer alone.
         held: dict[str, Any] = super().__getstate__()  # type: ignore[no-untyped-call]
-        return {**held, "before": [None] * len(self.asked)}
+        held |= {"before": [None] * len(self.asked), "late": set(), "_hooks": [], "_comm_hooks": []}
+        # Its reducer has yet to record a static graph, and no no_sync will end for it.
+        held["_static_graph_delay_allreduce_enqueued"] = False
+        return held | {"require_backward_grad_sync": True, "require_forward_param_sync": True}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        COPIES.add(self)
+        self._watch()
 
     def await_backward(self) -> None:
         """Count the next backward as reduced, whatever its forward ran in.
@@ -186,10 +200,23 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             "set ddp.find_unused_parameters: true, or use every parameter in each loss"
         ) from error
 
-    def unwatch(self) -> None:
-        """Take the hooks off the parameters."""
+    def release(self) -> None:
+        """Take the hooks off the parameters, and drop the reducer.
+
+        One that outlives its process group aborts some processes at exit (plain torch on its CPU backend:
+        2 of 8).
+        """
         for hook in self._hooks:
             hook.remove()
+        self.reducer = self.logger = None  # type: ignore[assignment]
+        self.__dict__["forward"] = _released
+
+
+def _released(*_: object, **__: object) -> NoReturn:
+    raise AccelError(
+        "forward: this model's DistributedDataParallel has ended, by free_memory or end_training\n"
+        "prepare the model again, or use the one inside: accelerator.unwrap_model(model)"
+    )
 
 
 def refuse_hooks(model: nn.Module) -> None:
