@@ -179,6 +179,15 @@ def built_on_meta(name):
     return found
 
 
+def frozen(name):
+    """The parameters of a frozen model that train after `prepare`."""
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(MODELS[name]().requires_grad_(False))
+    found = [key for key, parameter in model.named_parameters() if parameter.requires_grad]
+    accelerator.end_training()
+    return found
+
+
 def overflowed(name):
     """Whether each of two optimizers skips its step when one rank's part of a split layer overflows."""
     accelerator = Accelerator(cpu=True)

@@ -150,6 +150,12 @@ def test_what_is_written_while_parameters_are_whole_is_kept():
     assert run_processes(grid_job.written_while_whole, "gpt", world=4, environment=environment) == [[]] * 4
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_what_was_frozen_is_frozen_in_any_style(world):
+    environment = grid_job.environment({"tp": 2}, SEQUENCE)
+    assert run_processes(grid_job.frozen, "gpt", world=world, environment=environment) == [[]] * world
+
+
 @pytest.mark.parametrize(
     ("world", "variables"),
     [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],

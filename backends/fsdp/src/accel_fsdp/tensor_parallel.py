@@ -71,7 +71,7 @@ class TensorParallel:
             return self._accept(model, mesh)
         plan = plan_of(model, config.parallelize_plan, size, loss_parallel=config.loss_parallel)
         _draw_without_agreement(mesh)
-        ties = _ties(model)
+        ties, frozen = _ties(model), _frozen(model)
         _agree(model, mesh.get_group())
         for planned in plan:
             parallelize_module(planned.module, mesh, planned.style, src_data_rank=None)
@@ -80,6 +80,8 @@ class TensorParallel:
                 planned.module.register_forward_hook(self._whole_without_gradient)
         for (module, key), first in ties.items():
             module._parameters[key] = first[0]._parameters[first[1]]
+        for module, key in frozen:  # torch's SequenceParallel makes new parameters, which train
+            module._parameters[key].requires_grad_(False)  # type: ignore[union-attr]
         model.register_forward_hook(_give_no_views)
         return model
 
@@ -163,6 +165,15 @@ def _ties(model: nn.Module) -> dict[tuple[nn.Module, str], tuple[nn.Module, str]
             if parameter is not None and first.setdefault(parameter, (module, key)) != (module, key):
                 again[module, key] = first[parameter]
     return again
+
+
+def _frozen(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    return [
+        (module, key)
+        for module in model.modules()
+        for key, parameter in module._parameters.items()
+        if parameter is not None and not parameter.requires_grad
+    ]
 
 
 def _draw_without_agreement(mesh: DeviceMesh) -> None:
