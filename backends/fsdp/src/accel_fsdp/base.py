@@ -20,7 +20,7 @@ from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
-from accel_fsdp.parameters import with_hooks
+from accel_fsdp.parameters import is_guarded, with_hooks
 from accel_fsdp.stages import is_cut
 from accel_fsdp.wrapping import checkpointed, ignored
 
@@ -171,7 +171,7 @@ def _sharded_before(model: nn.Module) -> str | None:
     sharded = any(
         isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
         for module in model.modules()
-    )
+    ) or any(map(is_guarded, model.parameters()))
     if not (sharded or is_cut(model)):
         return None
     done = "sharded" if sharded else "cut into stages"

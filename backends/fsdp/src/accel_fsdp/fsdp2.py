@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from accel_fsdp.parameters import Place
     from accel_fsdp.wrapping import Group
 
-__all__ = ["Sharded", "reshard", "whole"]
+__all__ = ["Sharded", "first_order", "reshard", "whole"]
 
 
 class Sharded(FullyShardedDataParallel):
@@ -76,7 +76,7 @@ class Sharded(FullyShardedDataParallel):
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
-        found, shards = groups(model, self.config), self.shards()
+        found, shards = groups(model, self.config), self.shards(model)
         self.tell_unused(model, len(found) - 1 if shards else 0)
         for group in found:
             self.materialize(group)
@@ -84,17 +84,16 @@ class Sharded(FullyShardedDataParallel):
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
             left |= {p for p in whole_ones if not p.numel()}  # whose gradients torch cannot reduce
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
-            if not shards:
-                continue
-            mesh = self._mesh_of(unit, group)
             called = {place: names.get(old, "") for place, old in _places(group.modules)}
-            made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
+            if shards:
+                mesh = self._mesh_of(unit, group)
+                made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
             for place, new in _places(group.modules):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
         for module in made:
             state = module._get_fsdp_state()
-            vars(state)["_pre_backward"] = partial(_first_order, state._pre_backward)
+            vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
             for gathering in parameter_groups(state):
                 for name in ("unshard", "wait_for_unshard"):
                     vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
@@ -185,8 +184,8 @@ class Sharded(FullyShardedDataParallel):
         """Return True if the backward that runs was not called by the user."""
         return False
 
-    def shards(self) -> bool:
-        """Return True if `fully_shard` has something to do for the models."""
+    def shards(self, model: nn.Module) -> bool:
+        """Return True if `fully_shard` has something to do for the model."""
         return True
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
@@ -208,17 +207,21 @@ class Sharded(FullyShardedDataParallel):
         )
 
 
-def _first_order(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-    """Begin a backward as torch does, unless a graph of it is wanted.
+def _begin(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
+    return begin(first_order(gradient))
 
-    Its weights would be gone by then.
+
+def first_order(gradient: Tensor) -> Tensor:
+    """Return a backward's first gradient, unless a graph of it is wanted.
+
+    The weights of that graph would be gone by then.
     """
     if torch.is_grad_enabled():
         raise AccelError(
             "backward with create_graph=True (a gradient penalty, a Hessian) needs weights again after it,"
             " and sharded ones are not kept\nprepare this model with strategy ddp"
         )
-    return begin(gradient)
+    return gradient
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -250,10 +253,12 @@ def _is_own(asked: Any, tensor: Tensor) -> bool:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All of a DTensor. Collective."""
+    """All of a tensor, apart from its storage. Collective."""
     data: Any = tensor.detach()
-    found: Tensor = data.full_tensor() if isinstance(data, DTensor) else data
-    return found
+    if not isinstance(data, DTensor):
+        return tensor.detach().clone()
+    found: Tensor = data.full_tensor()
+    return found.clone() if found.is_set_to(data.to_local()) else found
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:

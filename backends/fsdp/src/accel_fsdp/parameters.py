@@ -18,7 +18,7 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "Replaced", "guard", "refuse_stand_ins", "replace_parameter", "with_hooks"]
+__all__ = ["Place", "Replaced", "guard", "is_guarded", "refuse_stand_ins", "replace_parameter", "with_hooks"]
 
 ADVICE = (
     "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
@@ -71,6 +71,11 @@ def guard(parameter: Any, name: str, *, after_accumulation: bool) -> None:
     if after_accumulation:
         kind = "register_post_accumulate_grad_hook"
         parameter.register_post_accumulate_grad_hook = partial(_refuse, name, kind)
+
+
+def is_guarded(parameter: nn.Parameter) -> bool:
+    """Return True if an earlier prepare has put the parameter there."""
+    return "register_hook" in vars(parameter)
 
 
 def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:

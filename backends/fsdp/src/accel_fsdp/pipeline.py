@@ -76,7 +76,7 @@ class Pipelined(Sharded):
         self._pipes[unit].ties.begin()
         return wrapped
 
-    def shards(self) -> bool:
+    def shards(self, model: nn.Module) -> bool:
         # A stage that no other rank shares stays whole: a mesh of one rank would cost half a step more.
         # Weights on the CPU, or gathered in other dtypes, need torch's hooks all the same. Layers that are
         # split do too: torch steps no plain tensors beside DTensors.

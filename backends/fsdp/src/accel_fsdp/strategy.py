@@ -24,6 +24,10 @@ def strategy(config: FullyShardedDataParallelPlugin | None, run: Run) -> FullySh
         from accel_fsdp.pipeline import Pipelined
 
         return Pipelined(config, run)
+    if any(extension.name == "tensor-parallel" for extension in run.stack.extensions):
+        from accel_fsdp.split import Split
+
+        return Split(config, run)
     from accel_fsdp.fsdp2 import Sharded
 
     return Sharded(config, run)

@@ -1,0 +1,127 @@
+"""FSDP of version 2, for models whose layers are split over ranks.
+
+These ranks may share nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from accel_core import hooks, implements
+from accel_fsdp.fsdp2 import Sharded, first_order
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+
+    from accel_core import Run, Unit
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
+
+__all__ = ["Split"]
+
+
+class Split(Sharded):
+    """Leaves a model that no rank shares as the extension has split it.
+
+    `fully_shard` over a mesh of one rank would cost a tenth of a step. Parameters that no layer splits are
+    plain tensors then, the same on all ranks.
+    """
+
+    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
+        super().__init__(config, run)
+        self._split: WeakKeyDictionary[Unit, list[Any]] = WeakKeyDictionary()
+        """Parameters of split layers, of models that are left so."""
+
+    def shards(self, model: nn.Module) -> bool:
+        config, alone = self.config, self.mesh.size() == 1 and bool(self._replica_groups)
+        if not alone or config.cpu_offload or type(config.reshards) is int:
+            return True
+        # Gradients are whole, and of a whole window, when torch's hooks call those of parameters.
+        hooked = any(p._post_accumulate_grad_hooks for p in (*model.parameters(), *self._before.values()))
+        casts = config.mixed_precision_policy is not None or self.run.config.mixed_precision != "no"
+        return hooked or casts
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
+        """Shard the model, if another rank shares it. Collective."""
+        wrapped = super().wrap_model(unit, model)
+        if not any(isinstance(module, FSDPModule) for module in wrapped.modules()):
+            split = [parameter for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
+            self._split.setdefault(unit, []).extend(split)
+            wrapped.register_forward_hook(torch.compiler.disable(_refuse_second_order))
+        return wrapped
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+        """Complete the gradients of norms that saw parts of sequences.
+
+        Collective.
+        """
+        _complete(self._split.get(unit, ()))
+        self.below.reduce_gradients(unit, num_items)
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        def completed() -> Any:
+            assert closure is not None
+            loss = closure()
+            _complete(self._split.get(unit, ()))
+            return loss
+
+        with _kinds_apart(optimizer):
+            applied: bool = self.below.optimizer_step(unit, optimizer, completed if closure else None)
+        return applied
+
+
+def _refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    # Between a split layer and a whole one torch gives wrong gradients of gradients.
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(first_order)
+
+
+@torch.no_grad()
+def _complete(parameters: Iterable[Any]) -> None:
+    """Lay gradients out as their parameters are. Collective.
+
+    Partial ones are summed, as `fully_shard` does in a backward.
+    """
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is not None and gradient.placements != parameter.placements:
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
+
+
+@contextmanager
+def _kinds_apart(optimizer: Optimizer) -> Iterator[None]:
+    """Part groups of DTensors and plain tensors for a step.
+
+    torch's `foreach` and `fused` compute no list of both. Optimizers without them step tensors one by one.
+    """
+    groups = optimizer.param_groups
+    parts = [_kinds(group) if "foreach" in group else [group] for group in groups]
+    if len(groups) == sum(map(len, parts)):
+        yield
+        return
+    optimizer.param_groups = [part for group in parts for part in group]
+    try:
+        yield
+    finally:
+        optimizer.param_groups = groups
+        for group, (part, *_) in zip(groups, parts, strict=True):
+            group.update({**part, "params": group["params"]})  # some optimizers count steps in groups
+
+
+def _kinds(group: dict[str, Any]) -> list[dict[str, Any]]:
+    kinds: dict[bool, list[Any]] = {}
+    for parameter in group["params"]:
+        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+    return [{**group, "params": same} for same in kinds.values()] if len(kinds) > 1 else [group]
