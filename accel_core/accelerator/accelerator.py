@@ -11,6 +11,7 @@ from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
 from accel_core.contract.options import remember_given
+from accel_core.contract.unit import inside
 from accel_core.errors import ConfigError
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
@@ -272,7 +273,8 @@ class Accelerator(Ranks, Training, States):
         unit = self.run.prepared.unit_of_model(model)
         if unit is None:
             return model
-        inner: nn.Module = unit.hooks.unwrap_model(unit, model, keep_torch_compile)
+        known = inside(model) if self.run.prepared.form_of(model) is None else model
+        inner: nn.Module = unit.hooks.unwrap_model(unit, known, keep_torch_compile)
         return inner
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:

@@ -128,7 +128,8 @@ class Training:
         itself. Raises AccelError for a model that is not prepared.
         """
         (unit,) = units_of(self.run, [model])
-        return step.quiet(unit, [model])
+        _, number = unit.run.prepared.place_of(model)
+        return step.quiet(unit, [unit.wrapped[number]])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the stack's autocast, for code outside a prepared model's forward.

@@ -6,6 +6,8 @@ import weakref
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+from accel_core.contract.unit import inside
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -45,7 +47,13 @@ class PreparedObjects:
         """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
 
     def place_of(self, model: object) -> tuple[Unit, int] | None:
-        """Return a model's unit and its number there, given any form of the model."""
+        """Return a model's unit and its number there.
+
+        Given any form of the model, or `torch.compile` of one.
+        """
+        return self._place(model) or self._place(inside(model))
+
+    def _place(self, model: object) -> tuple[Unit, int] | None:
         for unit in self.units:
             for forms in (unit.wrapped, unit.models, unit.given):
                 for number, form in enumerate(forms):
@@ -77,7 +85,7 @@ class PreparedObjects:
 
         Given either of both.
         """
-        place = self.place_of(thing)
+        place = self._place(thing)
         if place is None:
             return self.proxy_of(thing) or self.scheduler_of(thing)
         unit, number = place

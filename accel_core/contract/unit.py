@@ -363,8 +363,8 @@ class Unit:
         return name if len(self.models) == 1 else f"{number}.{name}"
 
 
-def inside(model: nn.Module) -> nn.Module:
-    """Return the module inside `torch.compile(model)`; any other as it is."""
+def inside(model: Any) -> Any:
+    """Return the module inside `torch.compile(model)`; anything else as it is."""
     compiled = type(model).__module__.startswith("torch._dynamo.")
     return model._modules["_orig_mod"] or model if compiled else model
 

@@ -54,7 +54,7 @@ class Accumulation:
         self.windows = tuple(unit.window for unit in units)
         options = run.config.accumulation
         self._ends_with_loader = options.sync_with_dataloader
-        self._reducing = () if options.sync_each_batch else tuple(_reducing(units, self.models))
+        self._reducing = () if options.sync_each_batch else tuple(_reducing(run, units, self.models))
         self._surrounded = tuple(unit for unit in units if unit.steps.step_context is not None)
         simple = len(self.windows) == 1 and not self._reducing and not self._surrounded
         self._only_window = self.windows[0] if simple else None
@@ -217,10 +217,13 @@ def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
     return units
 
 
-def _reducing(units: Sequence[Unit], models: Sequence[nn.Module]) -> list[tuple[Unit, list[nn.Module]]]:
+def _reducing(
+    run: Run, units: Sequence[Unit], models: Sequence[nn.Module]
+) -> list[tuple[Unit, list[nn.Module]]]:
     """Return units whose strategies reduce in each backward, with the models meant."""
+    places = [place for model in models if (place := run.prepared.place_of(model)) is not None]
     return [
-        (unit, [wrapped for wrapped in unit.wrapped if wrapped in models] or unit.wrapped)
+        (unit, [unit.wrapped[number] for owner, number in places if owner is unit] or unit.wrapped)
         for unit in units
         if unit.steps.no_sync is not None
     ]

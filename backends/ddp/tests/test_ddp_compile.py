@@ -57,3 +57,34 @@ def test_training_is_that_of_the_uncompiled_model_in_graphs_that_follow_the_buck
         assert (none, names) == (0, same)
         assert graphs > 1
         assert equal(found, expected)
+
+
+def trained_by_a_compiled_view() -> tuple[list[dict[str, torch.Tensor]], list[list[str]], bool]:
+    """Weights after two windows with and without `torch.compile(prepared)`; its names; what it unwraps to."""
+    found, names = [], []
+    for compiles in (False, True):
+        run = accelerator(gradient_accumulation_steps=2)
+        given = nn.Linear(6, 1)
+        torch.nn.init.constant_(given.weight, 0.5)
+        torch.nn.init.constant_(given.bias, 0.5)
+        model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+        view = torch.compile(model, backend="eager") if compiles else model
+        for x, y in batches(4, rank()):
+            with run.accumulate(view):
+                run.backward(F.mse_loss(view(x), y))
+                optimizer.step()
+                optimizer.zero_grad()
+        with run.no_sync(view):
+            assert not model.require_backward_grad_sync
+        found.append(weights(given))
+        names.append([*run.get_state_dict(view)])
+        unwraps = run.unwrap_model(view) is given
+        run.end_training()
+    return found, names, unwraps
+
+
+def test_a_prepared_model_that_the_user_compiles_is_known_as_the_prepared_one() -> None:
+    for (plain, compiled), names, unwraps in run_processes(trained_by_a_compiled_view):
+        assert equal(compiled, plain)
+        assert names == [["weight", "bias"]] * 2
+        assert unwraps

@@ -305,7 +305,7 @@ class Preparing(accel_core.Accelerator):
                 f"unwrap_model: a {type(model).__name__} is not a torch.nn.Module\n"
                 "pass the model that accelerator.prepare(...) returned"
             )
-        if self.run.prepared.unit_of_model(model) is None:
+        if self.run.prepared.form_of(model) is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)
 

@@ -43,7 +43,7 @@ def extract_model_from_parallel(
     """Return the user's own model inside what wraps it."""
     run = runs.newest()
     unit = None if run is None else run.prepared.unit_of_model(model)
-    if unit is not None:
+    if run is not None and unit is not None and run.prepared.form_of(model) is not None:
         return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
     compiled = model if is_wrapped(model) or "_orig_mod" in vars(model) else None
     inner = model if compiled is None else compiled._orig_mod
