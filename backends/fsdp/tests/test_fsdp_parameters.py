@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -257,3 +258,25 @@ def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(versio
         assert said is not None
         assert said.startswith("another tensor stands for the sharded parameter weight of Linear")
         assert moved == 0
+
+
+def assigned(version: int) -> list[tuple[str | None, bool]]:
+    run = accelerator(plugin("mlp", version))
+    model = run.prepare(net("mlp"))
+    before = run.get_state_dict(model)
+    state = {name: torch.zeros_like(tensor) for name, tensor in before.items()}
+    found = []
+    for each in (model, run.unwrap_model(model)):
+        said = said_by(partial(each.load_state_dict, state, assign=True))
+        found.append((said, distance(dict(run.get_state_dict(model)), before) == 0))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_tensors_that_would_take_the_place_of_sharded_weights_are_refused(version: int) -> None:
+    for found in run_processes(assigned, version):
+        for said, is_untouched in found:
+            assert said is not None
+            assert said.startswith("load_state_dict(assign=True): the weights of this ")
+            assert is_untouched

@@ -23,7 +23,7 @@ from accel_fsdp.base import (
 )
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
-from accel_fsdp.parameters import guard, refuse_stand_ins
+from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.wrapping import groups, ignored, replace
 
@@ -94,6 +94,8 @@ class Flat(FullyShardedDataParallel):
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
         vars(wrapped)["__deepcopy__"] = _refuse_copy
+        for form in (model, wrapped):
+            refuse_assigned(form)
         vars(wrapped)["forward"] = with_lost_ranks_named(wrapped.forward, self.run)
         kept: dict[FSDP, Tensor] = {}
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)

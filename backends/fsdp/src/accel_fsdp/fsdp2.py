@@ -26,7 +26,7 @@ from accel_fsdp.base import (
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.parameters import refuse_stand_ins, replace_parameter
+from accel_fsdp.parameters import refuse_assigned, refuse_stand_ins, replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.unused import Unused, followed, parameter_groups
@@ -106,6 +106,7 @@ class Sharded(FullyShardedDataParallel):
             rehearses = partial(self.rehearses, unit)
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
         if made:
+            refuse_assigned(model)
             reshard_after_evaluation(model, partial(_reshard, made))
         return model
 

@@ -5,7 +5,7 @@ Their hooks, and what still holds those from before.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -18,7 +18,16 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["Place", "Replaced", "guard", "is_guarded", "refuse_stand_ins", "replace_parameter", "with_hooks"]
+__all__ = [
+    "Place",
+    "Replaced",
+    "guard",
+    "is_guarded",
+    "refuse_assigned",
+    "refuse_stand_ins",
+    "replace_parameter",
+    "with_hooks",
+]
 
 ADVICE = (
     "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
@@ -105,11 +114,31 @@ def refuse_stand_ins(module: Any, places: Sequence[Place], is_own: Callable[[Any
             if now is not None and not is_own(asked, now):
                 raise AccelError(
                     f"another tensor stands for the sharded parameter {key} of {type(holder).__name__}"
-                    " (torch.func.functional_call, or an assignment), and a forward would not use it\n"
-                    "prepare this model with strategy ddp, or change the weights in place"
+                    " (torch.func.functional_call, an assignment, or full_parameters), and a forward would"
+                    " not use it\n"
+                    "change weights in place, and leave full_parameters before a forward; for"
+                    " functional_call, prepare this model with strategy ddp"
                 )
 
     module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
+
+
+def refuse_assigned(model: nn.Module) -> None:
+    """Refuse `load_state_dict(assign=True)`, whose tensors no forward would use."""
+    added = model.register_load_state_dict_pre_hook(_refuse_assigned)
+    called: Any = model._load_state_dict_pre_hooks
+    called.move_to_end(added.id, last=False)  # torch's own gathers weights
+
+
+def _refuse_assigned(
+    module: nn.Module, state_dict: object, prefix: str, metadata: Mapping[str, Any], *others: object
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise AccelError(
+            f"load_state_dict(assign=True): the weights of this {type(module).__name__} are sharded, and what"
+            " takes their place would not be used\n"
+            "leave assign out, or load before the optimizer is made and prepare is called"
+        )
 
 
 def _refuse(name: str, kind: str, hook: object) -> NoReturn:

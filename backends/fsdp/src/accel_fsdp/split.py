@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import hooks, implements
 from accel_fsdp.fsdp2 import Sharded, first_order
+from accel_fsdp.parameters import refuse_assigned
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -56,6 +57,7 @@ class Split(Sharded):
         if not any(isinstance(module, FSDPModule) for module in wrapped.modules()):
             split = [parameter for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
             self._split.setdefault(unit, []).extend(split)
+            refuse_assigned(wrapped)
             wrapped.register_forward_hook(torch.compiler.disable(_refuse_second_order))
         return wrapped
 
