@@ -107,7 +107,7 @@ def after_others() -> list[list[float]]:
     first.end_training()
     found.append(norms(second))
     second.end_training()
-    with_other_groups = Accelerator(device="cpu", strategy="ddp", plugins=[TIMEOUT])
+    with_other_groups = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT])
     dist.new_group([0, 3])
     found.append(norms(third := replicated()))
     third.end_training()
