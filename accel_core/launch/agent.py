@@ -107,11 +107,12 @@ class ElasticRendezvous(DynamicRendezvousHandler):
         return int(self._state_holder.state.round)
 
 
-def make_rendezvous(host: str, port: int, job: Job, run_id: str, seconds: int) -> RendezvousHandler:
+def make_rendezvous(host: str, port: int, job: Job, seconds: int) -> RendezvousHandler:
     """Make the rendezvous of a job's nodes.
 
-    Node 0 serves its store, and a job that lost node 0 ends.
+    Node 0 serves its store, and a job that lost node 0 ends. The job's variables are set.
     """
+    run_id = os.environ.get("ACCEL_RUN_ID", "accel")
     if job.min_nodes is None:
         return StaticRendezvous(host, port, job.node_rank, job.nodes, run_id, seconds)
     timeout = timedelta(seconds=seconds)

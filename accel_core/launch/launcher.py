@@ -126,11 +126,10 @@ def _run_agent(
     beside = Path(config).parent if (config := job.environment.get(WORKER_CONFIG_VARIABLE)) else None
     with TemporaryDirectory(prefix="accel-", dir=beside) as notes, _environment(job, host, port):
         try:
-            run_id = os.environ.get("ACCEL_RUN_ID", "accel")  # the job's variables are set here
             spec = WorkerSpec(
                 role="worker",
                 local_world_size=job.processes_per_node,
-                rdzv_handler=make_rendezvous(host, port, job, run_id, RENDEZVOUS_SECONDS),
+                rdzv_handler=make_rendezvous(host, port, job, RENDEZVOUS_SECONDS),
                 entrypoint=entrypoint,
                 args=tuple(args),
                 max_restarts=job.max_restarts,
