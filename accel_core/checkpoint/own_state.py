@@ -104,4 +104,7 @@ def is_same(one: Any, other: Any) -> bool:
         return torch.equal(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
         return np.array_equal(one, other)
-    return bool(one == other)
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):  # of several elements, beside a number
+        return False

@@ -655,6 +655,15 @@ def test_groups_that_disagree_are_refused_naming_both_values(prepared, tmp_path)
     assert second.inner.param_groups[0]["lr"] == 0.1
 
 
+def test_a_groups_values_of_several_elements_disagree_with_anothers_number(prepared, tmp_path):
+    first = prepared(network, with_momentum, groups=two_groups)
+    for group, scale in zip(first.inner.param_groups, (torch.ones(2), 1.0), strict=True):
+        group["scale"] = scale
+    first.accelerator.save_state(tmp_path / "here")
+    with pytest.raises(CheckpointError, match="scale: 0.weight had .* and both are in one group now"):
+        prepared(network, with_momentum, groups=one_group).accelerator.load_state(tmp_path / "here")
+
+
 def test_how_a_step_is_computed_is_not_restored(prepared, tmp_path):
     prepared(network, lambda p: torch.optim.AdamW(p, fused=True), steps=1).accelerator.save_state(
         tmp_path / "here"
