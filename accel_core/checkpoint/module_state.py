@@ -156,6 +156,8 @@ def _require_taken(
 
 
 def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):  # stored, where the module may have a parameter
+        return isinstance(other, Tensor) and one.dtype == other.dtype and is_same(one, other)
     alike = type(one) is type(other) and getattr(one, "dtype", None) == getattr(other, "dtype", None)
     return alike and is_same(one, other)
 
