@@ -207,6 +207,55 @@ def refused(plan):
     return said
 
 
+def in_groups():
+    """A model, and an optimizer of two groups."""
+    model, data = grid_job.model_and_data("gpt")
+    named = dict(model.named_parameters())
+    groups = [{"params": [named[key] for key in named if ("up" in key) is up]} for up in (True, False)]
+    optimizer = torch.optim.SGD(groups, lr=0.0, momentum=0.9, foreach=True)
+    return model, optimizer, DataLoader(data, grid_job.BATCH)
+
+
+def grouped(plan, kind):
+    """Sizes and rates of the groups that hooks and a closure of a step see, and the weights.
+
+    A hook before the step gives each group its rate. Without a plan, by plain PyTorch.
+    """
+    run = run_of({"plan": plan}) if plan else None
+    model, optimizer, loader = in_groups()
+    inner, seen = optimizer, []
+    if run:
+        model, optimizer, loader = run.prepare(model, optimizer, loader)
+
+    def look(*call):
+        seen.append([(len(group["params"]), group["lr"]) for group in inner.param_groups])
+
+    def rates(*call):
+        for group, rate in zip(inner.param_groups, (0.1, 0.3), strict=False):
+            group["lr"] = rate
+
+    inner.register_step_pre_hook(rates)
+    inner.register_step_post_hook(look)
+    for words, following in loader:
+
+        def closure(words=words, following=following):
+            look()
+            optimizer.zero_grad()
+            loss = grid_job.loss_of(model, words, following)
+            run.backward(loss) if run else loss.backward()
+            return loss
+
+        if kind == "closure":
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()
+    weights = run.get_state_dict(model) if run else dict(model.state_dict())
+    if run:
+        run.end_training()
+    return seen, weights
+
+
 def second_order(plan):
     """What a gradient of gradients says."""
     run = run_of({"plan": plan})

@@ -59,6 +59,15 @@ def test_an_optimizer_has_its_groups_again_after_a_step(found, name):
     assert all(mine[name][3] == [count] for mine in found)
 
 
+@pytest.mark.parametrize("kind", ["plain", "closure"])
+def test_hooks_and_closures_of_a_step_see_the_groups_whole(kind):
+    seen, weights = split_job.grouped(None, kind)
+    for mine, found in run_processes(split_job.grouped, PLAN, kind, world=2):
+        assert mine == seen
+        for key, value in weights.items():
+            torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_only_tensor_parallelism_splits_are_not_sharded(found, name):
     assert [mine[name][4] for mine in found] == [0, 0]

@@ -5,7 +5,7 @@ These ranks may share nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
@@ -72,13 +72,16 @@ class Split(Sharded):
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-        def completed() -> Any:
-            assert closure is not None
-            loss = closure()
-            _complete(self._split.get(unit, ()))
-            return loss
+        with _kinds_apart(optimizer) as kinds:
 
-        with _kinds_apart(optimizer):
+            def completed() -> Any:
+                assert closure is not None
+                kinds.join()
+                loss = closure()
+                _complete(self._split.get(unit, ()))
+                kinds.part()
+                return loss
+
             applied: bool = self.below.optimizer_step(unit, optimizer, completed if closure else None)
         return applied
 
@@ -103,23 +106,52 @@ def _complete(parameters: Iterable[Any]) -> None:
 
 
 @contextmanager
-def _kinds_apart(optimizer: Optimizer) -> Iterator[None]:
-    """Part groups of DTensors and plain tensors for a step.
+def _kinds_apart(optimizer: Optimizer) -> Iterator[_Kinds]:
+    """Part groups of DTensors and plain tensors while the optimizer computes a step.
+
+    Hooks of the step see groups that are whole.
+    """
+    kinds = _Kinds(optimizer)
+    handles = []
+    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        handles.append(optimizer.register_step_pre_hook(kinds.part))  # after all others
+        handles.append(optimizer.register_step_post_hook(kinds.join))
+        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
+    else:
+        kinds.part()
+    try:
+        yield kinds
+    finally:
+        for handle in handles:
+            handle.remove()
+        kinds.join()
+
+
+class _Kinds:
+    """Groups of an optimizer, which can be parted into DTensors and plain tensors.
 
     torch's `foreach` and `fused` compute no list of both. Optimizers without them step tensors one by one.
     """
-    groups = optimizer.param_groups
-    parts = [_kinds(group) if "foreach" in group else [group] for group in groups]
-    if len(groups) == sum(map(len, parts)):
-        yield
-        return
-    optimizer.param_groups = [part for group in parts for part in group]
-    try:
-        yield
-    finally:
-        optimizer.param_groups = groups
-        for group, (part, *_) in zip(groups, parts, strict=True):
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self.parts: Sequence[Sequence[dict[str, Any]]] = ()
+        """Parts of each group, while groups are parted."""
+
+    def part(self, *call: Any) -> None:
+        groups = self.optimizer.param_groups
+        parts = [_kinds(group) if "foreach" in group else [group] for group in groups]
+        if len(groups) < sum(map(len, parts)):
+            self.groups, self.parts = groups, parts
+            self.optimizer.param_groups = [part for group in parts for part in group]
+
+    def join(self, *call: Any) -> None:
+        if not self.parts:
+            return
+        self.optimizer.param_groups = self.groups
+        for group, (part, *_) in zip(self.groups, self.parts, strict=True):
             group.update({**part, "params": group["params"]})  # some optimizers count steps in groups
+        self.parts = ()
 
 
 def _kinds(group: dict[str, Any]) -> list[dict[str, Any]]:
