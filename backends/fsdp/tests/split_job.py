@@ -256,14 +256,31 @@ def grouped(plan, kind):
     return seen, weights
 
 
-def second_order(plan):
-    """What a gradient of gradients says."""
+class Held:
+    """An output whose tensors torch does not find."""
+
+    def __init__(self, logits):
+        self.logits = logits
+
+
+class Holding(grid_job.Gpt):
+    """A model that gives its logits in an object."""
+
+    def forward(self, words):
+        return Held(super().forward(words))
+
+
+def second_order(plan, kind):
+    """What a gradient of gradients says: of the whole model, of a part, or of logits in an object."""
     run = run_of({"plan": plan})
-    model, _, loader = made({})
-    model = run.prepare(model)
-    words, following = next(iter(loader))
+    model = run.prepare(Holding() if kind == "object" else grid_job.Gpt())
+    words = torch.zeros(2, grid_job.LENGTH, dtype=torch.int64)
+    if kind == "part":
+        given = model.blocks[0](torch.ones(2, grid_job.LENGTH, 8, requires_grad=True))
+    else:
+        given = model(words)
     try:
-        grid_job.loss_of(model, words, following).backward(create_graph=True)
+        getattr(given, "logits", given).sum().backward(create_graph=True)
     except AccelError as error:
         return str(error)
     finally:

@@ -114,8 +114,9 @@ def test_a_second_prepare_and_an_optimizer_of_old_parameters_are_refused():
         assert "was sharded by an earlier prepare" in prepared
 
 
-def test_gradients_of_gradients_are_refused():
-    for said in run_processes(split_job.second_order, PLAN, world=2):
+@pytest.mark.parametrize("kind", ["whole", "part", "object"])
+def test_gradients_of_gradients_are_refused(kind):
+    for said in run_processes(split_job.second_order, PLAN, kind, world=2):
         assert "backward with create_graph=True" in said
 
 

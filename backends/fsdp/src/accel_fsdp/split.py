@@ -58,7 +58,9 @@ class Split(Sharded):
             split = [parameter for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
             self._split.setdefault(unit, []).extend(split)
             refuse_assigned(wrapped)
-            wrapped.register_forward_hook(torch.compiler.disable(_refuse_second_order))
+            for module in wrapped.modules():
+                if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+                    module.register_forward_hook(_refuse_second_order)
         return wrapped
 
     @implements(hooks.reduce_gradients)
@@ -87,8 +89,8 @@ class Split(Sharded):
 
 
 def _refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
-    # Between a split layer and a whole one torch gives wrong gradients of gradients.
-    for leaf in tree_leaves(outputs):
+    # Between a split layer and a whole one torch gives wrong gradients of gradients; a compiled one has none.
+    for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
             leaf.register_hook(first_order)
 
