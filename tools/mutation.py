@@ -46,7 +46,7 @@ ROOMS: Final = {
         ("accel_core/checkpoint/*.py",),
         (
             *("tests/checkpoint", "tests/weights"),
-            *("contrib/stores/tests/test_stores_tiers.py", "contrib/stores/tests/test_stores_faults.py"),
+            *(f"contrib/stores/tests/test_stores_{what}.py" for what in ("tiers", "faults", "bytes")),
         ),
     ),
     "data": (("accel_core/data/*.py",), ("tests/data", "backends/ddp/tests/test_ddp_uneven.py")),

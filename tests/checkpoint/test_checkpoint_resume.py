@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 from accel_core import Accelerator
 from accel_core.checkpoint import pending_save
 from accel_core.checkpoint.commit import begin, partial_folder
+from accel_core.checkpoint.defaults import BaseState
 from accel_core.checkpoint.saved_units import join_units
 from accel_core.checkpoint.writer import end_writing, new_save_id
 from accel_core.errors import CheckpointError
@@ -292,6 +294,19 @@ def test_other_devices_beside_the_runs_own_are_said_once_and_the_rest_goes_on(
     said = [record.message for record in caplog.records if "visible" in record.message]
     assert len(said) == 1
     assert "chip:1, chip:2" in said[0]
+
+
+def test_a_process_alone_keeps_the_streams_of_all_devices_it_sees(monkeypatch):
+    chips = SimpleNamespace(
+        device_count=lambda: 3,
+        get_rng_state=lambda device: torch.tensor([device.index]),
+        is_available=lambda: True,
+    )
+    monkeypatch.setattr(torch, "xpu", chips)
+    state = BaseState()
+    state.run = SimpleNamespace(device=torch.device("xpu", 1), world=SimpleNamespace(size=1))
+    streams = {name: stream.item() for name, stream in state.rng_state().items() if name.startswith("xpu")}
+    assert streams == {"xpu": 1, "xpu:0": 0, "xpu:2": 2}
 
 
 def test_every_random_stream_goes_on(prepared, tmp_path):

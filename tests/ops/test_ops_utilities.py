@@ -113,6 +113,15 @@ def test_arrays_of_objects_are_not_loaded(run, tmp_path):
         ops.load(tmp_path / "data.bin")
 
 
+@pytest.mark.parametrize("kind", ["?", "i1", "u8", "f4", "c16", "M8[s]", "m8[s]", "U2", "S2"])
+def test_arrays_of_numbers_texts_and_times_are_loaded(run, tmp_path, kind):
+    array = np.zeros(2, dtype=kind)
+    ops.save(array, tmp_path / "data.bin", run=run)
+    loaded = ops.load(tmp_path / "data.bin")
+    assert loaded.dtype == array.dtype
+    assert np.array_equal(loaded, array)
+
+
 def test_torchs_own_list_of_safe_globals_is_left_alone(run, tmp_path):
     before = set(torch.serialization.get_safe_globals())
     ops.save(np.arange(2), tmp_path / "data.bin", run=run)
