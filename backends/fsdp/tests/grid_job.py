@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, AccelError
 
 STEPS, BATCH, WORDS, LENGTH = 6, 8, 12, 4
 
@@ -80,7 +80,26 @@ def llama():
     return LlamaForCausalLM(config)
 
 
-MODELS = {"gpt": Gpt, "untied": lambda: Gpt(tied=False), "llama": llama}
+def qwen():
+    """A decoder whose attention has norms of each head's queries and keys."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what it imports
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    config = Qwen3Config(
+        vocab_size=WORDS,
+        hidden_size=8,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=4,
+        tie_word_embeddings=False,
+    )
+    return Qwen3ForCausalLM(config)
+
+
+MODELS = {"gpt": Gpt, "untied": lambda: Gpt(tied=False), "llama": llama, "qwen": qwen}
 
 
 def model_and_data(name):
@@ -203,6 +222,20 @@ def overflowed(name):
     found = [optimizer.step_was_skipped for optimizer in optimizers]
     accelerator.end_training()
     return found
+
+
+def stepped(name):
+    """What the first step says."""
+    accelerator = Accelerator(cpu=True)
+    model, data = model_and_data(name)
+    model, optimizer = accelerator.prepare(model, optimizer_of(model))
+    accelerator.backward(loss_of(model, *data[: BATCH // accelerator.run.topology.readers]))
+    try:
+        optimizer.step()
+    except AccelError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
 
 
 def saved(name, folder, steps):

@@ -74,6 +74,12 @@ def test_a_transformers_model_brings_its_own_plan():
     assert found[0][3]["model.layers.0.self_attn.q_proj.weight"] == (2, 8)
 
 
+@pytest.mark.together
+@pytest.mark.parametrize("world", [2, 4])
+def test_norms_of_heads_get_the_gradients_of_all_heads(world):
+    assert_as_plain(train("qwen", {"tp": 2}, world=world), "qwen")
+
+
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_any_norm_is_that_of_the_whole_model(norm_type):
     assert_as_plain(train("gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type)
@@ -224,6 +230,20 @@ def test_a_layer_that_cannot_be_split_is_named():
 def test_tied_weights_are_split_alike_or_not_at_all():
     text = refusal({"tp": 2}, {"output": "colwise_rep"})
     assert "embedding.weight and output.weight are one weight" in text
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_step(world):
+    plan = {**SEQUENCE, "blocks.0.before": None}
+    environment = grid_job.environment({"tp": 2}, plan)
+    for text in run_processes(grid_job.stepped, "gpt", world=world, environment=environment):
+        assert "blocks.0.before.weight, blocks.0.before.bias differ on the ranks of tp" in text
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_whole_parameters_that_ranks_train_alike_step(world):
+    environment = grid_job.environment({"tp": 2}, PLAN)
+    assert run_processes(grid_job.stepped, "gpt", world=world, environment=environment) == [None] * world
 
 
 def test_a_parallel_loss_needs_split_logits():

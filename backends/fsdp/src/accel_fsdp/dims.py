@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from accel_core import Mesh, World
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["declared", "replica_groups", "sharding", "stages"]
+__all__ = ["declared", "replica_groups", "replica_names", "sharding", "stages"]
 
 
 def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
@@ -59,13 +59,17 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
     return both
 
 
-def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
-    """Return the groups of ranks that compute the same layers on the same data.
+def replica_names(mesh: Mesh) -> list[str]:
+    """Return the dimensions whose ranks compute the same layers on the same data.
 
-    All that splits the model but stages.
+    They are all that split the model but stages.
     """
-    names = [name for name in mesh.names("model") if name != "pp" and mesh.size(name) > 1]
-    return [mesh.device_mesh.get_group(name) for name in names]
+    return [name for name in mesh.names("model") if name != "pp" and mesh.size(name) > 1]
+
+
+def replica_groups(mesh: Mesh) -> list[ProcessGroup]:
+    """Return the groups of ranks along these dimensions."""
+    return [mesh.device_mesh.get_group(name) for name in replica_names(mesh)]
 
 
 def stages(mesh: Mesh | None) -> ProcessGroup | None:

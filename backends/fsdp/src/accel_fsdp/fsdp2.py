@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import AccelError, before_step, hooks, implements
+from accel_fsdp.agreement import compare_gradients
 from accel_fsdp.base import (
     FullyShardedDataParallel,
     reshard_after_evaluation,
@@ -117,6 +118,7 @@ class Sharded(FullyShardedDataParallel):
         before_step(optimizer, partial(_reshard, modules))
         for unused in followed(unit.wrapped):
             before_step(optimizer, unused.refuse_unreduced)
+        compare_gradients(unit, optimizer)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 

@@ -50,6 +50,7 @@ WORDS: Final[Mapping[str, Mapping[str, str]]] = {
     "sequence": {"style": "sequence"},
     "sequence_parallel": {"style": "sequence"},
     "gather": {"style": "gather", "input": "sequence"},
+    "replicated_with_grad_allreduce": {"style": "parts"},
 }
 """The words that plans are written in, transformers' among them."""
 
@@ -132,7 +133,8 @@ def _planned(name: str, module: nn.Module, asked: Any, size: int, *, loss_parall
         _refuse_uneven(name, module, asked, size)
         return Planned(name, module, asked, head=False)
     parts = WORDS.get(asked) if isinstance(asked, str) else asked
-    known = {"style": ("colwise", "rowwise", "sequence", "gather"), "input": LAYOUTS, "output": LAYOUTS}
+    styles = ("colwise", "rowwise", "sequence", "gather", "parts")
+    known = {"style": styles, "input": LAYOUTS, "output": LAYOUTS}
     if not isinstance(parts, Mapping) or any(parts[key] not in known.get(key, ()) for key in parts):
         raise ConfigError(
             f"{OPTION}: {asked!r} for {name} is not a known style\n"
@@ -152,6 +154,8 @@ def _style(name: str, module: nn.Module, parts: Mapping[str, str], *, split_outp
     enters, leaves = (LAYOUTS.get(parts.get(end, "")) for end in ("input", "output"))
     if kind == "sequence":
         return SequenceParallel()
+    if kind == "parts":  # a norm of heads; torch must know that it sees a part, but not along which dimension
+        return SequenceParallel(sequence_dim=0, use_local_output=True)
     if kind == "gather":
         return PrepareModuleInput(input_layouts=enters or Shard(1), desired_input_layouts=Replicate())
     if not isinstance(module, (nn.Linear, nn.Embedding)):
