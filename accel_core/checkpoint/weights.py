@@ -130,9 +130,10 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     run.require_alive()
     place = run.prepared.place_of(model)
     if place is None:
+        inner = run.prepared.inside_copy(model)
         unit = run.make_unit("unprepared", "single")
-        unit.add_models([model])
-        unit.wrapped.append(model)
+        unit.add_models([inner])
+        unit.wrapped.append(inner)
         place = unit, 0
     place[0].drop_cut_ties()
     return place

@@ -66,6 +66,11 @@ class PreparedObjects:
         place = self.place_of(model)
         return None if place is None else place[0]
 
+    def inside_copy(self, model: nn.Module) -> nn.Module:
+        """Return the module inside a copy of a prepared model; any other model as it is."""
+        inner = (unit.hooks.unwrap_model(unit, model, True) for unit in self.units)
+        return next((found for found in inner if found is not model), model)
+
     def scheduler_of(self, scheduler: object) -> Any:
         """Return the proxy of a scheduler, given either of both; None for others."""
         for given, proxy in self.schedulers:
