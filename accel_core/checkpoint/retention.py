@@ -121,7 +121,7 @@ class CheckpointSeries:
         self._count_ancestors()
         return [path for number, path in _numbered(self.folder, _NAME) if number not in self.kept]
 
-    def candidates(self, *, stored: bool = False) -> list[Candidate]:
+    def candidates(self, *, stored: bool) -> list[Candidate]:
         """Return the checkpoints that may be loaded, newest first.
 
         With `stored` also the copies. Those that this run and the runs which resumed it have saved; if there
@@ -159,7 +159,7 @@ class CheckpointSeries:
                 )
         return [each for each, _ in found]
 
-    def best_candidates(self, *, stored: bool = False) -> list[Candidate]:
+    def best_candidates(self, *, stored: bool) -> list[Candidate]:
         """Return those with the metric of `keep_best`, the best first.
 
         Also those that led to this run, which has saved others since.

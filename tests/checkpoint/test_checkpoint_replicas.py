@@ -59,6 +59,16 @@ def test_what_a_plain_sum_does_not_see_counts_too(change, dtype):
         assert one != other
 
 
+@pytest.mark.parametrize("half", [0, 1])
+def test_halves_of_words_that_change_places_count(half):
+    tensor = random((64,), torch.int64)
+    changed = tensor.clone()
+    halves = changed.view(torch.int32).view(64, 2)
+    halves[:, half] = halves[:, half].roll(1)
+    for one, other in zip(both(changed), both(tensor), strict=True):
+        assert one != other
+
+
 def test_a_sign_that_changes_its_place_counts_wherever_it_goes():
     found = []
     for place in range(1, 64):
