@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import define, field, frozen
 
+from accel_core.errors import AccelError
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -171,7 +173,19 @@ class Unit:
         return bool(self.step_state.no_sync_depth)
 
     def use_scaler(self, scaler: GradScaler | None) -> None:
-        """Scale losses by this scaler from now on."""
+        """Scale losses by this scaler from now on.
+
+        Raises:
+            AccelError: the unit has gradients of losses that were scaled otherwise.
+        """
+        if scaler is not self.scaler and self.pending:
+            before, now = (1.0 if each is None else each.get_scale() for each in (self.scaler, scaler))
+            if before != now:
+                raise AccelError(
+                    f"unit {self.name!r} has gradients of a loss scaled by {before:g}, and the loss that it now"
+                    f" shares with another unit is scaled by {now:g}: one step cannot apply both\n"
+                    "call optimizer.step() or optimizer.zero_grad() before the first loss that they share"
+                )
         self.scaler = scaler
 
     def set_forward_is_collective(self, value: bool = True) -> None:

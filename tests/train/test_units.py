@@ -112,6 +112,23 @@ def test_two_optimizers_that_share_a_loss_share_its_scale(accelerator_of):
             torch.testing.assert_close(gradient, first)
 
 
+def test_a_loss_that_is_shared_is_refused_beside_gradients_of_another_scale(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    a, b = net(0), net(1)
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+    a, b, opt_a, opt_b = accelerator.prepare(a, b, SGD(a.parameters(), lr=0.1), SGD(b.parameters(), lr=0.1))
+    accelerator.backward(a(x).float().mean() * float("inf"), model=a)
+    opt_a.step()
+    opt_a.zero_grad()
+    accelerator.backward(a(x).float().mean(), model=a)
+    accelerator.backward(b(x).float().mean(), model=b)
+    with pytest.raises(AccelError, match="gradients of a loss scaled by 4, and the loss .* scaled by 2:"):
+        accelerator.backward((a(x) + b(x)).float().mean())
+    opt_b.step()
+    opt_b.zero_grad()
+    accelerator.backward((a(x) + b(x)).float().mean())
+
+
 def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
     teacher, student = net(0), net(1)
     optimizer = SGD(student.parameters(), lr=0.1)
