@@ -93,6 +93,7 @@ def test_without_strict_a_head_of_another_shape_is_left_out_with_its_moments(tmp
     head = model[1].weight.tolist()
     with pytest.raises(CheckpointError, match=r"1\.weight has shape \[2, 4\].*, \[5, 4\] here"):
         second.load_state(tmp_path / "here")
+    assert "begins anew" not in caplog.text
     with caplog.at_level(logging.WARNING):
         second.load_state(tmp_path / "here", strict=False)
     assert (model[0].weight.tolist(), model[1].weight.tolist()) == (body, head)

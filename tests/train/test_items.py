@@ -378,6 +378,20 @@ def test_a_window_that_is_ended_outside_is_applied_or_that_is_refused(accelerato
     assert_near(model.parameters(), reference.parameters())
 
 
+def test_a_window_after_one_that_was_clipped_and_cleared_by_hand_is_divided_too(accelerator):
+    model = nn.Linear(1, 1, bias=False)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=1.0))
+    before = model.weight.detach().clone()
+    for steps in (False, True):
+        with accelerator.accumulate(model, items=4):
+            model(torch.ones(4, 1)).sum().backward()
+            accelerator.clip_grad_norm_(model.parameters(), 10.0)
+            if steps:
+                optimizer.step()
+            model.zero_grad()
+    assert_near([model.weight], [before - 1])
+
+
 @pytest.mark.parametrize("items", [None, 1])
 def test_gradients_that_a_window_has_left_join_no_window_that_counts_items(accelerator_of, items):
     accelerator = accelerator_of()

@@ -170,6 +170,23 @@ def test_a_teacher_within_accumulate_leaves_backward_to_the_students_strategy(to
     accelerator.end_training()
 
 
+def test_a_loss_of_two_strategies_is_left_to_the_one_that_does_its_own_backward(toy_plugin):
+    toy_plugin("owns", "strategy", source=OWNS_BACKWARD)
+    accelerator = Accelerator(cpu=True, strategy="owns")
+    a, b = net(0), net(1)
+    a, _ = accelerator.prepare(a, SGD(a.parameters(), lr=0.1))
+    b, _ = accelerator.prepare(b, SGD(b.parameters(), lr=0.1), strategy="single")
+    calls = []
+    owner = accelerator.run.prepared.unit_of_model(a)
+    own = owner.steps.backward
+    owner.steps.backward = lambda *args: (calls.append(args[0]), own(*args))
+    x = torch.randn(8, FEATURES)
+    accelerator.backward((a(x) + b(x)).mean())
+    assert calls == [owner]
+    assert all(parameter.grad is not None for model in (a, b) for parameter in model.parameters())
+    accelerator.end_training()
+
+
 def test_clipping_parameters_of_two_units_at_once_names_them(accelerator):
     a, b = net(0), net(1)
     accelerator.prepare(a, SGD(a.parameters(), lr=0.1), name="first")
