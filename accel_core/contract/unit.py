@@ -182,8 +182,8 @@ class Unit:
             before, now = (1.0 if each is None else each.get_scale() for each in (self.scaler, scaler))
             if before != now:
                 raise AccelError(
-                    f"unit {self.name!r} has gradients of a loss scaled by {before:g}, and the loss that it now"
-                    f" shares with another unit is scaled by {now:g}: one step cannot apply both\n"
+                    f"unit {self.name!r} has gradients of a loss scaled by {before:g}, and the loss that it"
+                    f" now shares with another unit is scaled by {now:g}: one step cannot apply both\n"
                     "call optimizer.step() or optimizer.zero_grad() before the first loss that they share"
                 )
         self.scaler = scaler
