@@ -15,6 +15,8 @@ from accelerate.state import AcceleratorState
 from peers import needs_accelerate, said
 from torch.utils.data import DataLoader
 
+from accel_core import CheckpointContents
+
 RATES = """
 import json, torch
 from accelerate import Accelerator
@@ -65,6 +67,17 @@ def test_an_optimizer_may_come_before_its_model(capsys):
     optimizer.zero_grad()
     assert model.weight.grad is None
     assert not optimizer.step_was_skipped
+
+
+def test_an_optimizer_that_came_before_its_model_is_among_what_a_checkpoint_lists(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.prepare(model)
+    accelerator.prepare(optimizer)
+    accelerator.save_state(tmp_path / "saved")
+    order = CheckpointContents.read(tmp_path / "saved").state["prepared"]
+    assert [tuple(place) for place in order["optimizers"]] == [("unit0", 0)]
 
 
 def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):

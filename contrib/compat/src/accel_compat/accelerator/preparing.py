@@ -194,8 +194,9 @@ class Preparing(accel_core.Accelerator):
         proxy.__class__ = AcceleratedOptimizer
         vars(proxy).pop("step", None)  # it refused, once its run had ended or forgotten it
         vars(proxy).update(vars(made))
-        known = self.run.prepared.optimizers
+        known, ordered = self.run.prepared.optimizers, self.run.prepared.ordered
         known[:] = [(given, proxy if each is made else each) for given, each in known]
+        ordered[:] = [proxy if each is made else each for each in ordered]
         self._loose = [each for each in self._loose if each is not proxy]
         self.run.registered[:] = [each for each in self.run.registered if each is not proxy]
 
