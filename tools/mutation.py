@@ -1,10 +1,11 @@
 """Measure how many small faults in the sources the tests notice.
 
 `python tools/mutation.py --sample 200` puts one fault at a time into a copy of a package, by cosmic-ray's
-operators. It runs the tests that execute the changed line, the quickest first. A first pass of coverage
-finds these tests and is kept in `.mutation/` until a source, a helper or its test file changes. The sample
-follows from the seed. Two kinds of place are left out, since no program shows a fault there: the text that
-a `raise` composes, and `strict=True` of a `zip` over sequences that have one length.
+operators. It runs the tests that execute the changed line, the quickest first; of a changed head of a
+function, those that execute its body. A first pass of coverage finds these tests and is kept in
+`.mutation/` until a source, a helper or its test file changes. The sample follows from the seed. Two kinds
+of place are left out, since no program shows a fault there: the text that a `raise` composes, and
+`strict=True` of a `zip` over sequences that have one length.
 `--source FILE --tests FILE` judges one module by some tests. Exits with 1 below the bar.
 """
 # ruff: noqa: INP001, T201, S603  # a script that runs tests
@@ -22,7 +23,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from difflib import unified_diff
 from functools import cache
@@ -112,12 +113,12 @@ class Reach:
     seconds: dict[str, float] = field(factory=dict)
     lines: dict[str, dict[int, set[str]]] = field(factory=lambda: defaultdict(lambda: defaultdict(set)))
 
-    def of(self, module: str, line: int) -> list[str]:
-        """List the tests that execute a line, the quickest first.
+    def of(self, module: str, lines: Iterable[int]) -> list[str]:
+        """List the tests that execute one of these lines, the quickest first.
 
         A line that runs as its file is imported belongs to all tests of the file.
         """
-        found = self.lines[module][line]
+        found = set[str]().union(*(self.lines[module][line] for line in lines))
         files = {name for name in found if "::" not in name}
         of_files = (test for test in self.seconds if test.partition("::")[0] in files)
         return sorted({*(found & self.seconds.keys()), *of_files}, key=lambda test: self.seconds[test])
@@ -336,6 +337,16 @@ def sample(room: str, patterns: Sequence[str], size: int, seed: int) -> list[Mut
     return chosen
 
 
+def lines_that_show(source: str, line: int) -> Iterable[int]:
+    """Return the lines that run where a fault in this one shows: a head of a function shows in its body."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.FunctionDef):
+            first, last = min(each.lineno for each in (node, *node.decorator_list)), node.body[0].lineno
+            if first <= line < last:
+                return range(last, (node.end_lineno or last) + 1)
+    return [line]
+
+
 def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
     """Run the tests that execute the line until one fails."""
     source, text = (ROOT / mutant.module).read_text("utf-8"), mutated(mutant)
@@ -345,7 +356,7 @@ def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
         for line in unified_diff(source.splitlines(), text.splitlines(), n=0)
         if line[:2] not in ("--", "++", "@@")
     )
-    tests, started = found.of(mutant.module, mutant.line), time.monotonic()
+    tests, started = found.of(mutant.module, lines_that_show(source, mutant.line)), time.monotonic()
     outcome, by = "unreached", ""
     if tests:
         package, top = next(

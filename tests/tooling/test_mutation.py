@@ -54,9 +54,16 @@ def test_a_line_has_its_tests_the_quickest_first_and_those_of_a_file_that_import
     found.lines["module"][1] = {"a::slow", "b::other", "b::fails"}
     found.lines["module"][2] = {"a"}
 
-    assert found.of("module", 1) == ["b::other", "a::slow"]
-    assert found.of("module", 2) == ["a::quick", "a::slow"]
-    assert found.of("module", 3) == []
+    assert found.of("module", [1]) == ["b::other", "a::slow"]
+    assert found.of("module", [2]) == ["a::quick", "a::slow"]
+    assert found.of("module", [3]) == []
+    assert found.of("module", [2, 1]) == ["b::other", "a::quick", "a::slow"]
+
+
+def test_a_fault_in_the_head_of_a_function_shows_in_its_body(mutation):
+    source = "@cache\ndef f(\n    a=1,\n):\n    b = a\n    return b\n"
+    shown = [list(mutation.lines_that_show(source, line)) for line in range(1, 7)]
+    assert shown == [[5, 6], [5, 6], [5, 6], [5, 6], [5], [6]]
 
 
 @pytest.mark.together
