@@ -71,6 +71,39 @@ class Counted(Gpt):
         return {"calls": 3}
 
 
+class Skipping(Gpt):
+    """Adds what it began with to what its blocks give."""
+
+    def forward(self, ids):
+        first = self.tokens(ids)
+        x = first
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + first))
+
+
+class Towers(Gpt):
+    """Half of its blocks begin where the others do."""
+
+    def forward(self, ids):
+        first = self.tokens(ids)
+        self.blocks[1](self.blocks[0](first))
+        return self.head(self.norm(self.blocks[3](self.blocks[2](first))))
+
+
+class InPlace(Gpt):
+    """Scales its embeddings in place, and asks them for shapes."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        x *= 2.0
+        x += self.where(torch.arange(ids.shape[1], device=x.device))
+        bias = torch.zeros_like(x) + x.new_ones(())
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + bias))
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()

@@ -232,6 +232,21 @@ def test_a_module_that_is_registered_out_of_turn_is_named():
     assert "norm is of stage 0" in said[1]
 
 
+@pytest.mark.parametrize(
+    ("kind", "schedule"), [(problem.Skipping, "1F1B"), (problem.Towers, "Interleaved1F1B")]
+)
+def test_what_skips_a_stage_is_refused(kind, schedule):
+    said = run_processes(problem.unprepared, kind, {"pp_size": 2, "pp_schedule": schedule}, world=2)
+    assert any("beside the one tensor that stages send" in each for each in said)
+
+
+def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it():
+    (plain,) = run_processes(problem.trained, problem.InPlace, {}, 3, world=1)
+    for found in run_processes(problem.trained, problem.InPlace, {"pp_size": 2}, 3, world=2):
+        assert_same(found, plain)
+        assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-3)
+
+
 def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
     for said in run_processes(problem.misused, world=2):
         assert "forward_backward" in said["call"].splitlines()[-1]

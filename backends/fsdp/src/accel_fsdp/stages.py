@@ -10,7 +10,6 @@ with what is to be sent. So nothing is traced, and nothing of the model is writt
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -19,8 +18,9 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
+from accel_fsdp.passed import Passed, Running, refusal
 
-__all__ = ["Left", "Running", "absent", "cut", "is_cut", "points_of"]
+__all__ = ["Left", "absent", "cut", "is_cut", "points_of"]
 
 
 class Left(BaseException):
@@ -29,24 +29,6 @@ class Left(BaseException):
     def __init__(self, activation: Tensor) -> None:
         super().__init__()
         self.activation = activation
-
-
-class Running:
-    """The stage of the model that is running, and its input."""
-
-    def __init__(self) -> None:
-        self.stage: int | None = None
-        self.received: Tensor | None = None
-        self.entered = False
-
-    @contextmanager
-    def at(self, stage: int, received: Tensor | None) -> Iterator[None]:
-        """Count the forwards inside as this stage's."""
-        self.stage, self.received, self.entered = stage, received, stage == 0
-        try:
-            yield
-        finally:
-            self.stage = self.received = None
 
 
 class _Piece:
@@ -65,9 +47,11 @@ class _Piece:
             running.entered = True
             return super().__call__(running.received, *args[1:], **kwargs)  # type: ignore[misc]
         if self._stage == running.stage + 1 and self._entry and running.entered:
+            if isinstance(args[0], Passed):
+                raise refusal(running, "sends")
             raise Left(args[0])
         if self._stage < running.stage and not running.entered:
-            return running.received
+            return running.received if torch.compiler.is_compiling() else running.passed
         raise AccelError(
             f"pipeline: {self._name} is of stage {self._stage}, by where the model registers it, but its turn"
             f" comes in stage {running.stage}\nregister modules in the order in which forward calls them, or"
