@@ -126,10 +126,15 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     """Return the model's unit and its number there.
 
     A unit of its own if it was not prepared.
+
+    Raises:
+        AccelError: it was not, but is around a prepared model, or inside one, whose weights are in parts.
     """
     run.require_alive()
     place = run.prepared.place_of(model)
     if place is None:
+        for unit in run.units:
+            _refuse_parts(unit, model)
         inner = run.prepared.inside_copy(model)
         unit = run.make_unit("unprepared", "single")
         unit.add_models([inner])
@@ -137,3 +142,16 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         place = unit, 0
     place[0].drop_cut_ties()
     return place
+
+
+def _refuse_parts(unit: Unit, model: nn.Module) -> None:
+    """Raise for a model that shares modules with a unit that this rank has parts of."""
+    if {*model.modules()}.isdisjoint(module for each in unit.wrapped for module in each.modules()):
+        return
+    leaves = unit.hooks.model_state(unit).values()
+    if any([tuple(tensor.shape) for _, tensor in leaf.shards] != [leaf.global_shape] for leaf in leaves):
+        kinds = ", ".join(type(each).__name__ for each in unit.models)
+        raise AccelError(
+            f"this {type(model).__name__} was not prepared, but has modules of the {kinds} that was, of which"
+            " this rank has parts\npass the model that accelerator.prepare(...) returned"
+        )

@@ -105,6 +105,31 @@ def for_a_moment(version: int, writeback: bool) -> tuple[tuple[int, ...], float,
     return shape, round(change, 4), kept
 
 
+def said_of_stand_ins(version: int, folder: str) -> list[str]:
+    """What is said when a module around a sharded model, or a part of it, is asked for whole weights."""
+    run, model, _ = started(version)
+    said = []
+    for stand_in in (nn.ModuleList([model]), [*model.modules()][-1]):
+        for ask in (
+            lambda: run.get_state_dict(stand_in),  # noqa: B023
+            lambda: run.save_model(stand_in, folder, safe_serialization=False),  # noqa: B023
+            lambda: run.full_parameters(stand_in).__enter__(),  # noqa: B023
+        ):
+            try:
+                ask()
+                said.append("nothing")
+            except AccelError as error:
+                said.append(str(error))
+    run.end_training()
+    return said
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(version: int, tmp_path: Path) -> None:
+    for said in run_processes(said_of_stand_ins, version, str(tmp_path)):
+        assert all("of which this rank has parts" in each for each in said)
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(version: int) -> None:
     assert run_processes(for_a_moment, version, True) == [((3, 16), 1.0, False)] * 2
