@@ -103,3 +103,34 @@ def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen() -> None:
         assert set(losses[: first + 1]) == {losses[0]}
         assert norms[first - 1] == float("inf") != norms[first]
         assert not any(skipped[first:])
+
+
+def strayed_while_the_scale_grows(stage: int) -> float:
+    """How far float16's weights are from float32's after steps of SGD, in which the scale has grown twice."""
+    import deepspeed
+
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+    accelerator = Accelerator(
+        device="cpu",
+        mixed_precision="fp16",
+        plugins=[DeepSpeedPlugin(zero_stage=stage)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=2)],
+    )
+    plain, model = network(0), network(0)
+    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    x = torch.linspace(-2, 2, 32).reshape(4, 8)
+    for _ in range(6):
+        accelerator.backward((model(x.half()).float() - 3).square().mean())
+        (plain(x) - 3).square().mean().backward()
+        for each in (optimizer, by_hand):
+            each.step()
+            each.zero_grad()
+    ours, theirs = dict(accelerator.iter_weights(model, torch.float32)), plain.named_parameters()
+    accelerator.end_training()
+    return max((ours[name] - weight.detach()).abs().max().item() for name, weight in theirs)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int) -> None:
+    assert max(run_processes(strayed_while_the_scale_grows, stage, world=2, timeout=200)) < 0.005

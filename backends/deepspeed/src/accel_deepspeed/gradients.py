@@ -8,6 +8,7 @@ here reducing is a step of its own, so that the norm is known when `clip_grad_no
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from torch import Tensor, nn
 
@@ -169,7 +170,8 @@ class Gradients:
         self._refuse_unfrozen()
         self.clip(self.asked)
         self.asked = self.configured
-        self.engine.step()
+        with _scale_kept(self.optimizer):
+            self.engine.step()
         return bool(self.engine.was_step_applied())
 
     def _refuse_unfrozen(self) -> None:
@@ -272,3 +274,23 @@ class Sharded(WholeWeights):
         self.optimizer.grad_partitions_flat_buffer.zero_()  # else applied again to what is not used next
         if self.optimizer.offload_optimizer:
             self._clear_offloaded()
+
+
+@contextmanager
+def _scale_kept(optimizer: Any) -> Iterator[None]:
+    """Keep the scale of a loss until a step has divided by it.
+
+    ZeRO raises it before, and would divide by the scale of the next loss.
+    """
+    update = getattr(optimizer, "_update_scale", None)
+    if update is None:
+        yield
+        return
+    held: list[bool] = []
+    optimizer._update_scale = lambda overflows=False: update(True) if overflows else held.append(False)
+    try:
+        yield
+    finally:
+        del optimizer._update_scale
+    for overflows in held:
+        update(overflows)
