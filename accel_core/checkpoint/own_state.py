@@ -93,7 +93,7 @@ def _tells(found: Any, expected: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compare two values of state, each element of tensors and arrays."""
+    """Compare two values of state, each element of tensors and arrays; nan is the same as nan."""
     if one is other:
         return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):
@@ -101,10 +101,16 @@ def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, list | tuple) and type(one) is type(other):
         return len(one) == len(other) and all(map(is_same, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return torch.equal(one, other)
+        return torch.equal(one, other) or _is_same_with_nan(one, other)
     if isinstance(one, np.ndarray) or isinstance(other, np.ndarray):
-        return np.array_equal(one, other)
+        return np.array_equal(one, other) or _is_same_with_nan(one, other)
     try:
-        return bool(one == other)
+        return bool(one == other) or bool(one != one and other != other)  # noqa: PLR0124  # nan
     except (RuntimeError, TypeError, ValueError):  # of several elements, beside a number
         return False
+
+
+def _is_same_with_nan(one: Any, other: Any) -> bool:
+    if type(one) is not type(other) or (one.shape, one.dtype) != (other.shape, other.dtype):
+        return False
+    return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  # nan

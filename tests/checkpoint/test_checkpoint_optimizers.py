@@ -152,11 +152,12 @@ class Grouping(OfNoParameter):
 
 
 class Copying(OfNoParameter):
-    """Its `state_dict` is a copy of what it keeps, arrays and lists of tensors too."""
+    """Its `state_dict` is a copy of what it keeps, arrays and lists of tensors too; some are not set yet."""
 
     def count_one(self):
         super().count_one()
-        self.state["global"] |= {"seen": np.arange(3.0), "norms": [torch.ones(2), torch.zeros(2)]}
+        unset = {"best": float("-nan"), "lowest": np.array([np.nan]), "norm": torch.tensor(float("nan"))}
+        self.state["global"] |= {"seen": np.arange(3.0), "norms": [torch.ones(2), torch.zeros(2)], **unset}
 
     def state_dict(self):
         return deepcopy(super().state_dict())
