@@ -93,7 +93,7 @@ def _tells(found: Any, expected: Any) -> bool:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Compare two values of state, each element of tensors and arrays; nan is the same as nan."""
+    """Compare two values of state, element by element; nan is the same as nan."""
     if one is other:
         return True
     if isinstance(one, Mapping) and isinstance(other, Mapping):

@@ -48,7 +48,8 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 class StatefulShares(Iterator["Shares"]):
     """Shares of an iterable dataset that knows its position, or whose iterator does.
 
-    A share is handed out after the next round was read; its state is from before that.
+    A share is handed out after the next round was read, unless one reader reads all; its state is from
+    before that.
     """
 
     def __init__(self, sharded: ShardedIterable, source: Iterator[Any]) -> None:
@@ -82,6 +83,9 @@ class StatefulShares(Iterator["Shares"]):
 
     def _samples(self) -> Iterator[Any]:
         sharding = self._sharded.sharding
+        if sharding.readers == 1:
+            yield from self._source
+            return
         per_round = sharding.batches * self._sharded.batch_size
         for number, sample in enumerate(self._source, start=1):
             yield sample

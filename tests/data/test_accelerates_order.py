@@ -65,6 +65,15 @@ def test_a_generator_of_the_users_own_stays():
     assert handed_out(prepared(make, readers=2, order="accelerate")) == dealt(list(same))
 
 
+def test_a_seed_of_the_configuration_goes_before_the_processs():
+    def orders(seed):
+        torch.manual_seed(seed)
+        options = {"order": "accelerate", "use_seedable_sampler": True, "data_seed": 7}
+        return handed_out(prepared(shuffled(), readers=2, **options))
+
+    assert orders(1) == orders(2)
+
+
 class Noisy(Numbers):
     """Sample i is (i, a random number)."""
 

@@ -12,6 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, CheckpointError, ConfigError, DataLoaderConfiguration, skip_first_batches
 from accel_core.data.loader import prepare_loader
+from accel_core.data.sharding import Sharding
+from accel_core.data.stateful import ShardedIterable
 from accel_testing.processes import run_processes
 
 pytestmark = [
@@ -98,6 +100,15 @@ def rest(readers, iterators):
         if all(batch is None for batch in batches):
             return real(found)
         found.append((batches, readers[0].remainder, None))
+
+
+@pytest.mark.parametrize(("readers", "states"), [(1, 0), (2, 3)])
+def test_states_are_kept_only_of_what_is_read_before_its_time(monkeypatch, readers, states):
+    asked, walk = [], Walk(8)
+    monkeypatch.setattr(walk, "state_dict", lambda: asked.append(walk.at) or {})
+    sharded = ShardedIterable(walk, Sharding(readers=readers), 2, everyone=True, stateful=True)
+    assert sum(len(shares) for shares, _ in sharded) == 4
+    assert len(asked) == states
 
 
 @pytest.mark.parametrize("workers", [0, 2])
