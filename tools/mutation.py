@@ -57,7 +57,7 @@ ROOMS: Final = {
     ),
     "compat": (
         tuple(f"{COMPAT}{folder}/*.py" for folder in ("accelerator", "loaders", "state")),
-        ("contrib/compat/tests",),
+        ("contrib/compat/tests", "backends/megatron/tests/test_megatron_compat.py"),
     ),
 }
 """Room -> its sources, and its tests: folders and files."""

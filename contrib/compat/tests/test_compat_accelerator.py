@@ -310,6 +310,21 @@ def test_hooks_of_states_take_no_url():
         accelerator.save_state("memory://compat/hooked")
 
 
+def test_a_url_without_a_checkpoint_is_said():
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    with pytest.raises(CheckpointError, match="memory://compat/missing"):
+        accelerator.load_state("memory://compat/missing")
+
+
+def test_one_process_leaves_no_files_of_ranks_beside_its_checkpoint(tmp_path):
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(str(tmp_path / "saved"))
+    assert [path.name for path in tmp_path.iterdir()] == ["saved"]
+    assert not [*tmp_path.rglob("*.states")]
+
+
 def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path):
     variables = {"COPIED_STATES": str(tmp_path / "store"), "ACCEL__PROJECT__STORE": "memory://bucket/run"}
     first = str(tmp_path / "first")

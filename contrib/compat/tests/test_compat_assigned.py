@@ -8,6 +8,7 @@ import pytest
 import torch
 from accelerate import Accelerator, DataLoaderConfiguration
 from accelerate.state import AcceleratorState, GradientState
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import DistributedDataParallelKwargs, ProjectConfiguration
 from peers import needs_accelerate, said
 
@@ -255,6 +256,31 @@ def test_trackers_may_be_taken_and_given():
     assert mine.seen == "finished"
 
 
+def test_a_tracker_that_is_listed_beside_one_that_was_started_is_finished_once_as_that_one():
+    class Counting(GeneralTracker):
+        requires_logging_directory, main_process_only, tracker = False, True, None
+
+        def __init__(self, name):
+            self.name, self.finished = name, 0
+            super().__init__()
+
+        def log(self, values, step=None, **options):
+            pass
+
+        def store_init_configuration(self, values):
+            pass
+
+        def finish(self):
+            self.finished += 1
+
+    first, second = Counting("first"), Counting("second")
+    accelerator = Accelerator(cpu=True, log_with=first)
+    accelerator.init_trackers("project")
+    accelerator.trackers.append(second)
+    accelerator.end_training()
+    assert (first.finished, second.finished) == (1, 1)
+
+
 @pytest.mark.parametrize(
     "change",
     [
@@ -349,6 +375,7 @@ def test_clipping_goes_over_two_models_and_over_none(capsys):
         norm = accelerator.clip_grad_norm_(parameters, 1.0)
     assert norm.item() == pytest.approx(18**0.5)  # inside the window: 6 / 2 each, and not clipped
     assert parameters[0].grad.item() == 3
+    assert "used up" not in capsys.readouterr().err
     assert accelerator.clip_grad_norm_(iter(()), 1.0) == 0
     assert "a generator that was used up?" in capsys.readouterr().err
 

@@ -90,6 +90,7 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 torch.manual_seed(0)
 plugin = FullyShardedDataParallelPlugin(fsdp_version=VERSION) if VERSION else None
 accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, fsdp_plugin=plugin)
+assert accelerator.is_fsdp2 == (VERSION == 2)
 models = [torch.nn.Linear(2, 3) for _ in range(2)]
 optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
 batches = torch.utils.data.DataLoader(torch.randn(12, 2), batch_size=1)

@@ -53,6 +53,36 @@ def test_the_gradient_state_sees_the_loader_and_forgets_it_on_break(cls):
     assert not GradientState().in_dataloader
 
 
+class InShards(IterableDataset):
+    """As an iterable of the datasets library."""
+
+    n_shards = 4
+
+    def __init__(self, numbers):
+        self.numbers = numbers
+
+    def __iter__(self):
+        return iter(self.numbers)
+
+    def shard(self, num_shards, index):
+        size = len(self.numbers) // num_shards
+        return InShards(self.numbers[index * size : (index + 1) * size])
+
+
+@pytest.mark.parametrize(("split", "expected"), [(False, [[4, 5], [6, 7]]), (True, [[1], [3], [5], [7]])])
+def test_a_dataset_in_shards_gives_shards_unless_batches_are_split(split, expected):
+    plain = DataLoader(InShards([*range(8)]), batch_size=2)
+    loader = prepare_data_loader(
+        plain,
+        num_processes=2,
+        process_index=1,
+        split_batches=split,
+        dispatch_batches=False,
+        put_on_device=False,
+    )
+    assert [batch.tolist() for batch in loader] == expected
+
+
 @BOTH
 def test_an_epoch_is_told_to_the_sampler_and_kept_by_what_skips(cls):
     sampler = Counting()

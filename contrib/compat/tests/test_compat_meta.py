@@ -139,6 +139,14 @@ def test_a_profiler_is_built_and_what_cannot_be_recorded_left_out(capsys, monkey
         assert "cuda cannot be recorded" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("given", [None, ProfileKwargs(with_stack=True)])
+def test_a_profiler_has_the_settings_of_the_call_or_of_the_accelerator(given):
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[ProfileKwargs(record_shapes=True)])
+    with accelerator.profile(given) as recorded:
+        torch.ones(2) + 1
+    assert (recorded.record_shapes, recorded.with_stack) == (given is None, given is not None)
+
+
 def test_a_scaler_is_made_for_any_number_of_runs():
     assert get_grad_scaler(init_scale=2.0).get_scale() in (1.0, 2.0)
     Accelerator(cpu=True), Accelerator(cpu=True)

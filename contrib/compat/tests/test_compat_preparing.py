@@ -272,7 +272,9 @@ def test_an_optimizer_can_be_told_that_it_was_skipped():
     optimizer._is_overflow = True
     schedule.step()
     assert (optimizer.step_was_skipped, schedule.get_last_lr()) == (True, [1.0])
+    assert optimizer._is_overflow
     optimizer._is_overflow = False
+    assert not optimizer._is_overflow
     schedule.step()
     assert schedule.get_last_lr() == [0.5]
 

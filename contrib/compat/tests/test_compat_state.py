@@ -20,6 +20,11 @@ def test_a_partial_state_needs_no_accelerator():
     assert not state.use_distributed
 
 
+def test_the_default_device_is_what_torch_finds():
+    expected = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    assert PartialState(cpu=True).default_device == expected
+
+
 def test_all_instances_are_one():
     assert PartialState().__dict__ is PartialState().__dict__ is PartialState._shared_state
     PartialState._reset_state()
