@@ -29,9 +29,16 @@ print("complains", rank, file=sys.stderr)
 sys.stdout.write("no end")
 """
 FAILS_ONCE = """\
-import os
-print("attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
-if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+import os, time
+from pathlib import Path
+rank, attempt, said = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], Path("said")
+print("attempt", attempt, flush=True)
+if (rank, attempt) == ("0", "0"):
+    said.touch()
+if (rank, attempt) == ("1", "0"):
+    while not said.exists():  # the failure ends rank 0, which may not have begun
+        time.sleep(0.01)
+    said.unlink()
     raise ValueError("bad luck")
 """
 
