@@ -295,7 +295,10 @@ def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
 
 @spec("owner")
 def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
-    """Return the user's module inside what `wrap_model` returned."""
+    """Return the user's module inside what `wrap_model` returned, or a copy of it.
+
+    Any other module, which the unit may not have, is returned as it is.
+    """
 
 
 @spec("owner")
