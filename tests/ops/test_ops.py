@@ -328,6 +328,7 @@ class Table:
         ([], True, [[], []]),
         (Table([1, 2, 3]), False, [Table([1, 2]), Table([3])]),
         (Table([1, 2, 3]), True, [Table([1, 2]), Table([3, 3])]),
+        (Table([1, 2, 3, 4]), True, [Table([1, 2]), Table([3, 4]), Table([4, 4])]),
         (UserDict(p=[1, 2, 3]), False, [{"p": [1, 2]}, {"p": [3]}]),
         (range(3), False, [[0, 1], [2]]),
         (range(3), True, [[0, 1], [2, 2]]),
@@ -335,7 +336,7 @@ class Table:
 )
 def test_split_between_processes(inputs, padding, parts):
     for reader, expected in enumerate(parts):
-        run = SimpleNamespace(topology=Topology(reader=reader, readers=2))
+        run = SimpleNamespace(topology=Topology(reader=reader, readers=len(parts)))
         with ops.split_between_processes(inputs, apply_padding=padding, run=run) as part:
             assert part == expected
 
