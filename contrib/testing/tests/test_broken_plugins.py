@@ -120,6 +120,8 @@ TRAINING = {
     "unties-its-model": {"test_awkward_parameters_train_as_in_the_plain_loop"},
     "casts-parameters": {"test_float16_parameters_are_refused_by_name"},
     "describes-in-pages": {"test_units_are_described_line_by_line"},
+    "unwraps-by-attribute": {"test_a_module_that_was_not_prepared_unwraps_to_itself"},
+    "unwraps-all": {"test_a_module_that_was_not_prepared_unwraps_to_itself"},
     "nudges-weights": {"test_an_accumulated_step_is_left_alone_mid_window"},
 }
 PROCESSES = {

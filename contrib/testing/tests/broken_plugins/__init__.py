@@ -117,6 +117,8 @@ PERMUTES_CHANNELS = strategy("permutes-channels")
 PERMUTES_TRANSPOSED = strategy("permutes-transposed")
 UNTIES_ITS_MODEL = strategy("unties-its-model")
 DESCRIBES_IN_PAGES = strategy("describes-in-pages")
+UNWRAPS_BY_ATTRIBUTE = strategy("unwraps-by-attribute")
+UNWRAPS_ALL = strategy("unwraps-all")
 NUDGES_WEIGHTS = strategy("nudges-weights")
 
 CASTS_PARAMETERS = device("casts-parameters")

@@ -428,6 +428,23 @@ class DescribesInPages(Averages):
         return ["one line\nand another"]
 
 
+class UnwrapsByAttribute(Averages):
+    """Takes any module with an attribute of that name for its wrapper."""
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit, model, keep_compiled):
+        return self.below.unwrap_model(unit, getattr(model, "module", model), keep_compiled)
+
+
+class UnwrapsAll(Averages):
+    """Takes whatever it did not leave as it was for its wrapper."""
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit, model, keep_compiled):
+        inner = model if model in unit.wrapped else model.module
+        return self.below.unwrap_model(unit, inner, keep_compiled)
+
+
 class NudgesWeights(Averages):
     """Has other weights between the batches of a window than in their forwards."""
 

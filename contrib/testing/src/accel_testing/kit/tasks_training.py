@@ -33,6 +33,7 @@ __all__ = [
     "own_loop",
     "plain",
     "recomputed",
+    "unwrapped_strangers",
     "whole_windows",
 ]
 
@@ -292,6 +293,33 @@ def described(arguments: Mapping[str, Any]) -> list[Any]:
     lines = [line for unit in accelerator.run.units for line in unit.hooks.describe(unit)]
     accelerator.end_training()
     return lines
+
+
+class _Around(nn.Module):
+    """A module of the user's that looks like a wrapper."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 2)
+
+
+def unwrapped_strangers(arguments: Mapping[str, Any]) -> dict[str, str]:
+    """Unwrap modules that were not prepared, beside a model that was.
+
+    Returns the name of each result that is another module.
+    """
+    accelerator = make(arguments)
+    prepared(Recipe(), accelerator)
+    found = {}
+    for stranger in (nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)), _Around()):
+        try:
+            inner = accelerator.unwrap_model(stranger)
+        except AttributeError as error:
+            found[type(stranger).__name__] = str(error)
+        else:
+            found[type(stranger).__name__] = "" if inner is stranger else type(inner).__name__
+    accelerator.end_training()
+    return found
 
 
 def own_loop(

@@ -55,6 +55,12 @@ def test_units_are_described_line_by_line(run: Run) -> None:
         assert all(type(line) is str and line and "\n" not in line for line in lines), lines
 
 
+def test_a_module_that_was_not_prepared_unwraps_to_itself(run: Run) -> None:
+    for found in run(tasks.unwrapped_strangers):
+        others = {name: other for name, other in found.items() if other}
+        assert not others, f"unwrap_model must return the very module of what it did not wrap: {others}"
+
+
 @pytest.mark.parametrize("accumulation", [1, 2, 4])
 def test_losses_equal_the_plain_loop(run: Run, accumulation: int) -> None:
     check(run, accumulation=accumulation)
