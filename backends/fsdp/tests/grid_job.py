@@ -229,11 +229,54 @@ def stepped(name):
     accelerator = Accelerator(cpu=True)
     model, data = model_and_data(name)
     model, optimizer = accelerator.prepare(model, optimizer_of(model))
-    accelerator.backward(loss_of(model, *data[: BATCH // accelerator.run.topology.readers]))
     try:
+        accelerator.backward(loss_of(model, *data[: BATCH // accelerator.run.topology.readers]))
         optimizer.step()
     except AccelError as error:
         return str(error)
+    finally:
+        accelerator.end_training()
+
+
+class Outshone(Gpt):
+    """One parameter has a gradient ten thousand times as long as the others'."""
+
+    def __init__(self):
+        super().__init__(tied=False)
+        self.loud = nn.Parameter(torch.zeros(4))
+
+    def forward(self, words):
+        return super().forward(words) + 1e4 * self.loud.sum()
+
+
+MODELS["outshone"] = Outshone
+
+
+def stepped_until(kind):
+    """The step that raises, and what it says; four steps with a final norm that the plan may forget."""
+    accelerator = Accelerator(cpu=True)
+    model, data = model_and_data("outshone" if kind == "outshone" else "gpt")
+    model.norm.requires_grad_(kind not in ("thawed", "added"))
+    parameters = [
+        parameter for parameter in model.parameters() if parameter.requires_grad or kind == "thawed"
+    ]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(parameters, lr=0.1))
+
+    def closure():
+        loss = loss_of(model, *data[: BATCH // accelerator.run.topology.readers])
+        accelerator.backward(loss if kind != "outshone" else loss + model(data[0][0][None])[0, 0, 0])
+        return loss
+
+    try:
+        for number in range(4):
+            if number == 2:
+                model.norm.requires_grad_()
+                if kind == "added":
+                    optimizer.add_param_group({"params": [*model.norm.parameters()]})
+            optimizer.step(closure) if kind == "closure" else (closure(), optimizer.step())
+            optimizer.zero_grad()
+    except AccelError as error:
+        return number, str(error)
     finally:
         accelerator.end_training()
 

@@ -240,6 +240,25 @@ def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_st
         assert "blocks.0.before.weight, blocks.0.before.bias differ on the ranks of tp" in text
 
 
+@pytest.mark.parametrize(("kind", "step"), [("thawed", 2), ("added", 2), ("closure", 0), ("outshone", 0)])
+def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step):
+    forgotten, whole = (
+        grid_job.environment({"tp": 2}, {**SEQUENCE, "norm": norm}) for norm in (None, "sequence")
+    )
+    for number, text in run_processes(grid_job.stepped_until, kind, environment=forgotten):
+        assert number == step
+        assert "norm.weight, norm.bias differ on the ranks of tp" in text
+    assert run_processes(grid_job.stepped_until, kind, environment=whole) == [None, None]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world):
+    environment = grid_job.environment({"tp": 2}, {**PLAN, "norm": "replicated_with_grad_allreduce"})
+    for text in run_processes(grid_job.stepped, "gpt", world=world, environment=environment):
+        assert "norm has the style of modules that work on a part of their input" in text
+        assert "2 times too large" in text
+
+
 @pytest.mark.parametrize("world", [2, 4])
 def test_whole_parameters_that_ranks_train_alike_step(world):
     environment = grid_job.environment({"tp": 2}, PLAN)
