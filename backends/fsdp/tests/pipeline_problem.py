@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
@@ -102,6 +103,39 @@ class InPlace(Gpt):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x + bias))
+
+
+class Measured(Gpt):
+    """Scales its logits by the largest of its embeddings."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        scale = x.abs().max().item()
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)) * scale
+
+
+class Copied(Gpt):
+    """Adds its embeddings, moved on by one place."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        before = torch.zeros_like(x)
+        before[:, 1:].copy_(x[:, :-1])
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x + before))
+
+
+class Recomputed(Gpt):
+    """Computes its blocks again in backward, from what it scales between them."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = checkpoint(block, x * 0.5, use_reentrant=False)
+        return self.head(self.norm(x))
 
 
 class Scale(nn.Module):

@@ -233,16 +233,23 @@ def test_a_module_that_is_registered_out_of_turn_is_named():
 
 
 @pytest.mark.parametrize(
-    ("kind", "schedule"), [(problem.Skipping, "1F1B"), (problem.Towers, "Interleaved1F1B")]
+    ("kind", "schedule"),
+    [
+        (problem.Skipping, "1F1B"),
+        (problem.Towers, "Interleaved1F1B"),
+        (problem.Measured, "1F1B"),
+        (problem.Copied, "1F1B"),
+    ],
 )
 def test_what_skips_a_stage_is_refused(kind, schedule):
     said = run_processes(problem.unprepared, kind, {"pp_size": 2, "pp_schedule": schedule}, world=2)
     assert any("beside the one tensor that stages send" in each for each in said)
 
 
-def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it():
-    (plain,) = run_processes(problem.trained, problem.InPlace, {}, 3, world=1)
-    for found in run_processes(problem.trained, problem.InPlace, {"pp_size": 2}, 3, world=2):
+@pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
+def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind):
+    (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)
+    for found in run_processes(problem.trained, kind, {"pp_size": 2}, 3, world=2):
         assert_same(found, plain)
         assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-3)
 

@@ -16,8 +16,12 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_core import AccelError
 
-__all__ = ["Passed", "Running", "refusal"]
+__all__ = ["Passed", "Running", "received_by", "refusal"]
 
+NUMBERS: Final = frozenset({"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__contains__"}) | {
+    f"__{kind}__" for kind in ("array", "bool", "complex", "float", "index", "int")
+}
+"""Operations that take values out of tensors, which cannot be followed further."""
 BY_FIRST: Final = frozenset({"to", "type_as", "expand_as", "view_as", "reshape_as"})
 """Operations that take shapes, dtypes and devices of all arguments but the first."""
 
@@ -47,24 +51,39 @@ class Passed(torch.Tensor):
     """A tensor computed from stand-ins; an error where a stage computes with it."""
 
     running: Running
+    received: Tensor
+    """The stage's input, for a checkpoint that computes its first module again."""
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        found = super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
-        name, tensors = func.__name__, [leaf for leaf in tree_leaves(found) if isinstance(leaf, Passed)]
+        name, kwargs = func.__name__, kwargs or {}
         by_shape = name.endswith("_like") or name.startswith("new_")
         if by_shape or (name in BY_FIRST and not isinstance(args[0], Passed)):
-            return tree_map_only(Passed, lambda each: each.as_subclass(Tensor), found)
-        if not tensors and name != "__setitem__":
+            args, kwargs = tree_map_only(Passed, lambda each: each.as_subclass(Tensor), (args, kwargs))
+            return func(*args, **kwargs)
+        found = super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        touched = (*tree_leaves(found), *_written(name, args, kwargs))
+        computed = [each for each in touched if type(each) in (Tensor, Passed)]
+        if not computed and name not in NUMBERS:
             return found
-        running = next(leaf.running for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Passed))
-        if running.entered and running.stage is not None:
+        source = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Passed))
+        running = source.running
+        if running.stage is not None and (running.entered or name in NUMBERS):
             raise refusal(running, name)
-        for each in tensors:
-            each.running = running
+        for each in computed:
+            each.__class__ = Passed
+            each.running, each.received = running, source.received
         return found
+
+
+def _written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the tensors that an operation writes, and what they are views of."""
+    in_place = name == "__setitem__" or name.startswith("__i") or name.strip("_") + "_" == name
+    leaves = tree_leaves((args[:1] if in_place else (), kwargs.get("out")))
+    written = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    return [*written, *(each._base for each in written)]
 
 
 def refusal(running: Running, use: str) -> AccelError:
@@ -80,6 +99,12 @@ def _stand_in(received: Tensor, running: Running) -> Tensor:
     """Return a tensor like the one that a stage received."""
     if type(received) is not Tensor:
         return received
-    passed = received.detach().clone().as_subclass(Passed)
-    passed.running = running
+    passed = received.clone().as_subclass(Passed)  # a reentrant checkpoint asks if it requires a gradient
+    passed.running, passed.received = running, received
     return passed
+
+
+def received_by(args: Sequence[Any]) -> Sequence[Any]:
+    """Return a stage's first arguments, with what it received in place of a stand-in."""
+    first = args[:1]
+    return (first[0].received, *args[1:]) if first and isinstance(first[0], Passed) else args
