@@ -266,13 +266,14 @@ class Accelerator(Ranks, Training, States):
         A model that was not prepared is returned as it is.
 
         Args:
-            model: as `prepare` returned it, or as it was given; or a copy of what `prepare` returned.
+            model: as `prepare` returned it, or as it was given; a copy of what `prepare` returned; or
+                `torch.compile` of one of these.
             keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
         unit = self.run.prepared.unit_of_model(model)
         if unit is None:
-            return self.run.prepared.inside_copy(model)
+            return self.run.prepared.inside_copy(model, keep_torch_compile)
         known = inside(model) if self.run.prepared.form_of(model) is None else model
         inner: nn.Module = unit.hooks.unwrap_model(unit, known, keep_torch_compile)
         return inner

@@ -111,6 +111,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def _is_same_with_nan(one: Any, other: Any) -> bool:
-    if type(one) is not type(other) or (one.shape, one.dtype) != (other.shape, other.dtype):
+    kind = Tensor if isinstance(one, Tensor) else type(one)  # a parameter may be the same as a tensor
+    if not isinstance(other, kind) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return False
     return bool(((one == other) | ((one != one) & (other != other))).all())  # noqa: PLR0124  # nan

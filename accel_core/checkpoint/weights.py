@@ -13,6 +13,7 @@ from accel_core.checkpoint.module_state import module_state, state_dict_outline
 from accel_core.checkpoint.stored import place
 from accel_core.checkpoint.votes import work_together
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
+from accel_core.contract.state import leaf_of
 from accel_core.contract.suggest import did_you_mean
 from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel_core.contract.run import Run
+    from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
 
 
@@ -145,13 +147,32 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
 
 
 def _refuse_parts(unit: Unit, model: nn.Module) -> None:
-    """Raise for a model that shares modules with a unit that this rank has parts of."""
-    if {*model.modules()}.isdisjoint(module for each in unit.wrapped for module in each.modules()):
+    """Raise for a model that shares weights of which this rank has parts.
+
+    Weights may be whole all the same, where only what the strategy steps is in parts.
+    """
+    own = {*_members(unit.wrapped)}
+    leaves = {} if own.isdisjoint(_members([model])) else unit.hooks.model_state(unit)
+    if all(_is_whole(leaf, leaf.global_shape) for leaf in leaves.values()):
         return
-    leaves = unit.hooks.model_state(unit).values()
-    if any([tuple(tensor.shape) for _, tensor in leaf.shards] != [leaf.global_shape] for leaf in leaves):
-        kinds = ", ".join(type(each).__name__ for each in unit.models)
-        raise AccelError(
-            f"this {type(model).__name__} was not prepared, but has modules of the {kinds} that was, of which"
-            " this rank has parts\npass the model that accelerator.prepare(...) returned"
-        )
+    shapes = {
+        each: leaves[name].global_shape for name, each in unit.named_parameters().items() if name in leaves
+    }
+    weights = [each for each in model.parameters() if each in own]
+    if weights and all(_is_whole(leaf_of(each), shapes.get(each)) for each in weights):
+        return
+    kinds = ", ".join(type(each).__name__ for each in unit.models)
+    raise AccelError(
+        f"this {type(model).__name__} was not prepared, but has modules or weights of the {kinds} that was,"
+        " of which this rank has parts\npass the model that accelerator.prepare(...) returned"
+    )
+
+
+def _is_whole(leaf: Leaf, shape: tuple[int, ...] | None) -> bool:
+    return [tuple(tensor.shape) for _, tensor in leaf.shards] == [shape]
+
+
+def _members(models: Iterable[nn.Module]) -> Iterator[Any]:
+    for model in models:
+        yield from model.modules()
+        yield from model.parameters()

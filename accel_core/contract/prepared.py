@@ -66,10 +66,20 @@ class PreparedObjects:
         place = self.place_of(model)
         return None if place is None else place[0]
 
-    def inside_copy(self, model: nn.Module) -> nn.Module:
-        """Return the module inside a copy of a prepared model; any other model as it is."""
-        inner = (unit.hooks.unwrap_model(unit, model, True) for unit in self.units)
-        return next((found for found in inner if found is not model), model)
+    def inside_copy(self, model: nn.Module, keep_compiled: bool = True) -> nn.Module:
+        """Return the module inside a copy of a prepared model; any other model as it is.
+
+        keep_compiled: False gives an eager view of it, if it is compiled.
+        """
+        pairs = (
+            (form, unit.hooks.unwrap_model(unit, form, True))
+            for form in (model, inside(model))
+            for unit in self.units
+        )
+        inner: nn.Module = next((found for form, found in pairs if found is not form), model)
+        for unit in () if keep_compiled else self.units:
+            inner = unit.hooks.unwrap_model(unit, inner, False)
+        return inner
 
     def scheduler_of(self, scheduler: object) -> Any:
         """Return the proxy of a scheduler, given either of both; None for others."""

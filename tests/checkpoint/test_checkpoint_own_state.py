@@ -170,8 +170,9 @@ def test_what_no_module_takes_back_is_refused_unless_it_is_the_same(accelerator,
     second.end_training()
 
 
-def test_a_parameter_that_no_module_takes_back_is_the_same_as_the_stored_tensor(accelerator, tmp_path):
-    model = accelerator.prepare(nn.Sequential(Scaling(2.0)))
+@pytest.mark.parametrize("scale", [2.0, float("nan")])
+def test_a_parameter_that_no_module_takes_back_is_the_same_as_the_stored_tensor(accelerator, tmp_path, scale):
+    model = accelerator.prepare(nn.Sequential(Scaling(scale)))
     model[0].weight.scale = nn.Parameter(model[0].weight.scale)
     expected = model[0].weight.detach().clone()
     accelerator.save_state(tmp_path / "ck")

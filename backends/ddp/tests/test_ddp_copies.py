@@ -73,20 +73,24 @@ def test_a_copy_trains_as_a_model_of_its_own(duplicate: Any, options: Any) -> No
     torch.testing.assert_close(first, expected)
 
 
-def written_copy(folder: str) -> tuple[list[str], list[str], bool]:
+def written_copy(folder: str, compiled: bool) -> tuple[list[str], list[str], bool]:
     """Names of a copy's weights, in its state and in a file; whether it unwraps to the module inside."""
     run = accelerator()
     copied = copy.deepcopy(run.prepare(small()))
-    run.save_model(copied, folder, safe_serialization=False)
     inner: Any = copied.module
-    found = sorted(run.get_state_dict(copied)), run.unwrap_model(copied) is inner
+    given: Any = torch.compile(copied, backend="eager") if compiled else copied
+    run.save_model(given, folder, safe_serialization=False)
+    unwrapped = [run.unwrap_model(given, keep_torch_compile=keep) for keep in (True, False)]
+    names = sorted(run.get_state_dict(given))
     run.end_training()
-    return found[0], sorted(torch.load(Path(folder, "pytorch_model.bin"))), found[1]
+    found = sorted(torch.load(Path(folder, "pytorch_model.bin")))
+    return names, found, all(each is inner for each in unwrapped)
 
 
-def test_weights_of_a_copy_have_the_names_of_the_users_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_weights_of_a_copy_have_the_names_of_the_users_model(tmp_path: Path, compiled: bool) -> None:
     names = sorted(small().state_dict())
-    assert run_processes(written_copy, str(tmp_path)) == [(names, names, True)] * 2
+    assert run_processes(written_copy, str(tmp_path), compiled) == [(names, names, True)] * 2
 
 
 HOLDS_A_COPY = """

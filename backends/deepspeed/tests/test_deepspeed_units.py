@@ -55,6 +55,27 @@ def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path) -> None:
         assert stages == ["student", "teacher"]
 
 
+def weights_of_a_part(stage: int) -> bool | str:
+    """Whether the weights of a part of the model are those that it was made of, or what is said."""
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = network()
+    expected = weights(model[0])
+    engine, _ = ours.prepare(model, sgd(model.parameters()))
+    try:
+        found = ours.get_state_dict(ours.unwrap_model(engine)[0])  # type: ignore[index]
+        return torch.cat([each.flatten() for each in found.values()]).tolist() == expected
+    except AccelError as error:
+        return str(error)
+    finally:
+        ours.end_training()
+
+
+def test_weights_of_a_part_are_given_where_each_rank_has_them_whole() -> None:
+    assert run_processes(weights_of_a_part, 2) == [True, True]
+    for said in run_processes(weights_of_a_part, 3):
+        assert "of which this rank has parts" in str(said)
+
+
 def built_in_shards() -> tuple[list[int], list[float], list[float], bool]:
     ours = accelerator(DeepSpeedPlugin(hf_ds_config=SHARDED))
     with ours.model_init_context():

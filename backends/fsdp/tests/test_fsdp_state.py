@@ -106,10 +106,11 @@ def for_a_moment(version: int, writeback: bool) -> tuple[tuple[int, ...], float,
 
 
 def said_of_stand_ins(version: int, folder: str) -> list[str]:
-    """What is said when a module around a sharded model, or a part of it, is asked for whole weights."""
+    """What is said when what has a sharded model, a part or a weight of it is asked for whole weights."""
     run, model, _ = started(version)
-    said = []
-    for stand_in in (nn.ModuleList([model]), [*model.modules()][-1]):
+    said, tied = [], nn.Linear(1, 1)
+    tied.weight = next(model.parameters())
+    for stand_in in (nn.ModuleList([model]), [*model.modules()][-1], tied):
         for ask in (
             lambda: run.get_state_dict(stand_in),  # noqa: B023
             lambda: run.save_model(stand_in, folder, safe_serialization=False),  # noqa: B023
