@@ -178,7 +178,7 @@ class Unit:
         Raises:
             AccelError: the unit has gradients of losses that were scaled otherwise.
         """
-        if scaler is not self.scaler and self.pending:
+        if scaler is not self.scaler and (self.pending or self.step_state.has_shared_gradients()):
             before, now = (1.0 if each is None else each.get_scale() for each in (self.scaler, scaler))
             if before != now:
                 raise AccelError(

@@ -172,6 +172,8 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
         )
     for unit in units[1:]:
         unit.use_scaler(units[0].scaler)  # one loss has one scale
+    for unit in units:
+        unit.step_state.sharing.update(unit.optimizers)
     return owners[0] if owners else units[0]
 
 

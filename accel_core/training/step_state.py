@@ -31,6 +31,7 @@ class StepState:
     needs_finish: a step is more than torch's: a plugin reduces, unscales, steps, follows or marks it, or
         gradients are divided by items.
     with_gradients: optimizers with gradients of this unit's own losses, not yet applied or dropped.
+    sharing: optimizers of losses that other units share, whose gradients, if any, are not applied or dropped.
     reduced: optimizers with reduced gradients, not yet applied or dropped -> their versions, where a loop
         trains several by the loss's own backward, else None. The key None stands for a unit without any.
     unscaled: optimizers that were unscaled in this window.
@@ -44,6 +45,7 @@ class StepState:
 
     needs_finish: bool
     with_gradients: set[Optimizer] = field(factory=set)
+    sharing: set[Optimizer] = field(factory=set)
     reduced: dict[Optimizer | None, Versions | None] = field(factory=dict)
     unscaled: set[Optimizer] = field(factory=set)
     undivided: tuple[int, Versions] | None = None
@@ -57,6 +59,10 @@ class StepState:
         """Return the state of a unit with these hooks, before its first step."""
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, steps.after_step, mark_step)
         return cls(needs_finish=any(hook is not None for hook in finishing))
+
+    def has_shared_gradients(self) -> bool:
+        """Return True while there are gradients of a loss that other units share."""
+        return any(map(_has_gradients, self.sharing))
 
     def expect_items(self, unit: Unit) -> None:
         """Have steps divide gradients by items, from the unit's current window on."""
@@ -114,6 +120,7 @@ class StepState:
     def drop(self, optimizer: Optimizer) -> None:
         """Forget the gradients of an optimizer: they are applied, or cleared."""
         self.with_gradients.discard(optimizer)
+        self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
 
@@ -121,6 +128,7 @@ class StepState:
         """Forget all gradients: there are none any more."""
         self.begin_window()
         self.with_gradients.clear()
+        self.sharing.clear()
         self.counted_in.clear()
         self.undivided = None
 

@@ -129,6 +129,25 @@ def test_a_loss_that_is_shared_is_refused_beside_gradients_of_another_scale(acce
     accelerator.backward((a(x) + b(x)).float().mean())
 
 
+def test_a_loss_that_is_shared_is_refused_beside_one_that_others_shared(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
+    nets = [net(seed) for seed in range(3)]
+    prepared = accelerator.prepare(*nets, *(SGD(each.parameters(), lr=0.1) for each in nets))
+    (a, b, c), opt_b = prepared[:3], prepared[4]
+    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+    accelerator.backward(b(x).float().mean() * float("inf"), model=b)
+    opt_b.step()
+    opt_b.zero_grad()
+    with accelerator.accumulate(b, c):
+        accelerator.backward((b(x) + c(x)).float().mean())
+    with accelerator.accumulate(a, b):
+        with pytest.raises(AccelError, match="gradients of a loss scaled by 2, and the loss .* scaled by 4:"):
+            accelerator.backward((a(x) + b(x)).float().mean())
+        opt_b.step()
+        opt_b.zero_grad()
+        accelerator.backward((a(x) + b(x)).float().mean())
+
+
 def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
     teacher, student = net(0), net(1)
     optimizer = SGD(student.parameters(), lr=0.1)
