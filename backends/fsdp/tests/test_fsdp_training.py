@@ -313,9 +313,10 @@ def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: i
         assert distance(weights, dict(plain.state_dict())) < 1e-6
 
 
-def stepping_on_what_no_sync_kept() -> str:
-    run = accelerator(plugin("mlp", 2))
-    given = net("mlp")
+def stepping_on_what_no_sync_kept(version: int, options: dict[str, Any]) -> str | float:
+    """Return the error, or how far the weights are from those of such a step in plain PyTorch."""
+    run = accelerator(plugin("mlp", version, **options))
+    given, plain = net("mlp"), net("mlp")
     model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
     with run.no_sync(model):
         run.backward(loss_of(model, *batch("mlp", 0)))
@@ -323,9 +324,52 @@ def stepping_on_what_no_sync_kept() -> str:
         optimizer.step()
     except AccelError as error:
         return str(error)
+    loss_of(plain, *batch("mlp", 0)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return distance(run.get_state_dict(model), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize(("version", "strategy"), [(2, None), (1, None), (1, "NO_SHARD")])
+def test_a_step_on_gradients_that_no_sync_kept_is_refused(version: int, strategy: str | None) -> None:
+    options = {"sharding_strategy": strategy} if strategy else {}
+    for said in run_processes(stepping_on_what_no_sync_kept, version, options):
+        assert "ran inside no_sync" in str(said)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_one_process_has_nothing_to_reduce_in_no_sync(version: int) -> None:
+    (distance_to_plain,) = run_processes(stepping_on_what_no_sync_kept, version, {}, world=1)
+    assert distance_to_plain == 0
+
+
+class Skipping(nn.Module):
+    """Blocks of which the second one runs when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Sequential(nn.Linear(2, 2)), nn.Sequential(nn.Linear(2, 2))
+
+    def forward(self, x: torch.Tensor, *, both: bool) -> torch.Tensor:
+        output: torch.Tensor = self.first(x)
+        return self.second(output) if both else output
+
+
+def left_out_at_the_end_of_a_window() -> str:
+    options: Any = {"sharding_strategy": "NO_SHARD", "transformer_cls_names_to_wrap": ["Sequential"]}
+    run = accelerator(plugin("mlp", 1, **options), gradient_accumulation_steps=2)
+    given = Skipping()
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    for both in (True, False):
+        with run.accumulate(model):
+            run.backward(model(torch.full((1, 2), 1.0 + run.process_index), both=both).sum())
+            try:
+                optimizer.step()
+            except AccelError as error:
+                return str(error)
     return "stepped"
 
 
-def test_a_step_on_gradients_that_no_sync_kept_is_refused() -> None:
-    for said in run_processes(stepping_on_what_no_sync_kept):
-        assert "the last backward ran inside no_sync" in said
+def test_a_step_by_gradients_of_a_block_that_the_last_micro_batch_left_out_is_refused() -> None:
+    """They are of one rank: each would train a block of its own."""
+    for said in run_processes(left_out_at_the_end_of_a_window):
+        assert "the last backward through second.0.weight ran inside no_sync" in said

@@ -6,10 +6,11 @@ A group's weights are one flat vector, cut evenly.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
+from weakref import WeakKeyDictionary
 
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
@@ -25,6 +26,7 @@ from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, par
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
 from accel_fsdp.precision import SharedScaler, mixed_precision
+from accel_fsdp.unreduced import Unreduced
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
@@ -33,7 +35,8 @@ if TYPE_CHECKING:
     from torch.amp import GradScaler
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, OptimizerState, Unit
+    from accel_core import Leaf, OptimizerState, Run, Unit
+    from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.flat_vectors import Part
     from accel_fsdp.parameters import Place
 
@@ -45,6 +48,10 @@ class Flat(FullyShardedDataParallel):
 
     The model's own parameters are views of its vector.
     """
+
+    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
+        super().__init__(config, run)
+        self._unreduced: WeakKeyDictionary[Unit, Unreduced] = WeakKeyDictionary()
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -103,7 +110,11 @@ class Flat(FullyShardedDataParallel):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
             refuse_stand_ins(module, _flat_places(module), _is_own)
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
+        self._unreduced_of(unit).follow(wrapped)
         return wrapped
+
+    def _unreduced_of(self, unit: Unit) -> Unreduced:
+        return self._unreduced.setdefault(unit, Unreduced())
 
     def _set_state_dict_type(self, model: nn.Module) -> None:
         configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
@@ -140,12 +151,15 @@ class Flat(FullyShardedDataParallel):
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
         before_step(optimizer, partial(_free, modules))
+        before_step(optimizer, partial(self._unreduced_of(unit).refuse, unit))
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        return _all(model.no_sync() for model in models if isinstance(model, FSDP))
+        whole = [model for model in models if isinstance(model, FSDP)]
+        quiet = [model.no_sync() for model in whole]
+        return _all([*quiet, self._unreduced_of(unit).kept_in(whole)] if self.mesh.size() > 1 else quiet)
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
@@ -309,7 +323,7 @@ def _free(modules: Sequence[FSDP], *call: Any) -> None:
 
 
 @contextmanager
-def _all(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
+def _all(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
     with ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)

@@ -6,7 +6,7 @@ Parameters become DTensors in place; the model stays the user's.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -124,6 +124,8 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
+        if self.mesh.size() == 1:  # nothing to reduce, and torch would keep the gradients apart from a step
+            return nullcontext()
         return _quiet([module for model in models for module in _sharded(model)])
 
     @implements(hooks.grad_scaler)
