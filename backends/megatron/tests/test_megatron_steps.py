@@ -67,6 +67,25 @@ def test_evaluation_gives_logits_on_all_stages() -> None:
     assert [outputs for *_, outputs in found] == [0, 2]
 
 
+def evaluated_in_rows(count: int) -> tuple[float, float]:
+    """Distances of logits and loss from plain PyTorch's, of a batch of so many rows."""
+    ours = accelerator(pp_degree=2, num_layers_per_virtual_pipeline_stage=1)
+    model = MODELS["llama"]().eval()
+    batch = {name: each[:count] for name, each in batches(1)[0].items()}
+    with torch.no_grad():
+        wanted = model(**batch)
+        model = ours.prepare(model)
+        loss = model(**batch).loss
+        logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    counts = batch["attention_mask"].bool()
+    return float((logits - wanted.logits)[counts].abs().max()), float((loss - wanted.loss).abs())
+
+
+def test_interleaved_stages_evaluate_a_batch_that_is_cut_into_fewer_parts_than_stages() -> None:
+    for distances in run_processes(evaluated_in_rows, 3):
+        assert max(distances) < 1e-5
+
+
 def counted(options: dict[str, Any]) -> tuple[float, float, float, float]:
     """(loss a token, norm) of sums over the tokens that count, and of plain PyTorch over all of the batch."""
     ours = accelerator(**options)

@@ -232,7 +232,9 @@ class Engine(nn.Module):
             sequence = self.plugin.seq_length or self.plugin.encoder_seq_length or sequence
         else:
             check_lengths(self.plugin, batches)
-        chunks = self.chunks.run
+        chunks, asked = self.chunks.run, len(batches)
+        if len(chunks) > 1 and asked < stages:  # interleaved, which takes one per stage at least
+            batches = [*batches, *[batches[-1]] * (stages - asked)]
         # Each chunk of interleaved stages reads all micro-batches.
         iterators: list[Iterator[Any]] = [iter(batches) for _ in chunks]
         with torch.set_grad_enabled(not forward_only), self.silence():
@@ -246,7 +248,7 @@ class Engine(nn.Module):
                 seq_length=sequence,
                 micro_batch_size=size,
                 forward_only=forward_only,
-            )
+            )[:asked]
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         device = next(self.chunks.parameters()).device
         loss = torch.stack([each for each, _ in found]).mean() if last else torch.empty((), device=device)
