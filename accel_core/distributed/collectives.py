@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
@@ -160,8 +160,11 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
             sent = call.data_group.broadcast(call.packed(plan, tensors), from_process)
         else:
             sent = table[from_process]
-        for original, piece in zip(call.passed, plan.unflatten(plan.split(sent)), strict=True):
-            original.copy_(piece)
+        # torch changes tensors of inference mode in that mode only.
+        mode = torch.inference_mode if any(each.is_inference() for each in call.passed) else nullcontext
+        with mode():
+            for original, piece in zip(call.passed, plan.unflatten(plan.split(sent)), strict=True):
+                original.copy_(piece)
         return tensor
 
 

@@ -32,6 +32,7 @@ from torch import Tensor
 from accel_core.contract.world import COLLECTIVES, current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
+from accel_core.distributed.tensor_bytes import pickled
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -200,7 +201,7 @@ class CollectiveCall:
 
     def _pickled(self, value: Any) -> Tensor:
         with self.local():
-            return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+            return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
     def _compare(self, agreed: int) -> None:
         """Compare digests without a payload.

@@ -95,7 +95,8 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
     tensors.append(data) if isinstance(data, Tensor) else visit(data)
     strided = torch.strided
     for tensor in tensors:
-        if tensor.layout is not strided or (type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")):
+        odd = tensor.layout is not strided or tensor.is_nested or tensor.is_quantized
+        if odd or (type(tensor) not in _PLAIN and hasattr(tensor, "full_tensor")):
             raise TypeError(_refusal(data, operation, tensor))
     return tensors, tuple(shape)
 
@@ -105,8 +106,12 @@ def _refusal(data: Any, operation: str, leaf: Any) -> str:
     remedy = "use gather_object (gather_for_metrics: use_gather_object=True) for other objects than tensors"
     what = type(leaf).__qualname__
     if isinstance(leaf, Tensor):
+        what = f"nested {what}" if leaf.is_nested else f"quantized {what}" if leaf.is_quantized else what
         what += "" if leaf.layout is torch.strided else f" of layout {leaf.layout}"
-        remedy = "give plain tensors: .to_dense(); .full_tensor(), the whole; .to_local(), this rank's part"
+        remedy = (
+            "give plain tensors: .to_dense(); .dequantize(); .to_padded_tensor(0); .full_tensor(), the whole;"
+            " .to_local(), this rank's part"
+        )
     return f"{operation} takes nested tensors, but {place} is a {what}\n{remedy}"
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import copyreg
+import io
 import math
+import pickle
+from collections import ChainMap
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -15,6 +19,16 @@ DTYPES: Final = {
     if isinstance(value, torch.dtype) and not (name := str(value)[6:]).startswith(("bits", "q"))
 }
 """torch's names without the prefix: float32, bfloat16, ..."""
+_UNPICKLED: Final = frozenset(
+    {
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    }
+)
+"""Dtypes that torch unpickles.
+
+It pickles the others (float8, uint16, complex32, ...) too, and raises where they are unpickled.
+"""
 
 
 def name_of(dtype: torch.dtype) -> str:
@@ -54,3 +68,28 @@ def bytes_within(length: int, dtype: str, shape: Sequence[int], start: int) -> i
     if min(shape, default=0) < 0 or start < 0 or start + size > length:
         raise ValueError(f"{dtype} of shape {list(shape)} at {start} does not fit into {length} bytes")
     return size
+
+
+def pickled(value: Any) -> bytes:
+    """Pickle an object; tensors in it may have any dtype."""
+    buffer = io.BytesIO()
+    pickler = pickle.Pickler(buffer)
+    pickler.dispatch_table = _REDUCERS
+    pickler.dump(value)
+    return buffer.getvalue()
+
+
+def _reduced(tensor: Tensor) -> Any:
+    known = tensor.dtype in _UNPICKLED or tensor.is_quantized
+    if known or tensor.layout is not torch.strided or tensor.is_meta:
+        return tensor.__reduce_ex__(pickle.DEFAULT_PROTOCOL)
+    content = bytes(bytes_of(tensor)), name_of(tensor.dtype), tuple(tensor.shape), tensor.requires_grad
+    return _restored, content
+
+
+def _restored(content: bytes, dtype: str, shape: Sequence[int], requires_grad: bool) -> Tensor:
+    return tensor_from(bytearray(content), dtype, shape).requires_grad_(requires_grad)
+
+
+_OTHERS: Final[Any] = copyreg.dispatch_table
+_REDUCERS: Final[Any] = ChainMap({Tensor: _reduced}, _OTHERS)

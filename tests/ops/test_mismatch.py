@@ -232,6 +232,26 @@ def test_distributed_and_sparse_tensors_are_refused_with_the_way_out():
         assert ".full_tensor()" in message
 
 
+def gather_odd_tensors(accelerator):
+    said = []
+    for odd in (
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+        torch.eye(2).to_sparse(),
+    ):
+        with pytest.raises(TypeError) as raised:
+            ops.gather({"a": odd})
+        said.append(str(raised.value).partition("\n")[0])
+    return said
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of quantized and of nested tensors
+def test_quantized_nested_and_sparse_tensors_are_refused_by_their_place():
+    expected = ["quantized Tensor", "nested Tensor", "Tensor of layout torch.sparse_coo"]
+    for said in ranks(gather_odd_tensors):
+        assert said == [f"gather takes nested tensors, but ['a'] is a {kind}" for kind in expected]
+
+
 def test_different_depths_and_many_ranks():
     brought = [TENSOR, TENSOR, [TENSOR]]
     for _, _, found in ranks(gather_what_is_mine, brought, world=3):

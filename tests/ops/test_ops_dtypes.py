@@ -49,6 +49,25 @@ def test_gathering_padding_and_broadcasting_keep_every_dtype(size):
     assert ranks(move_each_dtype, size) == [[], []]
 
 
+def move_objects_of_each_dtype(accelerator):
+    """Return the dtypes that objects have lost on their way."""
+    rank, wrong = accelerator.process_index, []
+    for dtype in (torch.bool, *INTEGERS, *FLOATS, *COMPLEX):
+        mine = {"matrix": torch.full((3, 2), rank).to(dtype).t(), "one": torch.tensor(rank).to(dtype)}
+        mine["none"] = mine["matrix"][:0]
+        (sent,) = ops.broadcast_object_list([mine], from_process=1)
+        for found in (*ops.gather_object([mine])[1:], sent):
+            right = [found[name].dtype == dtype and found[name].shape == mine[name].shape for name in mine]
+            if not all(right) or set(numbers(found["matrix"].flatten())) != {1.0}:
+                wrong.append(str(dtype))
+    return wrong
+
+
+def test_objects_keep_tensors_of_every_dtype():
+    """torch pickles float8, unsigned integers and complex32, and raises where they are unpickled."""
+    assert ranks(move_objects_of_each_dtype) == [[], []]
+
+
 def reduce_each_dtype(accelerator, size):
     mine = torch.full((size,), accelerator.process_index + 1)
     wrong = []
@@ -135,6 +154,18 @@ def test_scalars_empty_strided_expanded_and_differentiable_tensors(size):
         "own": True,
     }
     assert ranks(move_odd_layouts, size) == [expected] * 2
+
+
+def broadcast_what_inference_made(accelerator):
+    with torch.inference_mode():
+        made = torch.full((2,), float(accelerator.process_index))
+    plain = torch.full((2,), float(accelerator.process_index), requires_grad=True)
+    ops.broadcast([made, plain], 1)
+    return made.tolist(), plain.tolist(), plain.requires_grad
+
+
+def test_tensors_of_inference_mode_are_broadcast():
+    assert ranks(broadcast_what_inference_made) == [([1.0, 1.0], [1.0, 1.0], True)] * 2
 
 
 def gather_many(accelerator, size):
