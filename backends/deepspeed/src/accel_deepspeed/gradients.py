@@ -121,8 +121,19 @@ class Gradients:
         """By which the loss, and so the gradients, are multiplied."""
         return float(getattr(self.optimizer, "loss_scale", 1.0))
 
+    @property
+    def has_any(self) -> bool:
+        """True if a backward of this rank has left gradients, not yet reduced."""
+        return any(p.grad is not None for p in self.engine.module.parameters())
+
     def reduce(self) -> None:
         """Average over the ranks; once a window, in its last micro-batch. Collective."""
+        if self.trained and not self.has_any:
+            raise AccelError(
+                "DeepSpeed: no gradient since the last optimizer.step() or zero_grad(), and its engine steps"
+                " by zeros then, which moves weights by their moments and decay, or fails\n"
+                "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
+            )
         self.engine._running_engine_step = True  # says to DeepSpeed: this is the boundary
         self._reduce()
         self.engine._running_engine_step = False
@@ -201,6 +212,10 @@ class Masters(Gradients):
     Whole, in the optimizer.
     """
 
+    @property
+    def has_any(self) -> bool:
+        return True  # DeepSpeed fills them with zeros itself
+
     def tensors(self) -> list[Tensor]:
         return list(self.optimizer.fp32_groups_gradients_flat)
 
@@ -218,8 +233,16 @@ class WholeWeights(Gradients):
         self.optimizer.finalize_gradient_accumulation_boundary = lambda: None
         return finalize
 
+    @property
+    def has_any(self) -> bool:
+        if self.engine.zero_optimization_stage() == 1:
+            return super().has_any
+        held = self.optimizer.all_grad_tensors.values()
+        return self.optimizer.cpu_offload or any(each is not None for each in held)
+
     def reduce(self) -> None:
-        if self.engine.zero_optimization_stage() == 1:  # other ranks may have what this one did not use
+        # Other ranks may have gradients of what this one did not use.
+        if self.engine.zero_optimization_stage() == 1 and self.has_any:
             for parameter in self.engine.module.parameters():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -257,6 +280,11 @@ class WholeWeights(Gradients):
 
 class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
+
+    @property
+    def has_any(self) -> bool:
+        held = self.optimizer.averaged_gradients.values()
+        return self.optimizer.offload_optimizer or any(each is not None for each in held)
 
     def tensors(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:

@@ -1,0 +1,57 @@
+"""A step after no backward: nothing in plain PyTorch, and an error here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_problem import accelerator
+from torch import nn
+
+from accel_core import AccelError
+from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def stepped(stage: int, clips: bool) -> list[Any]:
+    """Return what a step says before any backward and after a step, and how far it moved a tiny model."""
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model: Any = nn.Linear(2, 1, bias=False)  # one rank holds nothing but padding
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+    def weights() -> torch.Tensor:
+        return torch.cat([weight.clone().flatten() for _, weight in ours.iter_weights(model)])
+
+    said: list[Any] = []
+    for _ in range(2):
+        before = weights()
+        try:
+            if clips:
+                ours.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+        except AccelError as error:
+            said.append(str(error))
+        said.append(torch.equal(weights(), before))
+        ours.backward(model(torch.ones(1, 2)).sum())
+        optimizer.step()
+        optimizer.zero_grad()
+        said.append(torch.equal(weights(), before))
+    ours.end_training()
+    return said
+
+
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_step_after_no_backward_is_an_error_and_moves_nothing(stage: int, clips: bool) -> None:
+    for first, is_still, moves_not, later, is_still_again, moves_not_again in run_processes(
+        stepped, stage, clips, world=2, timeout=200
+    ):
+        for said in (first, later):
+            assert said.startswith("DeepSpeed: no gradient since the last optimizer.step()")
+        assert is_still
+        assert is_still_again
+        assert not moves_not
+        assert not moves_not_again
