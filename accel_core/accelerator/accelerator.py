@@ -267,7 +267,7 @@ class Accelerator(Ranks, Training, States):
 
         Args:
             model: as `prepare` returned it, or as it was given; a copy of what `prepare` returned; or
-                `torch.compile` of one of these.
+                `torch.compile` of one of these. Also after `free_memory`, but for copies.
             keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
@@ -291,7 +291,10 @@ class Accelerator(Ranks, Training, States):
 
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
         """
+        from accel_core.checkpoint.weights import note_parts  # late: start-up need not wait for it
+
         run = self.run
+        note_parts(run.units)
         run.release_units()
         run.prepared.forget()
         run.registered.clear()

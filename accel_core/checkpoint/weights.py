@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.module_state import module_state, state_dict_outline
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
+
+_IN_PARTS: WeakSet[nn.Module] = WeakSet()
+"""Modules of units that are gone, of whose weights this rank has parts."""
 
 
 def weights_of(
@@ -130,13 +134,20 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     A unit of its own if it was not prepared.
 
     Raises:
-        AccelError: it was not, but is around a prepared model, or inside one, whose weights are in parts.
+        AccelError: it was not, but is around a model, or inside one, that is or was prepared and whose
+            weights are in parts.
     """
     run.require_alive()
     place = run.prepared.place_of(model)
     if place is None:
         for unit in run.units:
             _refuse_parts(unit, model)
+        if not _IN_PARTS.isdisjoint(model.modules()):
+            raise AccelError(
+                f"this {type(model).__name__} is of before free_memory, and this rank has parts of its"
+                " weights: its unit, which knew where the others are, is gone\n"
+                "call get_state_dict before free_memory, and load_state_dict of a model that is built anew"
+            )
         inner = run.prepared.inside_copy(model)
         unit = run.make_unit("unprepared", "single")
         unit.add_models([inner])
@@ -144,6 +155,21 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         place = unit, 0
     place[0].drop_cut_ties()
     return place
+
+
+def note_parts(units: Iterable[Unit]) -> None:
+    """Remember the modules of units that are forgotten, where ranks have parts."""
+    for unit in units:
+        try:
+            leaves = unit.hooks.model_state(unit)
+            weights = [each for model in unit.wrapped for each in model.parameters()]
+            here = unit.named_parameters()
+            absent = [name for name, leaf in leaves.items() if not leaf.shards and name not in here]
+            in_parts = bool(absent) or not _are_whole(unit, leaves, weights)
+        except Exception:  # a unit of which a step failed: its memory is given back all the same
+            in_parts = True
+        if in_parts:
+            _IN_PARTS.update(module for model in unit.wrapped for module in model.modules())
 
 
 def _refuse_parts(unit: Unit, model: nn.Module) -> None:
@@ -155,17 +181,21 @@ def _refuse_parts(unit: Unit, model: nn.Module) -> None:
     leaves = {} if own.isdisjoint(_members([model])) else unit.hooks.model_state(unit)
     if all(_is_whole(leaf, leaf.global_shape) for leaf in leaves.values()):
         return
-    shapes = {
-        each: leaves[name].global_shape for name, each in unit.named_parameters().items() if name in leaves
-    }
     weights = [each for each in model.parameters() if each in own]
-    if weights and all(_is_whole(leaf_of(each), shapes.get(each)) for each in weights):
+    if weights and _are_whole(unit, leaves, weights):
         return
     kinds = ", ".join(type(each).__name__ for each in unit.models)
     raise AccelError(
         f"this {type(model).__name__} was not prepared, but has modules or weights of the {kinds} that was,"
         " of which this rank has parts\npass the model that accelerator.prepare(...) returned"
     )
+
+
+def _are_whole(unit: Unit, leaves: Mapping[str, Leaf], weights: Iterable[nn.Parameter]) -> bool:
+    shapes = {
+        each: leaves[name].global_shape for name, each in unit.named_parameters().items() if name in leaves
+    }
+    return all(_is_whole(leaf_of(each), shapes.get(each)) for each in weights)
 
 
 def _is_whole(leaf: Leaf, shape: tuple[int, ...] | None) -> bool:

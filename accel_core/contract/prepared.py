@@ -67,10 +67,13 @@ class PreparedObjects:
         return None if place is None else place[0]
 
     def inside_copy(self, model: nn.Module, keep_compiled: bool = True) -> nn.Module:
-        """Return the module inside a copy of a prepared model; any other model as it is.
+        """Return the module inside a copy of a prepared model.
+
+        Inside one of before `free_memory` too; any other model as it is.
 
         keep_compiled: False gives an eager view of it, if it is compiled.
         """
+        model = given_of(model)
         pairs = (
             (form, unit.hooks.unwrap_model(unit, form, True))
             for form in (model, inside(model))

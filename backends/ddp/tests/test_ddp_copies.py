@@ -93,6 +93,20 @@ def test_weights_of_a_copy_have_the_names_of_the_users_model(tmp_path: Path, com
     assert run_processes(written_copy, str(tmp_path), compiled) == [(names, names, True)] * 2
 
 
+def freed() -> tuple[bool, list[str]]:
+    """Of a model of before `free_memory`: whether it unwraps to the user's, and names of its weights."""
+    run, model = accelerator(), small()
+    wrapped = run.prepare(model)
+    run.free_memory()
+    found = run.unwrap_model(wrapped) is model, sorted(run.get_state_dict(wrapped))
+    run.end_training()
+    return found
+
+
+def test_a_model_of_before_free_memory_unwraps_and_has_the_names_of_the_users_model() -> None:
+    assert run_processes(freed) == [(True, sorted(small().state_dict()))] * 2
+
+
 HOLDS_A_COPY = """
 import copy
 import torch

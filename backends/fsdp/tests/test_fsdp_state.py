@@ -131,6 +131,30 @@ def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(version: i
         assert all("of which this rank has parts" in each for each in said)
 
 
+def said_after_freeing(version: int, folder: str) -> list[str]:
+    """What is said when a freed model, and the module inside it, are asked for whole weights."""
+    run, model, _ = started(version, "mlp")
+    inner, said = run.unwrap_model(model), []
+    run.free_memory()
+    for asked in (model, inner):
+        for ask in (
+            lambda: run.get_state_dict(asked),  # noqa: B023
+            lambda: run.save_model(asked, folder, safe_serialization=False),  # noqa: B023
+        ):
+            with pytest.raises(AccelError) as error:
+                ask()
+            said.append(str(error.value))
+    run.end_training()
+    return said
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_whole_weights_of_a_model_of_before_free_memory_are_refused(version: int, tmp_path: Path) -> None:
+    for said in run_processes(said_after_freeing, version, str(tmp_path)):
+        assert all("of before free_memory, and this rank has parts of its weights" in each for each in said)
+    assert not [*tmp_path.iterdir()]
+
+
 @pytest.mark.parametrize("version", VERSIONS)
 def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(version: int) -> None:
     assert run_processes(for_a_moment, version, True) == [((3, 16), 1.0, False)] * 2
