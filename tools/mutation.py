@@ -53,7 +53,12 @@ ROOMS: Final = {
     "data": (("accel_core/data/*.py",), ("tests/data", "backends/ddp/tests/test_ddp_uneven.py")),
     "distributed": (
         ("accel_core/distributed/*.py",),
-        ("tests/ops", "tests/run", "tests/data", "tests/utilities/test_rank_logging.py"),
+        (
+            "tests/ops",
+            "tests/run",
+            "tests/data",
+            *(f"tests/utilities/test_{what}.py" for what in ("rank_logging", "local_sgd")),
+        ),
     ),
     "compat": (
         tuple(f"{COMPAT}{folder}/*.py" for folder in ("accelerator", "loaders", "state")),

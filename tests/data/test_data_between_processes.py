@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
@@ -158,6 +161,25 @@ def asked_in_a_worker(context):
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context):
     assert run_processes(asked_in_a_worker, context, world=2) == [True, True]
+
+
+def asked_in_a_fork():
+    accelerator = Accelerator(cpu=True)
+    child = os.fork()
+    if not child:
+        signal.alarm(30)  # ends it, should it wait for the others
+        try:
+            Accelerator(cpu=True)
+        except AccelError as error:
+            os._exit(7 if "make it in the main process" in str(error) else 1)
+        os._exit(2)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    accelerator.end_training()
+    return status
+
+
+def test_an_accelerator_made_in_a_fork_is_refused_at_once():
+    assert run_processes(asked_in_a_fork, world=2) == [7, 7]
 
 
 class Batched(torch.utils.data.Dataset):
