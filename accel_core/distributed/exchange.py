@@ -32,7 +32,6 @@ from torch import Tensor
 from accel_core.contract.world import COLLECTIVES, current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
-from accel_core.distributed.tensor_bytes import pickled
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
@@ -200,6 +199,8 @@ class CollectiveCall:
         return self.data_group.broadcast(own.new_empty(lengths[source]) if payload is None else own, source)
 
     def _pickled(self, value: Any) -> Tensor:
+        from accel_core.distributed.tensor_bytes import pickled  # late: start-up need not wait for it
+
         with self.local():
             return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
