@@ -158,8 +158,13 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
 
 
 def note_parts(units: Iterable[Unit]) -> None:
-    """Remember the modules of units that are forgotten, where ranks have parts."""
+    """Remember the modules of units that are forgotten, where ranks have parts.
+
+    Of units that train: weights that nothing trains may lie in files, and giving memory back reads none.
+    """
     for unit in units:
+        if unit.run.world.size == 1 or not unit.optimizers:
+            continue
         try:
             leaves = unit.hooks.model_state(unit)
             weights = [each for model in unit.wrapped for each in model.parameters()]

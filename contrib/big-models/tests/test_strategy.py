@@ -8,7 +8,8 @@ from big_model_problems import Model, ids, model, shards
 from safetensors.torch import load_file
 from torch import nn
 
-from accel_big_models import DispatchedPlugin, empty_weights, load, weights_of
+from accel_big_models import DispatchedPlugin, empty_weights, engine, load, weights_of
+from accel_big_models.engine import values_of
 from accel_big_models.hooks import enters_of
 from accel_big_models.planning import plan_from_map
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
@@ -38,6 +39,15 @@ def test_a_dispatched_model_is_prepared_as_it_is(accelerator, folder):
         torch.testing.assert_close(prepared(ids()), model()(ids()))
 
     assert enters_of(prepared)
+
+
+def test_giving_memory_back_reads_no_weight(accelerator, folder, monkeypatch):
+    accelerator.prepare(streamed(folder))
+    read = []
+    monkeypatch.setattr(engine, "values_of", lambda source: read.append(source) or values_of(source))
+    accelerator.free_memory()
+
+    assert read == []
 
 
 def test_save_model_streams_whole_weights(accelerator, folder, tmp_path):
