@@ -88,8 +88,9 @@ def refuse_whole_inputs(run: Run, name: str, module: nn.Module, called: str) -> 
             )
 
     def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        trains = any(parameter.requires_grad for parameter in module.parameters())
-        if left and trains and not torch.compiler.is_compiling() and torch.is_grad_enabled():
+        if not left or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return
+        if any(parameter.requires_grad for parameter in module.parameters()):
             output.register_hook(compare)
 
     module.register_forward_hook(watch)
