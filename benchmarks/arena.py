@@ -10,6 +10,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -43,12 +44,13 @@ class Contender:
         shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
         shared |= {"MASTER_PORT": _free_port(), "OMP_NUM_THREADS": 1}
         self.name = name
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
         self.processes = [
             subprocess.Popen(
                 [python, str(HERE / script), *options, name],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
+                stderr=self.errors,
                 text=True,
                 env=ENVIRONMENT | {key: str(value) for key, value in ranked(shared, rank, ranks).items()},
             )
@@ -72,7 +74,8 @@ class Contender:
         for process in self.processes:
             line = next((line for line in process.stdout if line.startswith(MARK)), None)
             if line is None:
-                raise RuntimeError(f"{self.name} died; run its script alone to see why")
+                self.errors.seek(0)
+                raise RuntimeError(f"{self.name} died:\n{self.errors.read()[-2000:]}")
             found.append(float(line[len(MARK) :]))
         return found
 
@@ -86,6 +89,7 @@ class Contender:
                 process.kill()
                 process.wait()
             process.stdout.close()
+        self.errors.close()
 
 
 def ranked(shared: Mapping[str, object], rank: int, ranks: int) -> dict[str, object]:

@@ -1,9 +1,10 @@
 """Saving and loading a model with AdamW: who stands still how long, and what else it takes.
 
 `python checkpoint.py [--peers PYTHON] [--rounds N] [--case CASE] [--without WORD]` prints the tables, all
-contenders taking turns on one disk; DCP with small tensors takes a minute a round. `python checkpoint.py
-NAME:CASE` is one contender, which saves when told to on stdin.
+contenders taking turns on one disk; DCP with small tensors takes a minute a round. `--device cuda` has the
+state on a GPU. `python checkpoint.py NAME:CASE` is one contender, which saves when told to on stdin.
 
+* copy: of the state into memory that is there, pinned memory of the host for a GPU's.
 * blocked: until training may go on. total: until it is on the disk.
 * memory: anonymous memory that saving has added when training goes on. kept: what is left of it in the end,
   once `free_memory` has given it back.
@@ -25,12 +26,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from arena import Contender, Row, serve
+from arena import ENVIRONMENT, Contender, Row, serve
 
 SHAPES = {"large": (128, (630, 630)), "small": (20_000, (64,))}
 WHAT = {"large": "203 MB in 128 tensors, with AdamW: 610 MB", "small": "20,000 tensors of 64, with AdamW"}
 HERE = ("torch.save + fsync", "DCP", "DCP thread", "DCP process", "accel-core", "accel-core, not waiting")
 FIGURES = ("blocked", "total", "load", "memory", "speed")
+DEVICE = "ACCEL_BENCHMARK_DEVICE"
+"""Variable by which the contenders learn of `--device`."""
 
 
 def measure(peers: str | None, count: int = 5) -> list[Row]:
@@ -89,7 +92,7 @@ def contest(
 def report(case: str, peers: str | None, count: int, without: str | None) -> str:
     names = tuple(name for name in HERE if without is None or without not in name)
     found = contest(case, peers, count, names)
-    columns = ("", "first blocked", *FIGURES)
+    columns = ("", "first blocked", *FIGURES, "copy", "replicas")
     lines = [
         f"{WHAT[case]}; {bar(found, case)}",
         "",
@@ -98,9 +101,10 @@ def report(case: str, peers: str | None, count: int, without: str | None) -> str
     ]
     for name, kept in found.items():
         values = [statistics.median(kept[figure]) for figure in columns[1:]]
-        units = ("ms", "ms", "ms", "ms", "MB", "")
+        units = ("ms", "ms", "ms", "ms", "MB", "", "ms", "ms")
         cells = [
-            f"{value:.{0 if unit else 2}f} {unit}".strip() for value, unit in zip(values, units, strict=True)
+            f"{value:.{0 if value > 9 else 2}f} {unit}".strip()
+            for value, unit in zip(values, units, strict=True)
         ]
         lines.append(f"| {name} | {' | '.join(cell.replace('nan', '') for cell in cells)} |")
     return "\n".join(lines)
@@ -117,10 +121,11 @@ class Saver:
 
         count, shape = SHAPES[case]
         self.folder, self.torch = folder, torch
-        self.model = torch.nn.ParameterList([torch.randn(shape) for _ in range(count)])
+        self.device = torch.device(os.environ.get(DEVICE, "cpu"))
+        self.model = torch.nn.ParameterList([torch.randn(shape, device=self.device) for _ in range(count)])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model:
-            moments = {key: torch.randn(shape) for key in ("exp_avg", "exp_avg_sq")}
+            moments = {key: torch.randn_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         self.start()
 
@@ -197,7 +202,7 @@ class Accelerate(Saver):
     def start(self) -> None:
         from accelerate import Accelerator
 
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu")
         self.prepared = self.accelerator.prepare(self.model, self.optimizer)
 
     def save(self) -> None:
@@ -213,7 +218,7 @@ class Ours(Saver):
     def start(self) -> None:
         from accel_core import Accelerator
 
-        self.accelerator = Accelerator(cpu=True)
+        self.accelerator = Accelerator(cpu=self.device.type == "cpu")
         self.prepared = self.accelerator.prepare(self.model, self.optimizer)
 
     def save(self) -> None:
@@ -243,12 +248,12 @@ def contend(name: str, case: str, folder: Path) -> None:
     torch = saver.torch
     sources = [each.detach() for each in saver.model]
     sources += [value for state in saver.optimizer.state.values() for value in state.values()]
-    targets = [each.clone() for each in sources]
+    copy_all = copying(torch, sources)
     before, last = anonymous(), {}
 
     def copy() -> float:
-        torch._foreach_copy_(targets, sources)
-        return timed(lambda: torch._foreach_copy_(targets, sources)) * 1e3
+        copy_all()
+        return timed(copy_all) * 1e3
 
     def replicas() -> float:
         from accel_core.checkpoint.replicas import Replicas
@@ -327,7 +332,26 @@ def finishing(finish: Callable[[], None]) -> Callable[[], bool]:
     return thread.is_alive
 
 
+def copying(torch: Any, sources: list[Any]) -> Callable[[], object]:
+    """What copies all of them into memory of the host that is there, pinned for those of a device."""
+    on_device = sources[0].device.type != "cpu"
+    targets = [torch.empty_like(each, device="cpu", pin_memory=on_device) for each in sources]
+    if not on_device:
+        return lambda: torch._foreach_copy_(targets, sources)
+
+    def copy() -> None:
+        for target, source in zip(targets, sources, strict=True):
+            target.copy_(source, non_blocking=True)
+        torch.accelerator.synchronize()
+
+    return copy
+
+
 def timed(action: Callable[[], object]) -> float:
+    import torch
+
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
@@ -348,5 +372,6 @@ if __name__ == "__main__":
     else:
         options = dict(zip(sys.argv[1::2], sys.argv[2::2], strict=True))
         peers, count = options.get("--peers"), int(options.get("--rounds", 5))
+        ENVIRONMENT[DEVICE] = options.get("--device", "cpu")
         for case in [options["--case"]] if "--case" in options else SHAPES:
             print(report(case, peers, count, options.get("--without")), end="\n\n")

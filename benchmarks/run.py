@@ -67,10 +67,11 @@ def main() -> None:
 
 
 def _measured(name: str, args: argparse.Namespace) -> Any:
-    """Measure one benchmark, and show on stderr what it found: a later one may fail."""
+    """Measure one benchmark, and show on stderr what it found of several: a later one may fail."""
     print(f"{name} ...", file=sys.stderr, flush=True)
     measured = _measure(name, args)
-    print(measured if name == "growth" else table(measured), file=sys.stderr, flush=True)
+    if args.names != [name]:
+        print(measured if name == "growth" else table(measured), file=sys.stderr, flush=True)
     return measured
 
 

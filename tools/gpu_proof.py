@@ -5,6 +5,7 @@ the conformance kit on the stacks of the device, and the benchmarks: a Llama-sha
 Accelerate, by Fabric and by us, float8 beside bfloat16, steps, batches, checkpoints.
 FOLDER gets `proof.json`, `proof.md` and what each part printed; both are written anew after each part, so
 that a run that is stopped leaves what it has. What begins after `--limit` seconds is "out of time".
+What measures nothing runs `--jobs` at a time, then the benchmarks one after the other.
 
 `--wheels FOLDER` installs what `gpu_wheels.sh` collected, where no network is. `--device cpu` or `sim`
 rehearses: parts that need a GPU are "not here". Without an accelerator, or a part that `-k` means, it says so
@@ -21,7 +22,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,18 +34,20 @@ from typing import Any, NamedTuple
 NOTHING_TO_DO = 2
 ROOT = Path(__file__).resolve().parent.parent
 KIT = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "-q", "-p", "no:cacheprovider")
-TESTS = ("backends/cuda/tests", "backends/fsdp/tests", "contrib/big-models/tests", "contrib/inspect/tests")
+TESTS = "backends/cuda/tests/test_cuda_gpu.py"
+RUNNING: set[subprocess.Popen[bytes]] = set()
 STACKS = ("cuda", "cuda+bf16", "cuda+fp16", "cuda+fsdp")
 
 
 class Part(NamedTuple):
-    """A command: its seconds at most, the libraries that it needs, and whether it needs CUDA."""
+    """A command: its seconds at most, what it needs, and whether it measures, and so runs alone."""
 
     name: str
     command: tuple[str, ...]
     seconds: int
     needs: tuple[str, ...] = ()
     cuda: bool = True
+    alone: bool = False
 
 
 def parts(device: str) -> list[Part]:
@@ -49,20 +55,23 @@ def parts(device: str) -> list[Part]:
     python, peers = sys.executable, ("--peers", sys.executable) if find_spec("accelerate") else ()
     size = () if device == "cuda" else ("--small",)
     bench = (python, "-W", "ignore")
-    llama = Part(
-        "Llama", (*bench, "benchmarks/llama.py", *size, *peers, "--rounds", "3"), 150, (), cuda=False
-    )
-    eight = Part(
-        "float8", (*bench, "benchmarks/llama.py", *size, "--float8", "--rounds", "3"), 90, ("torchao",)
-    )
-    found = [Part("tests marked gpu", (python, "-m", "pytest", "-q", "-m", "gpu", *TESTS), 120)]
+    gpu_tests = (python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", TESTS)
+    found = [Part("tests marked gpu", gpu_tests, 120)]
     for stack in STACKS:
         needs = ("accel_fsdp",) if "fsdp" in stack else ()
-        found.append(Part(f"kit: {stack}", (*KIT, "--accel-stack", stack, "--accel-world", "1"), 120, needs))
-    found += [llama, eight]
-    run = (*bench, "benchmarks/run.py", "--rounds", "3", *peers)
-    for name in ("step", "loader", "checkpoint"):
-        found.append(Part(f"benchmark: {name}", (*run, name), 90, cuda=False))
+        found.append(Part(f"kit: {stack}", (*KIT, "--accel-stack", stack, "--accel-world", "1"), 180, needs))
+    saves = ("benchmarks/checkpoint.py", "--device", "cuda", "--case", "large", "--without", "DCP")
+    benchmarks = (
+        ("Llama", ("benchmarks/llama.py", *size, *peers), 150, (), False),
+        ("FSDP 2", ("benchmarks/fsdp.py", *peers), 120, ("accel_fsdp",), True),
+        ("batches", ("benchmarks/feeding.py", *peers), 60, (), False),
+        ("checkpoints on the device", (*saves, *peers), 90, (), True),
+        ("float8", ("benchmarks/llama.py", *size, "--float8"), 90, ("torchao",), True),
+        *((name, ("benchmarks/run.py", *peers, name), 90, (), False) for name in ("step", "loader")),
+    )
+    for name, command, seconds, needs, cuda in benchmarks:
+        words = (*bench, *command, "--rounds", "3")
+        found.append(Part(f"benchmark: {name}", words, seconds, needs, cuda, alone=True))
     return found
 
 
@@ -77,12 +86,14 @@ def done(part: Part, device: str, folder: Path, seconds: float) -> tuple[str, st
         child = subprocess.Popen(
             part.command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
         )
+        RUNNING.add(child)
         try:
             status = child.wait(min(part.seconds, seconds))
         except subprocess.TimeoutExpired:
             status = None
         finally:
             with_children(child)
+            RUNNING.discard(child)
     text = log.read_text(encoding="utf-8", errors="replace")
     return {0: "ok", None: "out of time"}.get(status, "FAILED"), text
 
@@ -94,14 +105,63 @@ def with_children(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
+class Task(NamedTuple):
+    """What gives (result, what it printed) in the seconds that it is given."""
+
+    number: int
+    name: str
+    call: Callable[[float], tuple[str, str]]
+
+
+def tasks(device: str, folder: Path) -> tuple[list[Task], list[Task]]:
+    """List what may run beside others, and what is measured."""
+    from gpu_checks import CHECKS, prove
+
+    together, alone = [], []
+    for check in CHECKS:
+        words = check[0] + "".join(f", {each}" for each in check[2])
+        together.append(Task(len(together), words, lambda left, it=check: prove(it, device, min(120, left))))
+    for part in parts(device):
+        chosen = alone if part.alone else together
+        number = len(together) + len(alone)
+        chosen.append(Task(number, part.name, lambda left, it=part: done(it, device, folder, left)))
+    return together, alone
+
+
+def run(proof: Proof, chosen: Sequence[Task], jobs: int, ends: float) -> None:
+    """Run these, so many at a time, as long as there is time."""
+
+    def one(task: Task) -> None:
+        started = time.monotonic()
+        result, text = task.call(ends - started) if started < ends else ("out of time", "")
+        proof.add(task.number, task.name, result, time.monotonic() - started, text)
+
+    if jobs == 1:
+        for task in chosen:
+            one(task)
+        return
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        list(pool.map(one, chosen))
+    finally:  # terminated, it ends what it started but checks, which end by themselves
+        pool.shutdown(wait=False, cancel_futures=True)
+        for child in [*RUNNING]:
+            with_children(child)
+
+
 class Proof:
     """What was found so far, in two files."""
 
     def __init__(self, folder: Path, about: dict[str, str]) -> None:
         self.folder, self.about = folder, about
-        self.rows: list[dict[str, Any]] = []
+        self.found: dict[int, dict[str, Any]] = {}
+        self.lock = threading.Lock()
 
-    def add(self, name: str, result: str, seconds: float, text: str) -> None:
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        return [self.found[number] for number in sorted(self.found)]
+
+    def add(self, number: int, name: str, result: str, seconds: float, text: str) -> None:
         """Note a part, print its row, and write the files."""
         tables = [line for line in text.splitlines() if line.startswith("|")] if "\n" in text else []
         detail = "" if tables else next(iter(text.strip().splitlines()[-1:]), "")
@@ -112,11 +172,12 @@ class Proof:
             "detail": detail,
             "tables": tables,
         }
-        self.rows.append(row)
-        print(f"| {name} | {result} | {detail.replace('|', '/')} |", flush=True)
-        for line in tables:
-            print(f"  {line}", flush=True)
-        self.write()
+        with self.lock:
+            self.found[number] = row
+            print(f"| {name} | {result} | {detail.replace('|', '/')} |", flush=True)
+            for line in tables:
+                print(f"  {line}", flush=True)
+            self.write()
 
     def write(self) -> None:
         """Write `proof.json` and `proof.md`."""
@@ -158,6 +219,7 @@ def read_arguments() -> argparse.Namespace:
         "--out", type=Path, help="folder for proof.json and proof.md; default: a temporary one"
     )
     parser.add_argument("--wheels", type=Path, help="folder with wheels to install first, without a network")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 1) // 2), help="at a time")
     parser.add_argument("-k", default="", help="only what has these words in its name")
     given = parser.parse_args()
     if given.out is not None and given.out.exists() and not given.out.is_dir():
@@ -188,19 +250,9 @@ def main() -> int:
     about = {"device": name, "torch": torch.__version__, "python": sys.version.split()[0]}
     proof = Proof(folder, {**about, "date": time.strftime("%Y-%m-%d", time.gmtime())})
     print(f"torch {torch.__version__}, {name}\n\n| check | result | detail |\n|---|---|---|")
-    from gpu_checks import CHECKS, prove
-
-    for check in CHECKS:
-        words = check[0] + "".join(f", {each}" for each in check[2])
-        if arguments.k in words:
-            started, left = time.monotonic(), arguments.limit - (time.monotonic() - began)
-            result = prove(check, device, min(120, left)) if left > 0 else ("out of time", "")
-            proof.add(words, result[0], time.monotonic() - started, result[1])
-    for part in parts(device):
-        if arguments.k in part.name:
-            started, left = time.monotonic(), arguments.limit - (time.monotonic() - began)
-            result = done(part, device, folder, left) if left > 0 else ("out of time", "")
-            proof.add(part.name, result[0], time.monotonic() - started, result[1])
+    together, alone = tasks(device, folder)
+    for each, jobs in ((together, arguments.jobs), (alone, 1)):
+        run(proof, [task for task in each if arguments.k in task.name], jobs, began + arguments.limit)
     if not proof.rows:
         print(f"nothing has {arguments.k!r} in its name\nleave -k out to see the names of all")
         return NOTHING_TO_DO

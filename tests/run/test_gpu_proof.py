@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_proof.py"
 
 
 def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), "--out", str(folder), *arguments]
+    command = [sys.executable, str(SCRIPT), "--out", str(folder), "--jobs", "2", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
 
 
@@ -87,8 +87,9 @@ def test_what_a_part_measures_is_in_both_files(tmp_path):
 def test_at_its_limit_it_ends_with_what_it_has(tmp_path):
     ended = prove(tmp_path, "--device", "cpu", "--limit", "0", "-k", "benchmark")
     assert ended.returncode == 0, ended.stderr
-    names = ("step", "loader", "checkpoint")
-    assert parts(tmp_path) == dict.fromkeys((f"benchmark: {name}" for name in names), "out of time")
+    names = ("batches", "step", "loader")
+    found = {name for name, result in parts(tmp_path).items() if result == "out of time"}
+    assert found >= {f"benchmark: {name}" for name in names}
 
 
 def test_words_that_are_in_no_name_are_an_error(tmp_path):

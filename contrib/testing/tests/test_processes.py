@@ -7,6 +7,7 @@ import importlib.util
 import os
 import subprocess
 import sys
+import textwrap
 import time
 import types
 import warnings
@@ -214,3 +215,22 @@ def test_a_preloaded_module_that_fails_is_named(tmp_path: Path) -> None:
     assert "RuntimeError: no driver" in ended.stderr
     assert "the process that workers are forked from has ended" in ended.stderr
     assert "ACCEL_TEST_PRELOAD names: failing" in ended.stderr
+
+
+THREADS = """
+import os
+from concurrent.futures import ThreadPoolExecutor
+from accel_testing import run_processes
+
+with ThreadPoolExecutor(4) as threads:
+    started = [threads.submit(run_processes, os.getenv, "PYTHONSAFEPATH", world=1) for _ in range(4)]
+print([each.result() for each in started], os.getenv("PYTHONSAFEPATH"))
+"""
+
+
+def test_worlds_of_several_threads_have_the_callers_environment_and_it_stays() -> None:
+    program = f"if __name__ == '__main__':\n{textwrap.indent(THREADS, '    ')}"
+
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert ended.stdout.splitlines() == ["[[None], [None], [None], [None]] None"], ended.stderr

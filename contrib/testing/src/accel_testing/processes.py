@@ -19,6 +19,7 @@ import random
 import signal
 import socket
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -61,6 +62,7 @@ PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
 
 It is for a vendor's library that takes seconds to import, and starts nothing when imported.
 """
+_STARTING: Final = threading.Lock()
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -95,7 +97,9 @@ def run_processes(
     Raises:
         ProcessError: with the traceback of the first rank that failed, or the stack of one that hung.
     """
-    task = _Task.of(function, args, seconds=math.ceil(timeout) + 5)
+    with _STARTING:  # a variable is another one meanwhile, which a task of another thread is not to have
+        _context()
+        task = _Task.of(function, args, seconds=math.ceil(timeout) + 5)
     with TemporaryDirectory(prefix="accel-processes-") as folder, reserved_port() as port:
         shared = _rendezvous(world, port)
         workers: list[_Worker] = []
