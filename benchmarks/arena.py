@@ -42,7 +42,7 @@ class Contender:
 
     def __init__(self, name: str, python: str, script: str, ranks: int = 1, *options: str) -> None:
         shared = {"WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks, "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": _free_port(), "OMP_NUM_THREADS": 1}
+        shared |= {"MASTER_PORT": free_port(), "OMP_NUM_THREADS": 1}
         self.name = name
         self.errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 - until `end`
         self.processes = [
@@ -99,7 +99,7 @@ def ranked(shared: Mapping[str, object], rank: int, ranks: int) -> dict[str, obj
     return {**shared, "RANK": rank, "LOCAL_RANK": rank}
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]

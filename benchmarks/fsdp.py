@@ -21,7 +21,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from arena import Contender, serve
+from arena import Contender, free_port, serve
 
 CONTENDERS = {"by hand": "here", "accelerate": "peers", "accel-core": "here"}
 CPU = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 512, "length": 64, "batch": 2}
@@ -195,7 +195,7 @@ def contender(name: str) -> None:
     gpu = on is not None and int(os.environ.get("WORLD_SIZE", "1")) == 1
     if gpu:
         os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-        os.environ.setdefault("MASTER_PORT", "29777")
+        os.environ["MASTER_PORT"] = str(free_port())
     loop = Loop(name, GPU if gpu else CPU, "cuda" if gpu else "cpu")
     for _ in range(3):
         loop.step()

@@ -155,7 +155,7 @@ def device_checksums(device: str) -> str:
     run = accelerator(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
         tensor = torch.randn(4097).mul(7).to(dtype)
-        here, there = sums(tensor), sums(tensor.to(run.device))
+        here, there = sums([tensor]), sums([tensor.to(run.device)])
         assert [int(each) for each in here] == [int(each) for each in there], dtype
     return "4 dtypes"
 
@@ -341,7 +341,7 @@ def prove(check: Check, device: str, seconds: float = 300) -> tuple[str, str]:
     except ProcessError as error:
         if error.kind == "timeout":
             return "out of time", f"{seconds:.0f} s"
-        last = str(error).rstrip().splitlines()[-1]
+        last = error.text.rstrip().splitlines()[-1]
         return ("not here" if "NotHereError" in last else "FAILED"), last.partition("Error: ")[2] or last
 
 

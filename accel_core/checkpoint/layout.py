@@ -53,6 +53,8 @@ class Layout:
     _buffer: Tensor | None = field(default=None, init=False)
     _rooms: list[Tensor] = field(factory=list, init=False)
     """The place of each piece in the buffer."""
+    _pinned: list[Tensor] = field(factory=list, init=False)
+    """The buffer of a device's tensors, in pieces."""
 
     @classmethod
     def of(
@@ -70,9 +72,10 @@ class Layout:
             for number, box in enumerate(declared[key].boxes)
             if box in wanted
         ]
-        # The widest first, so each is aligned to its own item size.
-        parts.sort(key=lambda part: -declared[part[0]].dtypes[part[1]].itemsize)
-        tensors = [leaves[key].shards[number][1] for key, number in parts]
+        # The widest first, so each is aligned to its own item size; then those that are copied together.
+        of = {(key, number): leaves[key].shards[number][1] for key, number in parts}
+        parts.sort(key=lambda part: (-declared[part[0]].dtypes[part[1]].itemsize, of[part].device.type))
+        tensors = [of[part] for part in parts]
         names = [_name(key, declared[key], number) for key, number in parts]
         head, starts = lay_out(zip(names, tensors, strict=True))
         index: dict[str, dict[str, dict[str, Any]]] = {}
@@ -94,33 +97,29 @@ class Layout:
 
         Each part is valid until the next one is asked for.
         """
-        tensors = self.tensors(leaves)
-        devices = {tensor.device for tensor in tensors}
-        device = staging_device(devices)
-        if device is not None:
-            return map(bytes_of, staged(tensors, device))
-        return map(bytes_of, _joined(tensors, self._pieces, mixed=len(devices) > 1))
+        joined, device = self._joined(leaves)
+        return map(bytes_of, joined if device is None else staged(joined, device))
 
-    def stage(self, leaves: Leaves) -> memoryview:
-        """Return the data file's body in a buffer that the next save overwrites."""
-        tensors = self.tensors(leaves)
+    @torch.no_grad()
+    def stage(self, leaves: Leaves) -> list[memoryview]:
+        """Return the data file's body in memory that the next save overwrites."""
+        joined, device = self._joined(leaves)
+        if device is not None:
+            return [part.numpy().data for part in staged(joined, device, self._pinned)]
         if self._buffer is None:
+            tensors = self.tensors(leaves)
             with torch.inference_mode(False):  # later saves write into it, in whatever mode
                 self._buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
                 self._rooms = _rooms(self._buffer, [tensors[piece] for piece in self._pieces])
+        for room, piece in zip(self._rooms, joined, strict=True):
+            room.copy_(piece)
+        return [self._buffer.numpy().data]
+
+    def _joined(self, leaves: Leaves) -> tuple[Iterator[Tensor], torch.device | None]:
+        """Return the tensors, small ones joined, and the device from which pinned memory copies them."""
+        tensors = self.tensors(leaves)
         devices = {tensor.device for tensor in tensors}
-        device = staging_device(devices)
-        if device is not None:
-            start = 0
-            for part in staged(tensors, device):
-                self._buffer[start : start + part.numel()].copy_(part)
-                start += part.numel()
-        else:
-            with torch.no_grad():
-                joined = _joined(tensors, self._pieces, mixed=len(devices) > 1)
-                for room, piece in zip(self._rooms, joined, strict=True):
-                    room.copy_(piece)
-        return self._buffer.numpy().data
+        return _joined(tensors, self._pieces, mixed=len(devices) > 1), staging_device(devices)
 
 
 def _joined(tensors: Sequence[Tensor], pieces: Iterable[slice], *, mixed: bool = False) -> Iterator[Tensor]:
@@ -150,8 +149,8 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
     These are small ones of one dtype; each of the others is alone.
     """
     start = 0
-    for (dtype, small), group in groupby(
-        tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES)
+    for (dtype, small, _), group in groupby(
+        tensors, lambda tensor: (tensor.dtype, tensor.nbytes <= SMALL_BYTES, tensor.device)
     ):
         # Of others, torch copies some not at all (int4), and some with a warning.
         joined = small and dtype.is_floating_point and dtype.itemsize > 1

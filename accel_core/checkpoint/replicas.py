@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
 from typing import TYPE_CHECKING, Final
@@ -15,6 +15,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.plan import Box, Declared, Group, Key, raise_problems
+from accel_core.checkpoint.staging import pieces
 from accel_core.distributed.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ SMALL_BYTES: Final = 1 << 16
 A checksum of each would take longer.
 """
 _CHUNK: Final = 1 << 22
-"""Words of 8 bytes whose weights are held at a time."""
+"""Words of 8 bytes that a device adds up at a time."""
 
 
 @define(eq=False)
@@ -124,10 +125,10 @@ def checksums(tensors: Sequence[Tensor]) -> list[int]:
             found[first::count] = part
     elsewhere: dict[torch.device, list[Tensor]] = defaultdict(list)
     for tensor in tensors:
-        if not tensor.is_cpu:
-            elsewhere[tensor.device] += sums(tensor)
+        if not tensor.is_cpu and tensor.numel():
+            elsewhere[tensor.device].append(tensor)
     for each in elsewhere.values():
-        found += torch.stack(each).tolist()
+        found += torch.stack([*sums(each)]).tolist()
     return found
 
 
@@ -135,25 +136,29 @@ def _digests(tensors: Sequence[Tensor]) -> list[int]:
     return [xxh3_64_intdigest(bytes_of(tensor)) for tensor in tensors]
 
 
-def sums(tensor: Tensor) -> list[Tensor]:
-    """Weighted sums of a tensor's words, and of their upper halves, on its device.
+@torch.no_grad()
+def sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Weighted sums of the words of tensors, end to end, and of the words' upper halves, on their device.
 
     Weights are odd, so one word that differs shows in the first. The second shows what cancels there, the
-    signs of many words above all.
+    signs of many words above all. Two for each `_CHUNK`.
     """
-    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    if missing := -data.numel() % 8:
-        data = torch.nn.functional.pad(data, (0, missing))
-    elif data.storage_offset() % 8:
-        data = data.clone()
-    words, first = data.view(torch.int64), torch.zeros((), dtype=torch.int64, device=data.device)
-    second = first.clone()
-    for start in range(0, words.numel(), _CHUNK):
-        part = words[start : start + _CHUNK]
-        weights = torch.arange(2 * start + 1, 2 * (start + part.numel()), 2, device=data.device)
-        first += (part * weights).sum()
-        second += ((part >> 32) * weights).sum()
-    return [first, second]
+    weights: Tensor | None = None
+    for parts in pieces(map(_flat, tensors), 8 * _CHUNK):
+        data = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if missing := -data.numel() % 8:
+            data = torch.nn.functional.pad(data, (0, missing))
+        elif data.storage_offset() % 8:
+            data = data.clone()
+        words = data.view(torch.int64)
+        if weights is None:
+            weights = torch.arange(1, 2 * len(words), 2, device=data.device)
+        yield (words * weights[: len(words)]).sum()
+        yield ((words >> 32) * weights[: len(words)]).sum()
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name_differences(

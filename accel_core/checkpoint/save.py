@@ -114,7 +114,7 @@ class Saver:
         def share() -> Share:
             # Each disk has the state of rank 0: one file, though several write it.
             shared = as_json(state.shared) if disks.is_first else None
-            body = layout.read(state.leaves) if wait else [layout.stage(state.leaves)]
+            body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             return Share(
                 control.rank, layout.head, body, layout.size, as_json(state.own), layout.index, shared
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 import torch
@@ -13,7 +13,8 @@ from accel_core.distributed.nested import can_pin
 PIECE_BYTES: Final = 64 << 20
 """Number of bytes copied at once.
 
-Two such pieces are all the pinned memory that a save takes.
+Two such pieces are all the pinned memory that a save takes which training waits for. A power of two: torch
+pins no other sizes.
 """
 
 
@@ -26,20 +27,28 @@ def staging_device(devices: Iterable[torch.device]) -> torch.device | None:
 
 
 @torch.no_grad()
-def staged(tensors: Sequence[Tensor], device: torch.device) -> Iterator[Tensor]:
+def staged(
+    tensors: Iterable[Tensor], device: torch.device, kept: list[Tensor] | None = None
+) -> Iterator[Tensor]:
     """Yield the tensors' bytes on the host, row-major, in order: uint8, (size,).
 
-    Each piece is valid until the next one is asked for. The host waits for the device once a piece, and
-    the device copies the next piece meanwhile, on a stream of its own.
+    The host waits for the device once a piece, and the device copies the next piece meanwhile, on a stream of
+    its own. Each piece is valid until the next one is asked for, or, if `kept` is given, for good.
+
+    kept: pinned memory, a tensor for each piece, which this call adds to where there is none yet.
     """
     stream = _stream(device)
-    buffers = [_pinned(PIECE_BYTES), _pinned(PIECE_BYTES)]
+    buffers: list[Tensor] = [] if kept is None else kept
     waiting: tuple[Tensor, torch.Event, list[Tensor]] | None = None
-    for number, parts in enumerate(_pieces(tensors)):
-        filled = buffers[number % 2][: sum(part.numel() for part in parts)]
+    for number, parts in enumerate(pieces(map(_flat, tensors), PIECE_BYTES)):
+        sizes = [part.numel() for part in parts]
+        place = number % 2 if kept is None else number
+        if place == len(buffers):
+            buffers.append(_pinned(sum(sizes)))
+        filled = buffers[place][: sum(sizes)]
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
-            for view, part in zip(filled.split([part.numel() for part in parts]), parts, strict=True):
+            for view, part in zip(filled.split(sizes), parts, strict=True):
                 view.copy_(part, non_blocking=True)
             copied = stream.record_event()
         if waiting is not None:
@@ -58,17 +67,19 @@ def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor
     return filled
 
 
-def _pieces(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Cut the tensors' flat bytes into lists of at most PIECE_BYTES."""
+def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
+    """Cut tensors of one dimension into lists of parts with `size` items together, the last with fewer."""
     piece: list[Tensor] = []
-    room = PIECE_BYTES
-    for tensor in tensors:
-        for part in _flat(tensor).split(PIECE_BYTES):
-            if part.numel() > room:
+    room = size
+    for tensor in flat:
+        start, items = 0, tensor.numel()
+        while start < items:
+            piece.append(tensor[start : start + room])
+            start += piece[-1].numel()
+            room -= piece[-1].numel()
+            if not room:
                 yield piece
-                piece, room = [], PIECE_BYTES
-            piece.append(part)
-            room -= part.numel()
+                piece, room = [], size
     if piece:
         yield piece
 

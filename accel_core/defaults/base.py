@@ -24,7 +24,7 @@ from accel_core.contract.world import Collectives, Topology
 from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
-from accel_core.distributed.nested import send_to_device
+from accel_core.distributed.nested import can_pin, send_to_device
 from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import no_op
@@ -122,10 +122,13 @@ class Base(BaseState):
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
             # late: start-up need not wait for it
-            from accel_core.training.compile import compile_model, run_eagerly
+            from accel_core.training.compile import compile_model, keep_gradients, records_graphs, run_eagerly
 
-            compiled = compile_model(model, self.run.config.compile, unit.hooks.compile_options())
+            config = self.run.config.compile
+            compiled = compile_model(model, config, unit.hooks.compile_options())
             unit.detach.extend(partial(run_eagerly, module) for module in compiled)
+            if compiled and records_graphs(config) and keep_gradients not in self.run.after_backward:
+                self.run.after_backward.append(keep_gradients)
         return model
 
     @implements(hooks.place_model)
@@ -325,6 +328,8 @@ class Base(BaseState):
         module = torch.get_device_module(self.run.device)
         if hasattr(module, "empty_cache"):
             module.empty_cache()
+        if hasattr(torch.accelerator, "empty_host_cache") and can_pin(self.run.device):
+            torch.accelerator.empty_host_cache()  # pinned memory, of saves above all
 
     @implements(hooks.set_affinity)
     def set_affinity(self, world: World) -> None:

@@ -129,7 +129,8 @@ class Run:
         self.device: torch.device = self.hooks.select_device(self.world)
         self.hooks.set_affinity(self.world)
         check_device(self)
-        self.mark_step = self.hooks.step("mark_step")
+        self.mark_step = mark = self.hooks.step("mark_step")
+        self.after_backward = [] if mark is None else [lambda _: mark("backward")]
         if self.world.size > 1:
             self.group, self.world = join_world(self)
             try:

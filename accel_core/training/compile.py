@@ -6,7 +6,7 @@ The model stays the user's object, and its state keeps its names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from accel_core.distributed.progress import show_progress
 
 if TYPE_CHECKING:
     from accel_core.contract.config import TorchDynamoPlugin
+    from accel_core.contract.unit import Unit
 
 _logger = get_logger(__name__)
 
@@ -65,6 +66,24 @@ def _told(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]
             return compiled(*args, **kwargs)
 
     return first
+
+
+def records_graphs(config: TorchDynamoPlugin) -> bool:
+    """Return True if a device may record the model as graphs, which it replays in the same memory."""
+    modes, options = ("reduce-overhead", "max-autotune"), config.options or {}
+    return config.mode in modes or config.backend == "cudagraphs" or bool(options.get("triton.cudagraphs"))
+
+
+def keep_gradients(units: Iterable[Unit]) -> None:
+    """Copy gradients that wait for more of their window.
+
+    A graph's backward leaves them in memory that its next replay takes: torch raises then, see
+    https://github.com/pytorch/pytorch/issues/169545.
+    """
+    waiting = (unit for unit in units if not unit.window.boundary)
+    for parameter in (p for unit in waiting for model in unit.models for p in model.parameters()):
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
 
 
 def run_eagerly(module: nn.Module) -> None:

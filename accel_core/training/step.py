@@ -113,8 +113,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         _keep_reduced(reduced)
     if accumulation is not None and accumulation.items is not None:
         _note_undivided(units)
-    if run.mark_step is not None:
-        run.mark_step("backward")
+    for call in run.after_backward:
+        call(units)
 
 
 def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:

@@ -102,3 +102,27 @@ def save(folder: str, wait: bool, pins: bool = True) -> tuple[bool, int]:
     after = [each.detach().cpu() for each in (*model.parameters(), *model.buffers())]
     accelerator.end_training()
     return all(map(torch.equal, before, after)), Stream.waited
+
+
+def pinned_by_saves(folder: str) -> list[int]:
+    """Pieces pinned by a first save in the background, by a second, and by one after `free_memory`."""
+    simulated.declare(Path(folder) / "plugins")
+    from accel_core import Accelerator
+    from accel_core.checkpoint import staging
+
+    accelerator = Accelerator(device="sim")
+    stage()
+    counts, pin = [0], staging._pinned
+    staging._pinned = lambda size: (counts.append(counts.pop() + 1), pin(size))[1]
+    model = accelerator.prepare(nn.Linear(30, 20))
+    found = []
+    for number in range(3):
+        if number == 2:
+            (model,) = accelerator.free_memory(model)
+            model = accelerator.prepare(nn.Linear(30, 20))
+        before = counts[0]
+        accelerator.save_state(Path(folder) / f"save{number}", wait=False)
+        accelerator.wait_for_checkpoint()
+        found.append(counts[0] - before)
+    accelerator.end_training()
+    return found

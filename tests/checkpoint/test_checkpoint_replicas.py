@@ -20,7 +20,7 @@ SHAPES = [(), (0,), (1,), (7,), (3, 5), (64, 33)]
 
 def both(tensor):
     """As on the CPU, and as on a device."""
-    return checksums([tensor]), [each.item() for each in sums(tensor)]
+    return checksums([tensor]), [each.item() for each in sums([tensor])]
 
 
 def random(shape, dtype):
@@ -79,11 +79,17 @@ def test_a_sign_that_changes_its_place_counts_wherever_it_goes():
         assert len({*map(tuple, each)}) == 63
 
 
-def test_a_tensor_that_is_read_in_pieces_has_the_sums_of_one_piece(monkeypatch):
-    tensor = random((8, 33), torch.float32)
-    whole = sums(tensor)
-    monkeypatch.setattr(module, "_CHUNK", 10)
-    assert sums(tensor) == whole
+def test_each_byte_of_tensors_that_a_device_reads_in_pieces_counts(monkeypatch):
+    monkeypatch.setattr(module, "_CHUNK", 3)
+    tensors = [random((size,), torch.uint8) for size in (5, 16, 40, 1, 67)]
+    found = {tuple(each.item() for each in sums(tensors))}
+    for tensor in tensors:
+        for at in range(len(tensor)):
+            tensor[at] ^= 1
+            found.add(tuple(each.item() for each in sums(tensors)))
+            tensor[at] ^= 1
+    assert len(found) == 1 + 5 + 16 + 40 + 1 + 67
+    assert {len(each) for each in found} == {2 * 6}  # 129 bytes, 24 at a time
 
 
 @pytest.mark.parametrize(

@@ -97,6 +97,29 @@ def test_the_mode_that_replays_graphs_reaches_torch(accelerator_of, monkeypatch)
     assert (told["backend"], told["mode"]) == ("inductor", "reduce-overhead")
 
 
+@pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
+def test_gradients_that_wait_for_their_window_are_kept_from_the_replay_of_a_graph(
+    accelerator_of, monkeypatch, options
+):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    plugin = TorchDynamoPlugin(backend="inductor", **options)
+    accelerator = accelerator_of(dynamo_plugin=plugin, gradient_accumulation_steps=2)
+    inner = net()
+    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), 0.1))
+    memory = []  # of what a backward leaves, which a graph's next replay would write into
+    next(model.parameters()).register_hook(lambda gradient: memory.append(gradient.data_ptr()))
+
+    kept = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(X).sum())
+            kept.append(next(model.parameters()).grad.data_ptr() not in memory)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert kept[0], "the gradient of the first micro-batch is in the graph's memory"
+
+
 def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs):
     accelerator = compiled(accelerator_of)
     model = net()

@@ -56,7 +56,7 @@ class Empty(Plain):
 
 MODELS = {each.__name__: each for each in (Lying, Plain, Empty)}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 0.1},
+    "AdamW": {"lr": 0.1, "foreach": True},  # the default on a GPU
     "NAdam": {"lr": 0.1},
     "Adagrad": {"lr": 0.1, "initial_accumulator_value": 0.3},
     "ASGD": {"lr": 0.1},

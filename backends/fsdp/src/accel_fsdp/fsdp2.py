@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -26,6 +26,7 @@ from accel_fsdp.base import (
 )
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
+from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import refuse_assigned, refuse_stand_ins, replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
@@ -53,6 +54,8 @@ class Sharded(FullyShardedDataParallel):
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
+        self._mixed: WeakSet[Unit] = WeakSet()
+        """Units that have plain parameters beside sharded ones."""
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -83,7 +86,7 @@ class Sharded(FullyShardedDataParallel):
             self.materialize(group)
             whole_ones = group.own_parameters
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
-            left |= {p for p in whole_ones if not p.numel()}  # whose gradients torch cannot reduce
+            left |= self._plain(unit, whole_ones)
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
             called = {place: names.get(old, "") for place, old in _places(group.modules)}
             if shards:
@@ -121,6 +124,12 @@ class Sharded(FullyShardedDataParallel):
         compare_gradients(unit, optimizer)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
+        step = partial(self.below.optimizer_step, unit, optimizer)
+        applied: bool = step_by_kind(optimizer, closure, step) if self.mixes(unit) else step(closure)
+        return applied
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
@@ -181,6 +190,10 @@ class Sharded(FullyShardedDataParallel):
         parameters = unit.named_parameters()
         return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
 
+    def mixes(self, unit: Unit) -> bool:
+        """Return True if optimizers of the unit may have plain parameters beside sharded ones."""
+        return unit in self._mixed
+
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
         """Parameters of this stage that another stage has too, which counts them."""
         return ()
@@ -192,6 +205,13 @@ class Sharded(FullyShardedDataParallel):
     def shards(self, model: nn.Module) -> bool:
         """Return True if `fully_shard` has something to do for the model."""
         return True
+
+    def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+        """Return those without elements, whose gradients torch cannot reduce, and note if there are any."""
+        found = {parameter for parameter in parameters if not parameter.numel()}
+        if found:
+            self._mixed.add(unit)
+        return found
 
     def _mesh_of(self, unit: Unit, group: Group) -> DeviceMesh:
         """Return the ranks that share the group; experts are split over `ep` first.

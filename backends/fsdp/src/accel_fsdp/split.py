@@ -5,8 +5,7 @@ These ranks may share nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -74,18 +73,16 @@ class Split(Sharded):
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-        with _kinds_apart(optimizer) as kinds:
+        def completed() -> Any:
+            assert closure is not None
+            loss = closure()
+            _complete(self._split.get(unit, ()))
+            return loss
 
-            def completed() -> Any:
-                assert closure is not None
-                kinds.join()
-                loss = closure()
-                _complete(self._split.get(unit, ()))
-                kinds.part()
-                return loss
+        return super().optimizer_step(unit, optimizer, completed if closure else None)
 
-            applied: bool = self.below.optimizer_step(unit, optimizer, completed if closure else None)
-        return applied
+    def mixes(self, unit: Unit) -> bool:
+        return True
 
 
 def _refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
@@ -105,59 +102,3 @@ def _complete(parameters: Iterable[Any]) -> None:
         gradient = parameter.grad
         if gradient is not None and gradient.placements != parameter.placements:
             parameter.grad = gradient.redistribute(placements=parameter.placements)
-
-
-@contextmanager
-def _kinds_apart(optimizer: Optimizer) -> Iterator[_Kinds]:
-    """Part groups of DTensors and plain tensors while the optimizer computes a step.
-
-    Hooks of the step see groups that are whole.
-    """
-    kinds = _Kinds(optimizer)
-    handles = []
-    if hasattr(optimizer, "_optimizer_step_pre_hooks"):
-        handles.append(optimizer.register_step_pre_hook(kinds.part))  # after all others
-        handles.append(optimizer.register_step_post_hook(kinds.join))
-        optimizer._optimizer_step_post_hooks.move_to_end(handles[1].id, last=False)  # type: ignore[attr-defined]
-    else:
-        kinds.part()
-    try:
-        yield kinds
-    finally:
-        for handle in handles:
-            handle.remove()
-        kinds.join()
-
-
-class _Kinds:
-    """Groups of an optimizer, which can be parted into DTensors and plain tensors.
-
-    torch's `foreach` and `fused` compute no list of both. Optimizers without them step tensors one by one.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer = optimizer
-        self.parts: Sequence[Sequence[dict[str, Any]]] = ()
-        """Parts of each group, while groups are parted."""
-
-    def part(self, *call: Any) -> None:
-        groups = self.optimizer.param_groups
-        parts = [_kinds(group) if "foreach" in group else [group] for group in groups]
-        if len(groups) < sum(map(len, parts)):
-            self.groups, self.parts = groups, parts
-            self.optimizer.param_groups = [part for group in parts for part in group]
-
-    def join(self, *call: Any) -> None:
-        if not self.parts:
-            return
-        self.optimizer.param_groups = self.groups
-        for group, (part, *_) in zip(self.groups, self.parts, strict=True):
-            group.update({**part, "params": group["params"]})  # some optimizers count steps in groups
-        self.parts = ()
-
-
-def _kinds(group: dict[str, Any]) -> list[dict[str, Any]]:
-    kinds: dict[bool, list[Any]] = {}
-    for parameter in group["params"]:
-        kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
-    return [{**group, "params": same} for same in kinds.values()] if len(kinds) > 1 else [group]

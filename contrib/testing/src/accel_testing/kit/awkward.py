@@ -138,6 +138,9 @@ class Tallying(torch.optim.SGD):
 
     tally = 0
 
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, foreach=True, **options)  # torch's default on devices that it knows
+
     def step(self, *args: Any, **more: Any) -> Any:
         self.tally += 1
         return super().step(*args, **more)

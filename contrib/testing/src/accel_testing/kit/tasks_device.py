@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -253,6 +254,7 @@ def waits(arguments: Mapping[str, Any]) -> str:
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(data))
     set_mode = getattr(torch.get_device_module(accelerator.device), "set_sync_debug_mode", lambda mode: None)
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     found = ""
     try:
         for number, (x, y) in enumerate(loader):

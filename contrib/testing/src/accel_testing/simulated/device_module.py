@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,6 +150,8 @@ class DeviceModule:
 
     def set_sync_debug_mode(self, debug_mode: str | int) -> None:
         """Set the mode, as torch.cuda does: "error" makes each host wait an error."""
+        if debug_mode not in ("default", 0):
+            warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=2)
         self._waiting = debug_mode
 
     def is_available(self) -> bool:
