@@ -255,3 +255,30 @@ def saves_what_belongs_to_no_parameter(folder: str) -> str:
     except CheckpointError as error:
         return str(error)
     return "saved"
+
+
+class NoOp:
+    """DeepSpeed's C++ op for Adam on CPUs, which takes half a minute to compile: here it moves nothing."""
+
+    def load(self) -> NoOp:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args: None
+
+
+def says(adamw: bool) -> tuple[str, dict[str, Any]]:
+    """Return the algorithm and the first group that a checkpoint has of DeepSpeed's Adam for CPUs."""
+    from deepspeed.ops.adam import cpu_adam
+
+    cpu_adam.CPUAdamBuilder = NoOp
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    accelerator = Accelerator(cpu=True, plugins=[DeepSpeedPlugin(hf_ds_config={"zero_optimization": zero})])
+    model: Any = Net(0)
+    own = cpu_adam.DeepSpeedCPUAdam(model.parameters(), lr=0.01, adamw_mode=adamw)
+    model, _ = accelerator.prepare(model, own)
+    accelerator.backward(model(torch.ones(4, 7)).square().mean())
+    (unit,) = accelerator.run.units
+    found = unit.hooks.optimizer_state(unit, unit.optimizers[0])
+    accelerator.end_training()
+    return found.algorithm, dict(found.groups[0])

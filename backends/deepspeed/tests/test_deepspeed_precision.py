@@ -134,3 +134,39 @@ def strayed_while_the_scale_grows(stage: int) -> float:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int) -> None:
     assert max(run_processes(strayed_while_the_scale_grows, stage, world=2, timeout=200)) < 0.005
+
+
+def steps_in_bfloat16(stage: int) -> tuple[list[float], list[float]]:
+    """Losses of AdamW with a large decay, and those by hand with masters in float32."""
+    accelerator = Accelerator(
+        device="cpu", mixed_precision="bf16", plugins=[DeepSpeedPlugin(zero_stage=stage)]
+    )
+    plain, model = network(0).bfloat16(), network(0)
+    masters = [nn.Parameter(weight.detach().float()) for weight in plain.parameters()]
+    by_hand = torch.optim.AdamW(masters, lr=0.05, weight_decay=1.0)
+    model, optimizer = accelerator.prepare(
+        model, torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=1.0)
+    )
+    x, found, expected = torch.linspace(-2, 2, 32).reshape(4, 8).bfloat16(), [], []
+    for _ in range(4):
+        loss, by_hand_loss = ((each(x).float() - 3).square().mean() for each in (model, plain))
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        by_hand_loss.backward()
+        for master, weight in zip(masters, plain.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        by_hand.step()
+        for master, weight in zip(masters, plain.parameters(), strict=True):
+            weight.data.copy_(master)
+        found.append(loss.item())
+        expected.append(by_hand_loss.item())
+    accelerator.end_training()
+    return found, expected
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_in_bfloat16_adamw_decays_and_counts_from_its_first_step_on(stage: int) -> None:
+    """DeepSpeed begins stage 0 by a step of zeros."""
+    ((found, expected),) = run_processes(steps_in_bfloat16, stage, world=1, timeout=200)
+    assert found == pytest.approx(expected, rel=1e-5)

@@ -203,3 +203,10 @@ def test_a_run_that_has_resumed_saves_what_goes_on(tmp_path: Any, name: str, bet
 def test_what_an_optimizer_keeps_of_no_parameter_is_refused_by_name(tmp_path: Any) -> None:
     (told,) = run(jobs.saves_what_belongs_to_no_parameter, str(tmp_path / "here"), world=1)
     assert "Counting keeps 'count', which belongs to no parameter" in told
+
+
+@pytest.mark.parametrize("adamw", [True, False])
+def test_deepspeeds_adam_for_cpus_is_saved_as_torchs(adamw: bool) -> None:
+    ((algorithm, group),) = run_processes(jobs.says, adamw, world=1)
+    assert algorithm == ("AdamW" if adamw else "Adam")
+    assert group["decoupled_weight_decay"] is adamw

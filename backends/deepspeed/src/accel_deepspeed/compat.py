@@ -21,7 +21,7 @@ from accel_core import ConfigError
 if TYPE_CHECKING:
     from accel_core import Run
 
-__all__ = ["deepspeed_for", "dismantle", "leave", "quiet"]
+__all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "without_first_step"]
 
 
 def deepspeed_for(run: Run, user: object) -> Any:
@@ -74,6 +74,24 @@ def quiet() -> Iterator[None]:
         for kind in (DeprecationWarning, FutureWarning, SyntaxWarning):
             warnings.simplefilter("ignore", kind)
         yield
+
+
+@contextmanager
+def without_first_step() -> Iterator[None]:
+    """Engines made inside leave the optimizer's state to its first real step.
+
+    Stage 0's optimizers in 16 bits make it by a step of zeros, which decays weights and counts as a step.
+    """
+    names = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_UnfusedOptimizer"}
+    kinds = [getattr(import_module(f"deepspeed.runtime.fp16.{part}"), name) for part, name in names.items()]
+    before = [kind.initialize_optimizer_states for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.initialize_optimizer_states = lambda _: None
+        yield
+    finally:
+        for kind, made in zip(kinds, before, strict=True):
+            kind.initialize_optimizer_states = made
 
 
 _users: set[int] = set()

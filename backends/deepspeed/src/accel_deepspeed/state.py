@@ -42,8 +42,8 @@ _COUNTERS: Final = ("global_steps", "global_samples", "micro_steps", "skipped_st
 _SCALE: Final = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 _OWN: Final = ("params", "param_names", "moe", "name")
 """Entries of a param_group that are not hyperparameters."""
-_ADAM: Final[Mapping[str, str]] = {"FusedAdam": "adam_w_mode", "DeepSpeedCPUAdam": "adamw_mode"}
-"""DeepSpeed's own Adam classes -> the attribute that is true for AdamW."""
+_ADAM: Final = ("FusedAdam", "DeepSpeedCPUAdam")
+"""DeepSpeed's own Adam classes, whose `adam_w_mode` is true for AdamW."""
 
 logger = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ def _algorithm(base: Any) -> str:
     name = type(base).__name__
     if name not in _ADAM or not all(group["bias_correction"] for group in base.param_groups):
         return name
-    return "AdamW" if getattr(base, _ADAM[name]) else "Adam"
+    return "AdamW" if base.adam_w_mode else "Adam"
 
 
 def _hyperparameters(base: Any, group: dict[str, Any]) -> dict[str, Any]:
