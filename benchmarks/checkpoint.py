@@ -125,7 +125,7 @@ class Saver:
         self.model = torch.nn.ParameterList([torch.randn(shape, device=self.device) for _ in range(count)])
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         for parameter in self.model:
-            moments = {key: torch.randn_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+            moments = {key: torch.randn(shape, device=self.device) for key in ("exp_avg", "exp_avg_sq")}
             self.optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments}
         self.start()
 

@@ -1,8 +1,8 @@
 """How long a device waits for batches from the host, beside epochs over batches that are there already.
 
 `python feeding.py [--peers PYTHON] [--rounds N]` prints the row: percent of a step of one millisecond, whose
-work is matrix products. Two workers read; plain PyTorch pins their batches and moves them without waiting. `python feeding.py
-NAME` is one contender. Without an accelerator it computes on the CPU, where nothing is moved.
+work is matrix products. Two workers read; plain PyTorch pins their batches and moves them without waiting.
+`python feeding.py NAME` is one contender. Without an accelerator it computes on the CPU, where nothing moves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def contend(name: str) -> None:
     weight = torch.randn(side, side, device=on, dtype=dtype)
 
     def product() -> None:
-        torch.mm(weight, weight)
+        weight @ weight
 
     def took(call: Callable[[], object]) -> float:
         sync()

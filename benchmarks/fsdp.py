@@ -185,7 +185,7 @@ def give_back_memory() -> None:
     import torch
 
     if torch.accelerator.is_available():
-        torch.accelerator.empty_cache()
+        torch.get_device_module().empty_cache()
 
 
 def contender(name: str) -> None:

@@ -116,7 +116,7 @@ class Layout:
         return [self._buffer.numpy().data]
 
     def _joined(self, leaves: Leaves) -> tuple[Iterator[Tensor], torch.device | None]:
-        """Return the tensors, small ones joined, and the device from which pinned memory copies them."""
+        """Return the tensors, small ones joined, and the device to stage from."""
         tensors = self.tensors(leaves)
         devices = {tensor.device for tensor in tensors}
         return _joined(tensors, self._pieces, mixed=len(devices) > 1), staging_device(devices)

@@ -138,10 +138,11 @@ def _digests(tensors: Sequence[Tensor]) -> list[int]:
 
 @torch.no_grad()
 def sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-    """Weighted sums of the words of tensors, end to end, and of the words' upper halves, on their device.
+    """Yield weighted sums of the tensors' words, and of their upper halves.
 
-    Weights are odd, so one word that differs shows in the first. The second shows what cancels there, the
-    signs of many words above all. Two for each `_CHUNK`.
+    Words are those of all tensors, end to end, on their device; each `_CHUNK` of them has two sums. Weights
+    are odd, so one word that differs shows in the first. The second shows what cancels there, the signs of
+    many words above all.
     """
     weights: Tensor | None = None
     for parts in pieces(map(_flat, tensors), 8 * _CHUNK):

@@ -68,7 +68,10 @@ def _arrived(filled: Tensor, copied: torch.Event, parts: list[Tensor]) -> Tensor
 
 
 def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
-    """Cut tensors of one dimension into lists of parts with `size` items together, the last with fewer."""
+    """Cut flat tensors into lists of parts with `size` items together.
+
+    The last list has fewer.
+    """
     piece: list[Tensor] = []
     room = size
     for tensor in flat:

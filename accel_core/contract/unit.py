@@ -69,7 +69,7 @@ class UnitRun(Protocol):
     mark_step: Callable[..., Any] | None
     """The device's per-step hook of that name; None where nothing is to be marked."""
     after_backward: list[Callable[[Sequence[Unit]], object]]
-    """What is called after each backward, with the units that it trained."""
+    """Called after each backward with the units that it trained."""
     prepared: Any
     """All that the run has prepared (`PreparedObjects`)."""
     accumulation: Any

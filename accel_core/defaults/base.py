@@ -328,8 +328,9 @@ class Base(BaseState):
         module = torch.get_device_module(self.run.device)
         if hasattr(module, "empty_cache"):
             module.empty_cache()
-        if hasattr(torch.accelerator, "empty_host_cache") and can_pin(self.run.device):
-            torch.accelerator.empty_host_cache()  # pinned memory, of saves above all
+        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
+        if empty_host_cache is not None and can_pin(self.run.device):
+            empty_host_cache()  # pinned memory, of saves above all
 
     @implements(hooks.set_affinity)
     def set_affinity(self, world: World) -> None:

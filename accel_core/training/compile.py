@@ -69,7 +69,7 @@ def _told(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]
 
 
 def records_graphs(config: TorchDynamoPlugin) -> bool:
-    """Return True if a device may record the model as graphs, which it replays in the same memory."""
+    """Return True if a device may record graphs, which are replayed in place."""
     modes, options = ("reduce-overhead", "max-autotune"), config.options or {}
     return config.mode in modes or config.backend == "cudagraphs" or bool(options.get("triton.cudagraphs"))
 

@@ -191,7 +191,7 @@ class Sharded(FullyShardedDataParallel):
         return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
 
     def mixes(self, unit: Unit) -> bool:
-        """Return True if optimizers of the unit may have plain parameters beside sharded ones."""
+        """Return True if the unit may have plain parameters beside sharded ones."""
         return unit in self._mixed
 
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
@@ -207,7 +207,10 @@ class Sharded(FullyShardedDataParallel):
         return True
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
-        """Return those without elements, whose gradients torch cannot reduce, and note if there are any."""
+        """Return those without elements, and note if there are any.
+
+        torch cannot reduce their gradients.
+        """
         found = {parameter for parameter in parameters if not parameter.numel()}
         if found:
             self._mixed.add(unit)

@@ -20,7 +20,10 @@ __all__ = ["step_by_kind"]
 def step_by_kind(
     optimizer: Optimizer, closure: Callable[[], Any] | None, step: Callable[[Callable[[], Any] | None], bool]
 ) -> bool:
-    """Call `step` with the closure, for which groups are whole, while they are parted."""
+    """Call `step` while groups are parted.
+
+    The closure, which it is given, sees whole ones.
+    """
     with _kinds_apart(optimizer) as kinds:
 
         def over_whole_groups() -> Any:
