@@ -95,6 +95,24 @@ def test_items_may_be_a_plain_number(accelerator_of):
     assert_near(token_losses.ours(accelerator, as_tensor=False), token_losses.plain())
 
 
+def test_the_next_items_may_be_written_into_the_same_tensor(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    found, count = [], torch.zeros(())
+    for one_tensor in (True, False):
+        model = net()
+        model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+        for size, (x, y) in zip((3, 8, 5, 1), batches(4), strict=True):
+            items = count.fill_(size) if one_tensor else torch.tensor(float(size))
+            with accelerator.accumulate(model, items=items):
+                accelerator.backward(F.mse_loss(model(x[:size]), y[:size], reduction="sum"))
+                count.fill_(-1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        found.append([parameter.detach().clone() for parameter in model.parameters()])
+        count = torch.zeros(())
+    assert_near(*found, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("clip", [None, 0.05])
 def test_a_loss_scale_changes_nothing(accelerator_of, clip):
     scale = GradScalerKwargs(init_scale=32.0)
