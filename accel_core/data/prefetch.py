@@ -64,12 +64,27 @@ def _stream(device: torch.device) -> torch.Stream | None:
 
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    readers: set[torch.Stream] = set()
+
+    def wait_for_readers() -> None:
+        """Have what comes on this stream wait for what the user has computed with batches so far."""
+        readers.add(torch.accelerator.current_stream(stream.device))
+        for each in readers:
+            stream.wait_stream(each)
+
     def start(batch: Any) -> tuple[Any, torch.Event]:
         # This batch may get memory of one that the user has dropped: kernels that still read it come first.
-        stream.wait_stream(torch.accelerator.current_stream(stream.device))
+        wait_for_readers()
         with stream:
             return move(batch), stream.record_event()
 
-    for (batch, moved), _ in with_last(map(start, batches)):
-        torch.accelerator.current_stream(stream.device).wait_event(moved)
-        yield batch
+    try:
+        for (batch, moved), _ in with_last(map(start, batches)):
+            reader = torch.accelerator.current_stream(stream.device)
+            readers.add(reader)
+            reader.wait_event(moved)
+            yield batch
+    finally:
+        # The next loop may run on another stream, and an emptied cache gives memory back without asking the
+        # readers: both ask this stream only, whose memory it is.
+        wait_for_readers()

@@ -42,7 +42,8 @@ def recorded(monkeypatch, data, *, workers, **options):
         return batch
 
     monkeypatch.setattr(prefetch, "_stream", lambda _: Stream())
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
+    computing = Stream()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: computing)
     (run,) = world(device="meta", move=move, **options)
     loader = prepare_loader(DataLoader(data, 2, num_workers=workers, collate_fn=plain), run)
     events.extend((batch, loader.last, loader.state_dict()["consumed"]) for batch in loader)
@@ -61,8 +62,50 @@ def test_the_next_batch_moves_beside_the_computing_before_this_one_is_handed_out
     ]
     aside = ["follows", "beside"]
     assert [each for each in everything if each in (*aside, "waits")] == [
-        *aside, *aside, "waits", *aside, "waits", "waits"
+        *aside, *aside, "waits", *aside, "waits", "waits", "follows"
     ]  # fmt: skip
+
+
+class Queue:
+    """A stream that knows what it has waited for: names of streams, by the number of their kernels then."""
+
+    device = torch.device("meta")
+
+    def __init__(self, name):
+        self.name, self.kernels, self.waited = name, 0, {}
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def record_event(self):
+        return "moved"
+
+    def wait_event(self, event):
+        pass
+
+    def wait_stream(self, other):
+        self.waited[other.name] = other.kernels
+
+
+@pytest.mark.parametrize("left", ["at its end", "early"])
+def test_memory_of_batches_waits_for_each_stream_that_has_read_them(monkeypatch, left):
+    aside, first, second = Queue("aside"), Queue("first"), Queue("second")
+    current = [first]
+    monkeypatch.setattr(prefetch, "_stream", lambda _: aside)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[0])
+    (run,) = world(device="meta", move=lambda batch, device, non_blocking: batch)
+    loader = prepare_loader(DataLoader(Numbers(8), 2, num_workers=1, collate_fn=plain), run)
+    for number, _ in enumerate(loader):
+        current[0].kernels += 1
+        if number == 1:
+            current[0] = second
+        if number == 2 and left == "early":
+            break
+    # Each has been waited for as a whole, before a loop on any stream gets this memory.
+    assert aside.waited == {"first": first.kernels, "second": second.kernels}
 
 
 def test_an_iterables_last_batch_is_told_though_it_was_moved_before(monkeypatch):
