@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from big_model_problems import Model, ids, model, shards
 
-from accel_big_models import dispatch, empty_weights, load, offload, undo, weights_of
+from accel_big_models import dispatch, empty_weights, load, moving, offload, undo, weights_of
 from accel_big_models.hooks import enters_of
 from accel_big_models.moving import Mover
 from accel_big_models.planning import plan, plan_from_map
@@ -163,6 +167,61 @@ def test_the_host_never_waits_for_the_device_while_blocks_come_from_memory():
 
     # The CPU's pages are not pinned for a simulated device; each copy asks not to wait.
     assert simulated.module().waits == before
+
+
+def test_a_forward_ends_once_no_copy_reads_pinned_weights_any_more(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda _: True)
+    target = offload(model(), "cpu", device="sim")
+    inputs = ids().to("sim")
+    inside = []
+    target.norm.register_forward_hook(lambda *_: inside.append(simulated.module().waits))
+    with torch.no_grad():
+        for _ in range(2):
+            before = simulated.module().waits
+            target(inputs)
+            assert (inside[-1], simulated.module().waits) == (before, before + 1)
+    undo(target)
+
+
+class Queue:
+    """A stream that notes what it waits for."""
+
+    def __init__(self, name):
+        self.name, self.waited = name, []
+
+    def record_event(self):
+        return f"after {self.name}"
+
+    def wait_event(self, event):
+        self.waited.append(event)
+
+
+def test_a_block_is_overwritten_after_all_streams_that_compute_with_it(monkeypatch):
+    target = offload(model(), "cpu", device="sim")
+    engine = next(enter.engine for enter in enters_of(target) if enter.engine is not None)
+    mover, here, recorded = engine.mover, threading.local(), []
+    monkeypatch.setattr(moving, "_record", lambda buffer, stream: recorded.append(stream))
+    mover.module = SimpleNamespace(current_stream=lambda _: here.queue, stream=lambda _: nullcontext())
+    mover.stream, here.queue, other = Queue("aside"), Queue("first"), Queue("second")
+    group = next(each for each in engine.groups if not each.outer)
+
+    def enter_and_leave():
+        here.queue = other
+        engine.enter(group)
+        engine.leave(group)
+
+    engine.enter(group)
+    thread = threading.Thread(target=enter_and_leave)
+    thread.start()
+    thread.join()
+    engine.leave(group)
+    mover.stream.waited.clear()
+    mover._copy(group.slot, [], [])
+
+    assert {*mover.stream.waited} == {"after first", "after second"}
+    # The allocator knows of them too, for the time when the model is gone.
+    assert {mover.stream, here.queue, other} == {*recorded}
+    undo(target)
 
 
 def test_the_device_holds_what_is_resident_and_two_blocks():

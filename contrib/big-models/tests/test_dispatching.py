@@ -128,6 +128,39 @@ def test_an_interrupt_leaves_nothing_once_the_model_runs_again(folder, want):
     assert idle(target)
 
 
+class Places(torch.nn.Module):
+    """A table whose output is a view of its weight, as learnt positions are."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(9, 8))
+
+    def forward(self, count):
+        return {"first": self.weight[:count], "turned": [self.weight[:count].t()]}
+
+
+class Placed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.places = Places()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        places = self.places(len(x))
+        for block in self.blocks:
+            x = block(x)
+        return x + places["first"] + places["turned"][0].t()
+
+
+def test_an_output_that_is_a_view_of_a_weight_keeps_its_values():
+    target, x = Placed().requires_grad_(False), torch.randn(4, 8)
+    want = target(x)
+    offload(target, "disk", device="cpu", mapped=False)
+    with torch.no_grad():
+        for _ in range(2):
+            assert torch.equal(target(x), want)
+
+
 def test_threads_get_right_answers(folder):
     target, plain = streamed(folder), model()
     wrong = []

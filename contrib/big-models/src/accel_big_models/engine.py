@@ -5,13 +5,14 @@ from __future__ import annotations
 import threading
 import weakref
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import fields, is_dataclass
 from typing import Any, Final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor
+from torch import Tensor, nn
 
 from accel_big_models.composing import composed, in_memory, is_composed, is_in_memory, leaves_of, values_of
 from accel_big_models.moving import Cargo, Mover, Slot
@@ -19,7 +20,7 @@ from accel_big_models.sources import Source
 from accel_big_models.swapping import exchange, like, put, takes
 from accel_core import AccelError, is_out_of_memory, ops
 
-__all__ = ["Engine", "Group", "Refuse", "Weight"]
+__all__ = ["Engine", "Group", "Refuse", "Weight", "tensors_in"]
 
 SLOTS: Final = 2
 """Blocks on the device: the one that computes, and the next one."""
@@ -207,6 +208,19 @@ class Engine:
             entered.enter_context(self._saved_anew(group))
         self._stack.append((group, entered))
 
+    def own(self, group: Group, output: Any) -> Any:
+        """Return a group's output with copies of views of its weights, whose memory the next blocks get."""
+        home = None if group.slot is None else _address(group.slot.buffer)
+
+        def is_view(value: Any) -> bool:
+            return (
+                isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _address(value) == home
+            )
+
+        if not home or not any(map(is_view, tensors_in(output))):
+            return output
+        return ops.recursively_apply(torch.clone, output, test_type=is_view)
+
     def guard(self, group: Group, output: Any) -> Any:
         """Return a group's output; backward raises if a weight requires a gradient."""
         trained = (
@@ -253,14 +267,15 @@ class Engine:
 
     def _leave(self, group: Group) -> None:
         with self.lock, torch.inference_mode(False), torch.no_grad():
+            assert group.slot is not None
             group.users -= 1
+            self.mover.note_read(group.slot)
             if group.users:
                 return
-            assert group.slot is not None
             changed = [weight.name for weight in group.weights if weight.changed]
             for weight in group.weights:
                 weight.leave()
-            group.slot.free, group.slot.used = self.mover.passed(), False
+            group.slot.used = False
             if group.outer or changed or group.slot not in self.slots:
                 group.slot.cargo = None
                 group.slot = None
@@ -424,6 +439,20 @@ def _address(tensor: Tensor) -> int | None:
         return tensor.untyped_storage().data_ptr()
     except (NotImplementedError, RuntimeError):  # tensors without memory of their own
         return None
+
+
+def tensors_in(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a structure."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from tensors_in(value)
+    elif isinstance(tree, (list, tuple)):
+        for value in tree:
+            yield from tensors_in(value)
+    elif is_dataclass(tree) and not isinstance(tree, type):
+        yield from tensors_in([getattr(tree, each.name) for each in fields(tree)])
 
 
 class Refuse(torch.autograd.Function):

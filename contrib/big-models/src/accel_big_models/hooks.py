@@ -5,15 +5,17 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
 from torch._compile import _disable_dynamo  # unlike torch.compiler.disable, imports no compiler at once
 
-from accel_big_models.engine import Engine, Group
+from accel_big_models.engine import Engine, Group, tensors_in
 from accel_core import ops
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
 
 __all__ = ["Enter", "attach", "detach", "enters_of"]
 
@@ -68,7 +70,7 @@ class Enter:
         if self.root and self.engine is not None:
             self.engine.begin()
         if self.root:
-            came = next(_tensors((args, kwargs)), None)
+            came = next(tensors_in((args, kwargs)), None)
             self.local.device = None if came is None else came.device
         if self.device is not None:
             args, kwargs = ops.send_to_device((args, kwargs), self.device, skip_keys=self.skip_keys)
@@ -93,11 +95,13 @@ class Leave:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         engine, group = self.enter.engine, self.enter.group
         if engine is not None and group is not None:
-            output = engine.guard(group, output)
+            output = engine.guard(group, engine.own(group, output))
             engine.leave(group)
         if not self.enter.root:
             return output
-        device, gone = getattr(self.enter.local, "device", None), next(_tensors(output), None)
+        if engine is not None:
+            engine.mover.settle()
+        device, gone = getattr(self.enter.local, "device", None), next(tensors_in(output), None)
         if device is None or gone is None:
             return output
         return ops.send_to_device(output, device, skip_keys=self.enter.skip_keys)
@@ -150,14 +154,3 @@ def enters_of(model: nn.Module) -> list[Enter]:
             found.append(module._compiled_call_impl.enter)
         found += [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, Enter)]
     return found
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _tensors(value)
-    elif isinstance(tree, (list, tuple)):
-        for value in tree:
-            yield from _tensors(value)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cached_property
 from typing import Any, Final
 
 import torch
-from attrs import define, frozen
+from attrs import define, field, frozen
 from torch import Tensor
 
 from accel_big_models.composing import Composed, composed, is_in_memory, parts_of
@@ -38,6 +40,11 @@ class Cargo:
         self.in_memory = all(map(is_in_memory, self.weights))
         """True if no disk is read, and no dtype changes."""
 
+    @cached_property
+    def is_pinned(self) -> bool:
+        """True if copies read the host's memory only once the device gets to them."""
+        return any((values := source.tensor()) is not None and values.is_pinned() for source in self.sources)
+
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return the weights' plain parts as views of a buffer of bytes, on any device."""
         views = []
@@ -61,14 +68,14 @@ class Cargo:
 class Slot:
     """A buffer on the device that computes.
 
-    cargo: whose weights are in it, or on their way. free: an event after which it may be overwritten.
-    used: by a thread. turn: grows with each cargo of any slot. read: the last transfer by the thread that
-    reads, which may still be to come.
+    cargo: whose weights are in it, or on their way. read_by: stream -> an event after what reads it there; it
+    may be overwritten after all of these. used: by a thread. turn: grows with each cargo of any slot. read:
+    the last transfer by the thread that reads, which may still be to come.
     """
 
     buffer: Tensor
     cargo: Cargo | None = None
-    free: Any = None
+    read_by: dict[Any, Any] = field(factory=dict)
     used: bool = False
     turn: int = 0
     read: Future[_Arrived] | None = None
@@ -99,22 +106,38 @@ class Mover:
         self.stream: Any = None if self.module is None else self.module.Stream(device=device)
         self.staging: list[_Staging] = []
         self._reader: ThreadPoolExecutor | None = None
+        self._unsettled: Any = None
+        """An event after the last copy of pinned weights, which may read them still."""
 
     def slot(self, size: int) -> Slot:
         """Allocate a buffer on the device."""
-        buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
-        return Slot(buffer, free=self.passed())
+        slot = Slot(torch.empty(size, dtype=torch.uint8, device=self.device))
+        if self.module is not None:
+            _record(slot.buffer, self.stream)  # a copy may be under way when the model is gone
+        self.note_read(slot)  # the memory may be that of a tensor which kernels still read
+        return slot
 
-    def passed(self) -> Any:
-        """Return an event after all that is queued for the device now; None on the CPU."""
-        return None if self.module is None else self.module.current_stream(self.device).record_event()
+    def note_read(self, slot: Slot) -> None:
+        """Note that what is queued for the device now may read a slot."""
+        if self.module is not None:
+            stream = self.module.current_stream(self.device)
+            slot.read_by[stream] = stream.record_event()
+            _record(slot.buffer, stream)
+
+    def settle(self) -> None:
+        """Have the host wait until no copy reads its weights any more: others may write to them."""
+        unsettled, self._unsettled = self._unsettled, None
+        if unsettled is not None:
+            unsettled.synchronize()
 
     def start(self, cargo: Cargo, slot: Slot) -> Future[_Arrived] | _Arrived:
-        """Begin to bring cargo into a slot, whose `free` event is waited for."""
+        """Begin to bring cargo into a slot, once what reads the slot has done so."""
         slot.cargo = cargo
         free = slot.read is None or slot.read.done()
         if self.module is not None and cargo.in_memory and free:
-            return self._copy(slot, [each.tensor() for each in cargo.sources], cargo.views(slot.buffer))
+            arrived = self._copy(slot, [each.tensor() for each in cargo.sources], cargo.views(slot.buffer))
+            self._unsettled = arrived.event if cargo.is_pinned else self._unsettled
+            return arrived
         # Behind what is still to be read into the slot, in vain, which would overwrite a copy.
         slot.read = self.reader.submit(self._fetch, cargo, slot)
         return slot.read
@@ -139,11 +162,12 @@ class Mover:
         return self._reader
 
     def close(self) -> None:
-        """End the thread, after what it reads now."""
+        """End the thread, after what it reads now; nothing reads weights in host memory then."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
             self._reader = None
         self.staging.clear()
+        self.settle()
 
     # -- in the thread that reads ----------------------------------------------------------------
 
@@ -184,12 +208,19 @@ class Mover:
     def _copy(self, slot: Slot, sources: Sequence[Tensor | None], targets: Sequence[Tensor]) -> _Arrived:
         """Queue copies to the device on the mover's own stream."""
         with torch.inference_mode(False), torch.no_grad(), self.module.stream(self.stream):
-            if slot.free is not None:
-                self.stream.wait_event(slot.free)
+            for event in slot.read_by.values():
+                self.stream.wait_event(event)
+            slot.read_by.clear()
             for target, source in zip(targets, sources, strict=True):
                 assert source is not None
                 target.copy_(source, non_blocking=True)
             return _Arrived(self.stream.record_event())
+
+
+def _record(buffer: Tensor, stream: Any) -> None:
+    """Have a buffer's memory become that of other tensors only after what this stream was given by then."""
+    with suppress(RuntimeError):  # devices of third parties may have no such allocator
+        buffer.record_stream(stream)
 
 
 def pinned(tensor: Tensor, device: torch.device) -> Tensor:
