@@ -189,5 +189,5 @@ class Window:
 
 
 def _copied(items: Tensor | float | None) -> Tensor | float | None:
-    """Return the same number: a user may write the next micro-batch's into the same tensor."""
+    """Return the same number, which is not changed with the user's tensor."""
     return items if items is None else items + 0

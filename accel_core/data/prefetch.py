@@ -67,7 +67,7 @@ def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[A
     readers: set[torch.Stream] = set()
 
     def wait_for_readers() -> None:
-        """Have what comes on this stream wait for what the user has computed with batches so far."""
+        """Have this stream wait for all that reads batches by now."""
         readers.add(torch.accelerator.current_stream(stream.device))
         for each in readers:
             stream.wait_stream(each)

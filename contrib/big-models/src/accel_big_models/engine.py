@@ -209,7 +209,10 @@ class Engine:
         self._stack.append((group, entered))
 
     def own(self, group: Group, output: Any) -> Any:
-        """Return a group's output with copies of views of its weights, whose memory the next blocks get."""
+        """Return a group's output with views of its weights copied.
+
+        The next blocks get their memory.
+        """
         home = None if group.slot is None else _address(group.slot.buffer)
 
         def is_view(value: Any) -> bool:

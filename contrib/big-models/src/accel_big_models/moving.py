@@ -125,7 +125,7 @@ class Mover:
             _record(slot.buffer, stream)
 
     def settle(self) -> None:
-        """Have the host wait until no copy reads its weights any more: others may write to them."""
+        """Wait until no copy reads weights of the host: others may write them."""
         unsettled, self._unsettled = self._unsettled, None
         if unsettled is not None:
             unsettled.synchronize()
@@ -162,7 +162,7 @@ class Mover:
         return self._reader
 
     def close(self) -> None:
-        """End the thread, after what it reads now; nothing reads weights in host memory then."""
+        """End the thread, after what it reads now, and wait for copies."""
         if self._reader is not None:
             self._reader.shutdown(wait=True, cancel_futures=True)
             self._reader = None
@@ -218,7 +218,7 @@ class Mover:
 
 
 def _record(buffer: Tensor, stream: Any) -> None:
-    """Have a buffer's memory become that of other tensors only after what this stream was given by then."""
+    """Note for the time when a buffer is dropped that this stream uses it."""
     with suppress(RuntimeError):  # devices of third parties may have no such allocator
         buffer.record_stream(stream)
 
