@@ -97,7 +97,8 @@ class Window:
         Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
         """
         if self.boundary:
-            index, self.size, self.items = 0, self._next, _copied(items)
+            index, self.size = 0, self._next
+            self.items = None if items is None else items + 0  # a copy: the user may write the next into it
             self.number += 1
         else:
             if items is not None or self.items is not None:
@@ -137,7 +138,8 @@ class Window:
 
         items: of all its micro-batches.
         """
-        self.index, self.size, self.boundary, self.items = -1, self._next, False, _copied(items)
+        self.index, self.size, self.boundary = -1, self._next, False
+        self.items = None if items is None else items + 0
         self.number += 1
 
     def fill(self, count: int) -> None:
@@ -186,8 +188,3 @@ class Window:
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"
-
-
-def _copied(items: Tensor | float | None) -> Tensor | float | None:
-    """Return the same number, which is not changed with the user's tensor."""
-    return items if items is None else items + 0
