@@ -148,6 +148,45 @@ def batches_without_waits(device: str) -> str:
     return f"{count} batches"
 
 
+def keep_busy(device: str) -> None:
+    """Queue products that take a GPU some 50 ms, so that the host runs far ahead of it."""
+    x = torch.ones(*(4096, 4096) if device == "cuda" else (64, 64), device=device)
+    for _ in range(20):
+        x @ x
+
+
+def batches_behind_kernels(device: str) -> str:
+    """Check that batches hold their rows when the device reads them, long after the loop has gone on."""
+    run = accelerator(device)
+    rows = torch.randn(96, 4096, generator=torch.Generator().manual_seed(1))
+    loader, found = run.prepare(DataLoader(TensorDataset(rows), 4, num_workers=2)), []
+    for (x,) in loader:
+        keep_busy(device)
+        torch.full_like(x, float("nan"))  # takes the memory of a batch that was dropped
+        found.append(x.clone())
+    assert torch.equal(torch.cat(found).cpu(), rows), "other rows were read"
+    run.end_training()
+    return f"{len(found)} batches"
+
+
+def saved_among_kernels(device: str) -> str:
+    """Check that saves hold the weights of their moment, amid kernels that change them before and after."""
+    run = accelerator(device)
+    model = run.prepare(nn.Linear(2048, 2048))
+    with tempfile.TemporaryDirectory() as folder, torch.no_grad():
+        for number in range(3):
+            keep_busy(device)
+            model.weight.fill_(number)
+            run.save_state(f"{folder}/{number}", wait=False)
+            model.weight.fill_(-1)
+        for number in range(3):
+            run.load_state(f"{folder}/{number}")
+            found = model.weight.unique().tolist()
+            assert found == [number], f"save {number} holds {found}"
+    run.end_training()
+    return "3 saves"
+
+
 def device_checksums(device: str) -> str:
     """Check that checksums of saved tensors equal those of the CPU."""
     from accel_core.checkpoint.replicas import sums
@@ -317,6 +356,8 @@ CHECKS: tuple[Check, ...] = (
     *(("a step waits for nothing", step_without_waits, (each,), 1) for each in ("no", "bf16", "fp16")),
     ("batches are pinned and not waited for", batches_without_waits, (), 1),
     ("an epoch equals the plain loop", equals_plain, (), 1),
+    ("batches are whole though the device is behind", batches_behind_kernels, (), 1),
+    ("saves in the background are of their moment", saved_among_kernels, (), 1),
     ("checksums on the device", device_checksums, (), 1),
     *(("a checkpoint comes back", saved_and_loaded, (wait,), 1) for wait in (True, False)),
     *(("compiled, with graphs in the second", compiled, (mode,), 1) for mode in (None, "reduce-overhead")),
