@@ -162,7 +162,7 @@ def batches_behind_kernels(device: str) -> str:
     loader, found = run.prepare(DataLoader(TensorDataset(rows), 4, num_workers=2)), []
     for (x,) in loader:
         keep_busy(device)
-        torch.full_like(x, float("nan"))  # takes the memory of a batch that was dropped
+        torch.zeros(x.shape, device=run.device)  # takes the memory of a batch that was dropped
         found.append(x.clone())
     assert torch.equal(torch.cat(found).cpu(), rows), "other rows were read"
     run.end_training()
