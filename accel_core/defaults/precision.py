@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch.amp import GradScaler
@@ -101,16 +101,18 @@ class BFloat16(_Autocast):
 class Float16(_Autocast):
     """Autocast to float16, and one loss scaler per unit.
 
-    The scaler is updated at the first backward after its unit has stepped: never between the steps
-    of two optimizers, never in the middle of another unit's window.
+    The scaler is updated once all optimizers of its unit have stepped, or else at the next backward: never
+    between the steps of two optimizers, never in the middle of another unit's window.
     """
 
     dtype = torch.float16
 
     def __init__(self, config: Any, run: Run) -> None:
         super().__init__(config, run)
-        # Scaler -> the units that stepped with it since its last update.
-        self._stepped: WeakKeyDictionary[GradScaler, set[Unit]] = WeakKeyDictionary()
+        self._stepped: WeakKeyDictionary[GradScaler, set[Optimizer]] = WeakKeyDictionary()
+        """Scaler -> the optimizers that stepped with it since its last update."""
+        self._spent: WeakSet[GradScaler] = WeakSet()
+        """Scalers whose gradients were all applied, with no backward since."""
         self._steppers: dict[Optimizer, _Stepper] = {}
 
     @implements(hooks.refuse_unit)
@@ -129,6 +131,7 @@ class Float16(_Autocast):
         scaler = self._scaler(unit)
         if scaler in self._stepped and not self._accumulating(scaler):
             self._settle(scaler)
+        self._spent.discard(scaler)
         self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
@@ -146,11 +149,20 @@ class Float16(_Autocast):
                 " no loss scaler can follow\nuse mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
+        if scaler in self._spent and scaler.is_enabled():
+            raise AccelError(
+                "mixed_precision fp16: optimizer.step() was called twice after one backward; gradients are"
+                " unscaled already\ncall accelerator.backward(loss) before each step"
+            )
         stepper.applied = False
         self.below.mark_step("host_read")
         with _named(unit):
             scaler.step(stepper)  # type: ignore[arg-type]
-        self._stepped.setdefault(scaler, set()).add(unit)
+        stepped = self._stepped.setdefault(scaler, set())
+        stepped.add(optimizer)
+        if self._sharing(scaler) == [unit] and stepped.issuperset(unit.optimizers):
+            self._settle(scaler)
+            self._spent.add(scaler)
         return stepper.applied
 
     @implements(hooks.save_state)
@@ -173,8 +185,8 @@ class Float16(_Autocast):
     def release(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
-        for stepped in self._stepped.values():  # a unit holds its scaler, and would keep itself alive
-            stepped.discard(unit)
+        for stepped in self._stepped.values():
+            stepped.difference_update(unit.optimizers)
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None
@@ -190,9 +202,12 @@ class Float16(_Autocast):
 
         A new scale would apply to a part of that window only.
         """
-        sharing = [unit for unit in self.run.units if unit.scaler is scaler]
-        waiting = [unit for unit in sharing if unit not in self._stepped[scaler]] if len(sharing) > 1 else []
+        sharing, stepped = self._sharing(scaler), self._stepped[scaler]
+        waiting = [u for u in sharing if stepped.isdisjoint(u.optimizers)] if len(sharing) > 1 else []
         return any(p.grad is not None for unit in waiting for p in unit.named_parameters().values())
+
+    def _sharing(self, scaler: GradScaler) -> list[Unit]:
+        return [unit for unit in self.run.units if unit.scaler is scaler]
 
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)

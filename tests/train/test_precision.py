@@ -66,6 +66,53 @@ def test_an_overflow_skips_the_step_and_the_scheduler_and_is_visible(accelerator
     assert scheduler.get_last_lr() == [0.05]
 
 
+def scales_of(model, scaler, step, steps=9):
+    """Scales after each step, of gradients that overflow in every fourth."""
+    found = []
+    for number in range(steps):
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = model(X).float().mean()
+        step(loss * float("inf") if number % 4 == 1 else loss)
+        found.append(scaler.get_scale())
+    return found
+
+
+def test_after_each_step_the_scale_is_that_of_torchs_own_loop(accelerator_of):
+    options = {"init_scale": 64.0, "growth_interval": 2}
+    accelerator, plain = fp16(accelerator_of, **options), net()
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    by_hand, scaler = SGD(plain.parameters(), lr=0.1), torch.amp.GradScaler("cpu", **options)
+
+    def step(loss):
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def plain_step(loss):
+        scaler.scale(loss).backward()
+        scaler.step(by_hand)
+        scaler.update()
+        by_hand.zero_grad()
+
+    wanted = scales_of(plain, scaler, plain_step)
+    assert {*wanted} == {32.0, 64.0}
+    assert scales_of(model, accelerator.run.units[0].scaler, step) == wanted
+
+
+def test_two_steps_after_one_backward_are_refused_under_a_scaler(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=1024.0)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(X).float().mean())
+    optimizer.step()
+    with pytest.raises(AccelError, match=r"twice after one backward(.|\n)*before each step"):
+        optimizer.step()
+    accelerator.backward(model(X).float().mean())
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+
+
 def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator_of):
     accelerator = fp16(accelerator_of, init_scale=1024.0)
     model = net()

@@ -60,27 +60,30 @@ def test_disabled_it_is_plain_training():
 SCALE = GradScalerKwargs(init_scale=1024.0)
 
 
-def in_fp16():
+def in_fp16(overflows):
     accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[TIMEOUT, SCALE])
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     (unit,) = accelerator.run.units
     with LocalSGD(accelerator, model, 4) as local:
         for step in range(2):
-            overflow = float("inf") if accelerator.process_index == 1 and step == 0 else 1.0
+            overflow = float("inf") if accelerator.process_index == 1 and step == overflows else 1.0
             accelerator.backward(model(torch.ones(2, 4)).sum() * overflow)
             optimizer.step()
             optimizer.zero_grad()
             local.step()
         before = unit.scaler.get_scale()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
     after = unit.scaler.get_scale()
     accelerator.end_training()
     return before, after
 
 
 @together
-def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest():
-    assert run_processes(in_fp16) == [(1024.0, 512.0), (512.0, 512.0)]
+@pytest.mark.parametrize("overflows", [0, 1])
+def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest(overflows):
+    """Also where the last step has overflowed on one of them."""
+    assert run_processes(in_fp16, overflows) == [(1024.0, 512.0), (512.0, 512.0)]
 
 
 def raises_inside():
