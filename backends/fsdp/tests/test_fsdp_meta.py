@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed._tools.mem_tracker import MemTracker
 
 from accel_core import AccelError
+from accel_fsdp import meta
 from accel_testing import run_processes
 
 VERSIONS = (1, 2)
@@ -114,3 +115,32 @@ def test_a_rank_never_holds_more_than_its_part_and_one_block() -> None:
     for held, block, whole in run_processes(peak):
         # Two, as a thread of the process group lets go of what it has sent when it has the time.
         assert whole / 2 <= held < whole / 2 + 2.25 * block
+
+
+class Holding(Tensor):
+    """A tensor of a library: its numbers are in a tensor that it holds, as torchao's are."""
+
+    held: Tensor
+
+    @staticmethod
+    def __new__(cls, held: Tensor, device: Any = "cpu") -> Any:
+        made: Any = Tensor._make_wrapper_subclass(cls, held.shape, dtype=held.dtype, device=device)
+        made.held = held
+        return made
+
+    def to(self, device: torch.device) -> Tensor:  # type: ignore[override]
+        return Holding(self.held.clone(), device)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        return Holding(args[0].held, args[0].device)
+
+
+def test_what_a_librarys_tensor_holds_moves_to_the_device_with_it() -> None:
+    """torchao's weights were on the GPU by name, and their numbers in host memory."""
+    parameter: Any = nn.Parameter(Holding(torch.ones(4)))
+    before = parameter.held
+    meta._move(parameter, torch.device("cuda"))
+    assert parameter.device.type == "cuda"
+    assert parameter.held is not before
+    assert isinstance(parameter, nn.Parameter)

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._random import is_rng_supported_mesh
 
 from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
 
     from accel_fsdp.config import FullyShardedDataParallelPlugin
@@ -82,9 +81,11 @@ def _own(module: nn.Module) -> list[Tensor]:
 
 def _move(tensor: Tensor, device: torch.device) -> None:
     moved = tensor.data.to(device)
-    if torch._has_compatible_shallow_copy_type(tensor, moved):
+    # Subclasses hold tensors of their own, which `.data =` would leave where they were.
+    is_plain = type(moved).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if is_plain and torch._has_compatible_shallow_copy_type(tensor, moved):
         tensor.data = moved
-    else:  # a device whose tensors are a class of their own
+    else:
         _swap(tensor, moved)
 
 
