@@ -7,6 +7,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from importlib import resources
 
 import pytest
@@ -64,6 +65,15 @@ def html(resumed, whole, tmp_path_factory):
     )
     assert done.exit_code == 0, done.output
     return path.read_text("utf-8")
+
+
+def test_a_missing_package_is_named_with_the_command_that_installs_it(whole, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "plotly", None)
+    monkeypatch.delitem(sys.modules, "plotly.offline", raising=False)
+    done = CliRunner().invoke(report, [str(whole[0]), "-o", str(tmp_path / "report.html")])
+    assert done.exit_code == 1
+    assert "needs the package plotly" in done.output
+    assert "pip install plotly" in done.output
 
 
 def data(html):

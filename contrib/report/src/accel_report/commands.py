@@ -40,6 +40,12 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         output.write_text(page(records), encoding="utf-8", errors="backslashreplace")
+    except ModuleNotFoundError as error:  # installed without its dependencies
+        package = str(error.name).partition(".")[0]
+        raise click.ClickException(
+            f"a page needs the package {package}, which is not installed\n"
+            f"pip install {package}; without --output a summary is printed here"
+        ) from error
     except OSError as error:
         raise click.FileError(str(output), str(error)) from error
     click.echo(output)
