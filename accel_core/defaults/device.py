@@ -17,6 +17,13 @@ if TYPE_CHECKING:
     from accel_core.contract.world import World
 
 
+_asked_for: dict[str, int] = {}
+"""Device type -> the index that a run asked for last.
+
+The run made that device current, not the program.
+"""
+
+
 class NativeDevice:
     """Device of the type that the config names. The base layer does the rest."""
 
@@ -44,7 +51,8 @@ class NativeDevice:
 def local_device(kind: str, world: World, index: int | None = None) -> torch.device:
     """Make this process's torch device of type `kind` current, and return it.
 
-    index: of the device; by default the local rank.
+    index: of the device; by default the local rank, or where one process is alone the device that the program
+        itself made current.
 
     Raises:
         LaunchError: this machine has no such device, or fewer than processes.
@@ -52,7 +60,10 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     if kind == "cpu":
         return torch.device("cpu")
     module = torch.get_device_module(kind)
-    index = world.local_rank if index is None else index
+    if index is None:
+        index = _current(module, kind, world)
+    else:
+        _asked_for[kind] = index
     count = module.device_count()
     if count == 1 and index == world.local_rank and _is_a_task():
         index = 0  # the scheduler shows each task its own device
@@ -64,6 +75,14 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     if hasattr(module, "set_device"):
         module.set_device(index)
     return torch.device(kind, index)
+
+
+def _current(module: Any, kind: str, world: World) -> int:
+    is_used = getattr(module, "is_initialized", None)
+    if world.size > 1 or world.local_rank or is_used is None or not is_used():
+        return world.local_rank
+    current: int = getattr(module, "current_device", lambda: 0)()
+    return world.local_rank if current == _asked_for.get(kind) else current
 
 
 def _is_a_task() -> bool:

@@ -387,3 +387,40 @@ def test_a_task_that_sees_one_device_takes_it_and_an_agents_worker_does_not(monk
             local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4))
     else:
         assert local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4)).index == index
+
+
+@pytest.mark.parametrize(
+    ("is_used", "size", "index"),
+    [(True, 1, 2), (False, 1, 0), (True, 4, 1)],
+    ids=["alone", "untouched", "one of several"],
+)
+def test_a_process_alone_trains_on_the_device_that_the_program_made_current(
+    monkeypatch, is_used, size, index
+):
+    """`torch.cuda.set_device(2)` before the Accelerator was undone, and cuda:0 trained."""
+    made_current = []
+    module = SimpleNamespace(
+        device_count=lambda: 4,
+        is_initialized=lambda: is_used,
+        current_device=lambda: made_current[-1] if made_current else 2,
+        set_device=made_current.append,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    rank = 0 if size == 1 else 1
+    world = World(rank=rank, size=size, local_rank=rank, local_size=size)
+    assert local_device("meta", world).index == index
+    assert made_current == [index]
+
+
+def test_a_run_without_an_index_does_not_follow_one_that_asked_for_a_device(monkeypatch):
+    made_current = [0]
+    module = SimpleNamespace(
+        device_count=lambda: 4,
+        is_initialized=lambda: True,
+        current_device=lambda: made_current[-1],
+        set_device=made_current.append,
+    )
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
+    alone = World(rank=0, size=1, local_rank=0, local_size=1)
+    assert local_device("meta", alone, 3).index == 3
+    assert local_device("meta", alone).index == 0
