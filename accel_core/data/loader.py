@@ -19,6 +19,7 @@ from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
 from accel_core.data.process_streams import decode, encode
+from accel_core.data.sampler import PinnableCollate
 from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
@@ -55,8 +56,9 @@ class PreparedLoader(DataLoader[Any]):
         ahead = loader.num_workers > 0 and plan.kind != "stateful"
         if ahead and device_placement and run.config.data.pin_memory and can_pin(run.device):
             self.pin_memory = True  # on the user's loader too, which does so in a thread
-        pinned = bool(self.pin_memory) and can_pin(run.device)
-        self._move = batch_mover(run, moves=device_placement, ahead=ahead, pinned=pinned)
+            plan.inner.__dict__["collate_fn"] = PinnableCollate(plan.inner.collate_fn)
+        pinned, read_here = bool(self.pin_memory) and can_pin(run.device), not loader.num_workers
+        self._move = batch_mover(run, moves=device_placement, ahead=ahead, pinned=pinned, read_here=read_here)
 
     # -- what the user and core ask ---------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Itera
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
 from accel_core.data.process_streams import ProcessStreams
-from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
+from accel_core.data.sampler import PinnableCollate, ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
@@ -93,8 +93,9 @@ class LoaderPlan:
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
-        if self.is_sharded_iterable and name == "collate_fn":
-            return ShareCollate(value, single=not batches)
+        if name == "collate_fn":
+            value = ShareCollate(value, single=not batches) if self.is_sharded_iterable else value
+            return PinnableCollate(value) if isinstance(self.inner.collate_fn, PinnableCollate) else value
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
     def check_unchanged(self, loader: DataLoader[Any]) -> None:

@@ -17,19 +17,25 @@ Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
 
 
-def batch_mover(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Mover | None:
+def batch_mover(
+    run: Run, *, moves: bool, ahead: bool, pinned: bool = False, read_here: bool = False
+) -> Mover | None:
     """Return the function that moves a loader's batches; None if they stay.
 
     moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: batches
     are in pinned memory, so that nothing waits for a copy (torch reuses that memory only after the copy).
+    read_here: in this process, so that the memory may be the user's own.
     """
     device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
-    moves = moves and device.type != "cpu"
-    move = partial(_move, run.hooks.move, device, pinned or run.config.data.non_blocking) if moves else None
+    moves, asked = moves and device.type != "cpu", run.config.data.non_blocking
+    waits = read_here and pinned and not asked and mark is None
+    non_blocking = asked or (pinned and (waits or not read_here))
+    move = partial(_move, run.hooks.move, device, non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     start: Callable[..., Any] | None
     start = move and (partial(_ahead, move, stream) if stream is not None else partial(map, move))
+    start = partial(_in_turn, move, device) if move and waits and stream is None else start
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
     if wrap is not None:
         start = lambda batches: wrap(batches, topology)  # noqa: E731 - one of three
@@ -63,12 +69,28 @@ def _stream(device: torch.device) -> torch.Stream | None:
         return None
 
 
+def _in_turn(move: Callable[[Any], Any], device: torch.device, batches: Iterator[Any]) -> Iterator[Any]:
+    """Move each batch when it is asked for, and read the next one after its copy.
+
+    The next one may be read into the same memory, such as a buffer of the user's collate function.
+    """
+    for batch in batches:
+        moved = [move(batch)]
+        copied = torch.accelerator.current_stream(device).record_event()
+        del batch
+        try:
+            yield moved.pop()
+        finally:
+            copied.synchronize()
+
+
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
     readers: set[torch.Stream] = set()
+    current_stream = torch.accelerator.current_stream  # globals are gone at the interpreter's end
 
     def wait_for_readers() -> None:
         """Have this stream wait for all that reads batches by now."""
-        readers.add(torch.accelerator.current_stream(stream.device))
+        readers.add(current_stream(stream.device))
         for each in readers:
             stream.wait_stream(each)
 
@@ -80,7 +102,7 @@ def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[A
 
     try:
         for (batch, moved), _ in with_last(map(start, batches)):
-            reader = torch.accelerator.current_stream(stream.device)
+            reader = current_stream(stream.device)
             readers.add(reader)
             reader.wait_event(moved)
             yield batch

@@ -6,13 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
+import torch
 from attrs import define, field, frozen
+from torch import Tensor
 from torch.utils.data import get_worker_info
 
 from accel_core.data.position import Progress
 from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
+from accel_core.distributed.nested import recursively_apply, values
 
 
 @define(eq=False, kw_only=True)
@@ -90,6 +93,32 @@ class ShareCollate:
     def __call__(self, found: Shares) -> Shares:
         shares, real = found
         return [self.collate(samples[0] if self.single else samples) for samples in shares], real
+
+
+@frozen
+class PinnableCollate:
+    """Collate function for pinned batches: the user's, without expanded tensors.
+
+    torch pins no tensor of which several elements are one in memory.
+    """
+
+    collate: Callable[[Any], Any]
+
+    def __call__(self, samples: Any) -> Any:
+        batch = self.collate(samples)
+        if not any(map(_is_expanded, values(batch))):
+            return batch
+        return recursively_apply(_whole, batch, test_type=_is_expanded)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.contiguous()
+
+
+def _is_expanded(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
+        return False
+    return any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True))
 
 
 @frozen

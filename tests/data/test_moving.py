@@ -194,5 +194,57 @@ def test_what_workers_read_for_a_device_that_torch_pins_for_is_pinned_and_not_wa
     assert waits == [bool(asked), True]
 
 
+@pytest.mark.parametrize(("asked", "waited"), [({}, ["copied"]), ({"non_blocking": True}, [])])
+def test_the_next_batch_is_read_here_once_a_pinned_one_is_copied(monkeypatch, asked, waited):
+    events = []
+
+    class Queue:
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            events.append("copied")
+
+    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Queue())
+
+    def move(batch, device, non_blocking):
+        events.append(f"moves {batch}, {non_blocking}")
+        return batch
+
+    def read():
+        for batch in range(2):
+            events.append(f"reads {batch}")
+            yield batch
+
+    (run,) = world(device="meta", move=move, **asked)
+    loader = prepare_loader(DataLoader(Numbers(4), 2, pin_memory=True), run)
+    assert list(loader._move(read())) == [0, 1]
+    assert events == ["reads 0", "moves 0, True", *waited, "reads 1", "moves 1, True", *waited]
+    first = loader._move(read())
+    next(first)
+    del first  # the next loop may read at once
+    assert events[-len(waited) - 2 :] == ["reads 0", "moves 0, True", *waited]
+
+
+def expanding(samples):
+    one = torch.tensor(samples)
+    return {"mask": [one[:, None].expand(-1, 3)], "turned": torch.ones(2, 3).t(), "words": ("a", 1)}
+
+
+def test_tensors_that_torch_does_not_pin_are_made_whole_by_workers(monkeypatch):
+    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
+    (run,) = world(device="meta", move=lambda batch, device, non_blocking: batch)
+    loader = prepare_loader(DataLoader(Numbers(4), 2, num_workers=1, collate_fn=expanding), run)
+    loader.pin_memory = False  # there is no device
+    for number, batch in enumerate(loader):
+        ((mask,), turned, words) = batch.values()
+        assert mask.tolist() == [[2 * number] * 3, [2 * number + 1] * 3]
+        assert (mask.stride(), turned.stride(), words) == ((3, 1), (1, 3), ("a", 1))
+    assert loader.collate_fn is expanding
+    loader.collate_fn = lambda samples: torch.zeros(1).expand(3)
+    assert loader._plan.inner.collate_fn([]).stride() == (1,)
+
+
 def test_nothing_is_pinned_for_a_device_that_is_not_torchs_accelerator():
     assert not can_pin(torch.device("meta"))
