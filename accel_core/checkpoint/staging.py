@@ -35,21 +35,36 @@ def staged(
     The host waits for the device once a piece, and the device copies the next piece meanwhile, on a stream of
     its own. Each piece is valid until the next one is asked for, or, if `kept` is given, for good.
 
-    kept: pinned memory, a tensor for each piece, which this call adds to where there is none yet.
+    tensors: those of other devices are waited for one by one. kept: pinned memory, a tensor for each piece,
+    which this call adds to where there is none yet.
     """
     stream = _stream(device)
-    buffers: list[Tensor] = [] if kept is None else kept
+    try:
+        yield from _staged(
+            map(_flat, tensors), device, stream, [] if kept is None else kept, reuse=kept is None
+        )
+    except (
+        BaseException
+    ):  # Ctrl-C too: a copy that is still to come would overwrite what the next save stages
+        stream.synchronize()
+        raise
+
+
+def _staged(
+    flat: Iterable[Tensor], device: torch.device, stream: torch.Stream, buffers: list[Tensor], *, reuse: bool
+) -> Iterator[Tensor]:
     waiting: tuple[Tensor, torch.Event, list[Tensor]] | None = None
-    for number, parts in enumerate(pieces(map(_flat, tensors), PIECE_BYTES)):
+    for number, parts in enumerate(pieces(flat, PIECE_BYTES)):
         sizes = [part.numel() for part in parts]
-        place = number % 2 if kept is None else number
+        place = number % 2 if reuse else number
         if place == len(buffers):
             buffers.append(_pinned(sum(sizes)))
         filled = buffers[place][: sum(sizes)]
         stream.wait_stream(torch.accelerator.current_stream(device))
         with stream:
             for view, part in zip(filled.split(sizes), parts, strict=True):
-                view.copy_(part, non_blocking=True)
+                # Another device copies on a stream of its own, which the event below knows nothing of.
+                view.copy_(part, non_blocking=part.device == device)
             copied = stream.record_event()
         if waiting is not None:
             yield _arrived(*waiting)

@@ -77,6 +77,39 @@ def pieces() -> list[tuple[bool, int, int]]:
     return found
 
 
+def of_two_devices() -> tuple[bool, int]:
+    """Whether the bytes of two devices' tensors arrive; waits for the second one's, on another stream."""
+    from accel_testing.simulated.device import simulate
+
+    module = simulate("sim", devices=2)
+    stage()
+    from accel_core.checkpoint.staging import staged
+
+    tensors = [torch.full((50,), float(number)) for number in range(6)]
+    here = [each.to(f"sim:{number % 2}") for number, each in enumerate(tensors)]
+    before = module.waits
+    got = b"".join(bytes(part.numpy().data) for part in staged(here, here[0].device))
+    return got == b"".join(bytes(each.numpy().data) for each in tensors), module.waits - before
+
+
+def cut_short() -> int:
+    """Waits of the host once a save has ended in its first piece."""
+    from accel_testing.simulated.device import simulate
+
+    simulate("sim")
+    stage()
+    from accel_core.checkpoint.staging import staged
+
+    parts = staged([torch.ones(1000, device="sim")], torch.device("sim", 0), [])
+    next(parts)
+    before = Stream.waited
+    try:
+        parts.throw(KeyboardInterrupt)  # type: ignore[attr-defined]
+    except KeyboardInterrupt:
+        return Stream.waited - before
+    return 0
+
+
 def save(folder: str, wait: bool, pins: bool = True) -> tuple[bool, int]:
     """Whether what comes back equals what was saved; and whether the save went through pieces."""
     simulated.declare(Path(folder) / "plugins")

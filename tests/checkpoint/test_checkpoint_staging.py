@@ -17,6 +17,14 @@ def test_the_bytes_of_any_tensors_arrive_and_the_host_waits_once_a_piece():
     assert awkward[2] == 0
 
 
+def test_the_host_waits_for_each_tensor_of_another_device():
+    assert run_processes(staging_job.of_two_devices, world=1) == [(True, 6)]  # three, each in two pieces
+
+
+def test_no_copy_is_still_to_come_once_a_save_has_been_cut_short():
+    assert run_processes(staging_job.cut_short, world=1) == [1]
+
+
 @pytest.mark.parametrize("wait", [True, False])
 def test_what_was_saved_from_a_device_comes_back(tmp_path, wait):
     ((same, waited),) = run_processes(staging_job.save, str(tmp_path), wait, world=1)
