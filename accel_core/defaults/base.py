@@ -24,7 +24,7 @@ from accel_core.contract.world import Collectives, Topology
 from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
-from accel_core.distributed.nested import can_pin, send_to_device
+from accel_core.distributed.nested import can_pin, recursively_apply, send_to_device
 from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import no_op
@@ -47,6 +47,8 @@ class Base(BaseState):
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._copy_gradients: Callable[[Unit], None] | None = None
+        """None if no model is recorded as graphs."""
 
     # -- set-up ----------------------------------------------------------------------------------
 
@@ -122,13 +124,16 @@ class Base(BaseState):
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if phase == "compile":
             # late: start-up need not wait for it
-            from accel_core.training.compile import compile_model, keep_gradients, records_graphs, run_eagerly
+            from accel_core.training import compile as compiling
 
-            config = self.run.config.compile
-            compiled = compile_model(model, config, unit.hooks.compile_options())
-            unit.detach.extend(partial(run_eagerly, module) for module in compiled)
-            if compiled and records_graphs(config) and keep_gradients not in self.run.after_backward:
-                self.run.after_backward.append(keep_gradients)
+            config, graphs = self.run.config.compile, compiling.comes_with_graphs(model)
+            compiled = compiling.compile_model(model, config, unit.hooks.compile_options())
+            unit.detach.extend(partial(compiling.run_eagerly, module) for module in compiled)
+            graphs = graphs or bool(compiled and compiling.records_graphs(config))
+            if graphs:
+                self._copy_gradients = compiling.copy_gradients
+                if compiling.keep_gradients not in self.run.after_backward:
+                    self.run.after_backward.append(compiling.keep_gradients)
         return model
 
     @implements(hooks.place_model)
@@ -207,7 +212,7 @@ class Base(BaseState):
         forward_only: bool,
     ) -> StepOutput:
         losses, outputs = [], []
-        steps, model = unit.steps, unit.wrapped[0]
+        steps, model, copy_gradients = unit.steps, unit.wrapped[0], self._copy_gradients
         taken = [next(batches) for _ in range(microbatches or unit.window.size)]
         unit.window.fill(len(taken))
         divisor = unit.window.divisor
@@ -221,6 +226,9 @@ class Base(BaseState):
                 loss, output = forward_loss(model, batch)
                 if not forward_only:
                     unit.hooks.backward(unit, loss / divisor, last, {})
+            if copy_gradients is not None and not last:  # the next replay of a graph takes the memory
+                copy_gradients(unit)
+                loss, output = loss.clone(), recursively_apply(torch.clone, output)
             losses.append(loss.detach())
             outputs.append(output)
         return StepOutput(loss=torch.stack(losses).sum() / divisor, outputs=tuple(outputs))

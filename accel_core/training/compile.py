@@ -74,14 +74,31 @@ def records_graphs(config: TorchDynamoPlugin) -> bool:
     return config.mode in modes or config.backend == "cudagraphs" or bool(options.get("triton.cudagraphs"))
 
 
-def keep_gradients(units: Iterable[Unit]) -> None:
-    """Copy gradients that wait for more of their window.
+def comes_with_graphs(model: nn.Module) -> bool:
+    """Return True if the user compiled the model, or a part of it, to graphs."""
+    return any(_is_told_to_record(module) for module in model.modules() if _is_compiled(module))
 
-    A graph's backward leaves them in memory that its next replay takes: torch raises then, see
+
+def _is_told_to_record(module: nn.Module) -> bool:
+    compiled: Any = module._compiled_call_impl or module
+    config = compiled.get_compiler_config() if hasattr(compiled, "get_compiler_config") else None
+    return bool(config and config.get("triton.cudagraphs"))
+
+
+def keep_gradients(units: Iterable[Unit]) -> None:
+    """Copy gradients that wait for more of their window."""
+    for unit in units:
+        if not unit.window.boundary:
+            copy_gradients(unit)
+
+
+def copy_gradients(unit: Unit) -> None:
+    """Take a unit's gradients out of a graph's memory.
+
+    Its backward leaves them in memory that its next replay takes: torch raises then, see
     https://github.com/pytorch/pytorch/issues/169545.
     """
-    waiting = (unit for unit in units if not unit.window.boundary)
-    for parameter in (p for unit in waiting for model in unit.models for p in model.parameters()):
+    for parameter in (p for model in unit.models for p in model.parameters()):
         if parameter.grad is not None:
             parameter.grad = parameter.grad.clone()
 

@@ -97,6 +97,21 @@ def test_the_mode_that_replays_graphs_reaches_torch(accelerator_of, monkeypatch)
     assert (told["backend"], told["mode"]) == ("inductor", "reduce-overhead")
 
 
+def kept_from_replays(accelerator, model, forward):
+    """Return whether each micro-batch of a window of two leaves its gradients outside of a graph's memory."""
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), 0.1))
+    memory = []  # of what a backward leaves, which a graph's next replay would write into
+    next(model.parameters()).register_hook(lambda gradient: memory.append(gradient.data_ptr()))
+    kept = []
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(forward(model)(X).sum())
+            kept.append(next(model.parameters()).grad.data_ptr() not in memory)
+            optimizer.step()
+            optimizer.zero_grad()
+    return kept
+
+
 @pytest.mark.parametrize("options", [{"mode": "reduce-overhead"}, {"options": {"triton.cudagraphs": True}}])
 def test_gradients_that_wait_for_their_window_are_kept_from_the_replay_of_a_graph(
     accelerator_of, monkeypatch, options
@@ -104,20 +119,51 @@ def test_gradients_that_wait_for_their_window_are_kept_from_the_replay_of_a_grap
     monkeypatch.setattr(torch, "compile", lambda call, **_: call)
     plugin = TorchDynamoPlugin(backend="inductor", **options)
     accelerator = accelerator_of(dynamo_plugin=plugin, gradient_accumulation_steps=2)
-    inner = net()
-    model, optimizer = accelerator.prepare(inner, torch.optim.SGD(inner.parameters(), 0.1))
-    memory = []  # of what a backward leaves, which a graph's next replay would write into
-    next(model.parameters()).register_hook(lambda gradient: memory.append(gradient.data_ptr()))
-
-    kept = []
-    for _ in range(2):
-        with accelerator.accumulate(model):
-            accelerator.backward(model(X).sum())
-            kept.append(next(model.parameters()).grad.data_ptr() not in memory)
-            optimizer.step()
-            optimizer.zero_grad()
-
+    kept = kept_from_replays(accelerator, net(), lambda model: model)
     assert kept[0], "the gradient of the first micro-batch is in the graph's memory"
+
+
+@pytest.mark.parametrize("part", [False, True])
+@pytest.mark.parametrize("mode", ["reduce-overhead", "default"])
+def test_so_are_those_of_a_model_that_the_user_compiled_with_graphs(accelerator_of, mode, part):
+    model = net()
+    eager = nn.Sequential(*map(copy.copy, model))  # of the same parameters
+    if part:
+        model[0].compile(mode=mode)
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    kept = kept_from_replays(accelerator, model if part else torch.compile(model, mode=mode), lambda _: eager)
+    assert kept[0] == (mode == "reduce-overhead")
+
+
+def test_a_window_that_is_run_as_a_whole_keeps_all_of_it_from_the_replay_of_a_graph(
+    accelerator_of, monkeypatch
+):
+    monkeypatch.setattr(torch, "compile", lambda call, **_: call)
+    plugin = TorchDynamoPlugin(backend="inductor", mode="reduce-overhead")
+    accelerator = accelerator_of(dynamo_plugin=plugin, gradient_accumulation_steps=2)
+    model = net()
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), 0.1))
+    left, gradients = [], []  # in a graph's memory
+    next(model.parameters()).register_hook(gradients.append)
+
+    def forward_loss(model, x):
+        if gradients:
+            (gradient,) = gradients
+            assert next(model.parameters()).grad.data_ptr() != gradient.data_ptr()
+            for tensor in (*left, gradient):
+                tensor.detach().fill_(float("nan"))  # this replay takes their memory
+        output = model(x)
+        left.extend((output, output.sum()))
+        return left[-1], {"output": output}
+
+    found = accelerator.forward_backward(model, [X, X], forward_loss)
+    want = net()
+    loss = want(X).sum()
+    loss.backward()
+    assert torch.allclose(found.loss, loss)
+    assert torch.allclose(found.outputs[0]["output"], want(X))
+    for parameter, expected in zip(model.parameters(), want.parameters(), strict=True):
+        assert torch.allclose(parameter.grad, expected.grad)
 
 
 def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs):
