@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -300,6 +301,8 @@ class Accelerator(Ranks, Training, States):
         run.registered.clear()
         run.checkpoints.free_memory()
         self._accumulations.clear()
+        # Sharded and compiled models hold each other in cycles, which Python would keep for long.
+        gc.collect()
         run.hooks.empty_cache()
         return [None] * len(objects)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 
 import pytest
 import torch
@@ -263,6 +264,15 @@ def test_free_memory_forgets_everything(accelerator):
     assert accelerator.run.units == []
     accelerator.prepare(model, optimizer)
     assert len(accelerator.run.units) == 1
+
+
+def test_free_memory_collects_what_is_in_a_cycle(accelerator):
+    model = net()
+    model.forward_of = model.forward  # as wrapped models have
+    gone = weakref.ref(accelerator.prepare(model))
+    del model
+    accelerator.free_memory()
+    assert gone() is None
 
 
 def test_what_was_prepared_before_free_memory_is_prepared_anew(accelerator_of):
