@@ -11,7 +11,16 @@ import pytest
 import torch
 from big_model_problems import Model, ids, model, shards
 
-from accel_big_models import dispatch, empty_weights, load, moving, offload, undo, weights_of
+from accel_big_models import (
+    DispatchedPlugin,
+    dispatch,
+    empty_weights,
+    load,
+    moving,
+    offload,
+    undo,
+    weights_of,
+)
 from accel_big_models.hooks import enters_of
 from accel_big_models.moving import Mover
 from accel_big_models.planning import plan, plan_from_map
@@ -303,3 +312,25 @@ def gradients_of_adapters() -> list[torch.Tensor]:
         each(ids()).square().mean().backward()
         got.append(adapter.weight.grad.cpu())
     return got
+
+
+@pytest.mark.parametrize(
+    "options", [{"device_map": {"": "cpu"}}, {"device_map": {"": "disk"}}, {"memory": {"cpu": "1GiB"}}]
+)
+def test_a_run_computes_on_its_device_what_has_places_on_the_host_only(options, want):
+    plugins = [DispatchedPlugin(**options)]
+    accelerator = Accelerator(device="sim", strategy="dispatched", plugins=plugins)
+    base = model().requires_grad_(False)
+    base.head = torch.nn.Sequential(base.head, torch.nn.Linear(base.head.out_features, 8))
+    trained = base.head[1].weight
+    target, _ = accelerator.prepare(base, torch.optim.SGD([trained], lr=0.1))
+    seen = []
+    target.blocks[1].register_forward_pre_hook(
+        lambda module, args: seen.append((args[0].device.type, module.gain.device.type))
+    )
+    with torch.no_grad():
+        target(ids().to("sim"))
+    accelerator.end_training()
+
+    assert seen == [("sim", "sim")]
+    assert trained.device.type == "sim"

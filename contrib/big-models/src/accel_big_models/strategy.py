@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from attrs import evolve
 from torch import nn
 
 from accel_big_models.arranging import arrange
@@ -118,12 +119,20 @@ class Dispatched:
             engine.hold(unwritten=True)
 
     def _plan(self, model: nn.Module) -> Plan:
-        whole = self.config.whole or None
-        if self.config.device_map is not None:
-            return plan_from_map(model, self.config.device_map, whole=whole)
-        given: Any = self.config.memory
-        if given is not None:
-            return plan(model, given, whole=whole)
+        whole, given = self.config.whole or None, cast("Any", self.config.memory)
+        if self.config.device_map is not None or given is not None:
+            mapped = self.config.device_map
+            made = (
+                plan(model, given, whole=whole)
+                if mapped is None
+                else plan_from_map(model, mapped, whole=whole)
+            )
+            # Without a device among its places, blocks are computed where the run's inputs are.
+            return (
+                made
+                if made.device.type != "cpu"
+                else evolve(made, device=_device(place_name(self.run.device)))
+            )
         places = dict.fromkeys((self.run.device, "cpu"))
         memory: dict[Any, Any] = {place: self._free(_device(place)) for place in places}
         return plan(model, {**memory, "disk": "1000TB"}, whole=whole)
