@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from fsdp_problem import GPT, accelerator, net, plugin
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +29,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration, LocalSGD
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.checks import STRATEGIES
+from accel_fsdp.fsdp2 import Sharded
+from accel_fsdp.tensor_config import TorchTensorParallelPlugin
+from accel_fsdp.tensor_parallel import TensorParallel
 from accel_fsdp.wrapping import groups
 from accel_testing import run_processes
 
@@ -214,6 +219,20 @@ def device_only() -> str:
         run.prepare(model, optimizer)
     run.end_training()
     return str(caught.value)
+
+
+@pytest.mark.parametrize(("carried", "names"), [("cuda:gloo,cpu:gloo", 2), ("cuda:nccl,cpu:gloo", 0)])
+def test_a_device_whose_tensors_gloo_would_gather_is_refused(
+    monkeypatch: pytest.MonkeyPatch, carried: str, names: int
+) -> None:
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: carried)
+    run: Any = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(size=2))
+    config = plugin("mlp", 2)
+    unit: Any = SimpleNamespace(models=[], plugin=SimpleNamespace(config=config))
+    parallel = TensorParallel(TorchTensorParallelPlugin(tp_size=2), run)
+    found = [*Sharded(config, run).refuse_unit(unit, [], []), *parallel.refuse_unit(unit, [], [])]
+    assert [text.partition(" ")[0] for text in found] == ["'fsdp'", "'tensor-parallel'"][:names]
 
 
 def test_an_optimizer_of_the_device_is_refused_with_cpu_offload() -> None:

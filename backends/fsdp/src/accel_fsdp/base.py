@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import ConfigError, hooks, implements
 from accel_fsdp import alone, dims, meta
+from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
 from accel_fsdp.parameters import is_guarded, with_hooks
@@ -82,6 +83,7 @@ class FullyShardedDataParallel:
     ) -> Sequence[str]:
         whole = {p for model in models for module in ignored(model, self.config) for p in module.parameters()}
         return [
+            *refused_carrier(self.run, "fsdp"),
             *(reason for model in models if (reason := _trains_whole(model, whole))),
             *(reason for model in models if (reason := _sharded_before(model))),
             *_sharing([*unit.models, *models]),

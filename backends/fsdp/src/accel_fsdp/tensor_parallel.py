@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 
 from accel_core import AccelError, MeshDim, hooks, implements
 from accel_fsdp.agreement import refuse_whole_inputs
+from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.plans import plan_of
 from accel_fsdp.tensor_config import TorchTensorParallelPlugin
 
@@ -50,8 +51,10 @@ class TensorParallel:
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
         version = getattr(unit.plugin.config, "fsdp_version", None)
-        if self.config.tp_size == 1 or version != 1:
+        if self.config.tp_size == 1:
             return ()
+        if version != 1:
+            return refused_carrier(self.run, "tensor-parallel")
         reason = (
             f"tensor-parallel.tp_size is {self.config.tp_size}, but fsdp.fsdp_version 1 stores weights flat,"
             " not as parts of layers\nset fsdp.fsdp_version: 2"
