@@ -2,8 +2,9 @@
 
 `python tools/gpu_figures.py proof.json` keeps the file as `benchmarks/gpu.json`, and writes its figures,
 with the device's name, into docs/tested.md, and a line into the READMEs, each between the marks of a page.
-Several files of one device are one proof, for machines that end a command early. Without a file it writes
-the pages anew from the one that is kept. `--check` compares. Imports no torch.
+Several files of one device are one proof, for machines that end a command early; those of several devices
+follow each other. Without a file it writes the pages anew from what is kept. `--check` compares. Imports no
+torch.
 """
 # ruff: noqa: INP001, T201  # a script
 
@@ -62,29 +63,31 @@ def _is_whole(part: Mapping[str, Any]) -> bool:
     return in_lines and isinstance(part["seconds"], float | int) and not any("\n" in word for word in words)
 
 
-def merged(files: Sequence[Path]) -> Proof | None:
-    """Return one proof of several, of which the last that ran a part counts."""
-    proofs = [read(file) for file in files]
-    if not proofs:
-        return None
-    devices = {(proof["device"], proof["torch"]) for proof in proofs}
-    if len(devices) > 1:
-        raise SystemExit(f"these are of {sorted(devices)}, and a page tells of one device and one torch")
+def merged(proofs: Sequence[Proof]) -> list[Proof]:
+    """Return one proof for each device and torch; the last that ran a part counts."""
+    of_device: dict[tuple[str, str], list[Proof]] = {}
+    for proof in proofs:
+        of_device.setdefault((proof["device"], proof["torch"]), []).append(proof)
+    return [_one(same) for same in of_device.values()]
+
+
+def _one(proofs: Sequence[Proof]) -> Proof:
     parts: dict[str, Mapping[str, Any]] = {}
     for part in (part for proof in proofs for part in proof["parts"]):
         if part["name"] not in parts or part["result"] not in NOT_RUN:
             parts[part["name"]] = part
     if all(part["result"] in NOT_RUN for part in parts.values()):
-        raise SystemExit(f"{files[-1]} shows nothing of a GPU: of {len(parts)} parts none ran")
+        device = proofs[0]["device"]
+        raise SystemExit(f"the proof of {device} shows nothing of it: of {len(parts)} parts none ran")
     return {**proofs[-1], "parts": [*parts.values()]}
 
 
-def line(proof: Proof | None, link: str) -> str:
-    """Say in a sentence what ran."""
-    if proof is None:
+def line(proofs: Sequence[Proof], link: str) -> str:
+    """Say in a sentence for each device what ran."""
+    if not proofs:
         return _wrapped(f"{NONE}; [what ran where]({link}) says what that leaves open.")
-    where = f"[The figures]({link}#on-a-gpu) name each part; no other accelerator was seen."
-    return _wrapped(f"Seen on one {_sum(proof)} {where}")
+    seen = " ".join(f"Seen on one {_sum(proof)}" for proof in proofs)
+    return _wrapped(f"{seen} [The figures]({link}#on-a-gpu) name each part; no other accelerator was seen.")
 
 
 def _sum(proof: Proof) -> str:
@@ -96,11 +99,15 @@ def _sum(proof: Proof) -> str:
     return f"{proof['device']} (torch {proof['torch']}{when}): of {results.total()} parts {counts}."
 
 
-def page(proof: Proof | None) -> str:
+def page(proofs: Sequence[Proof]) -> str:
     """Write a row for each part, and the tables of those that measure."""
-    if proof is None:
+    if not proofs:
         command = "`tools/gpu_proof.py` is what runs on the first one, and `tools/gpu_figures.py` writes"
         return _wrapped(f"{NONE}. {command} its figures here.")
+    return "\n\n".join(map(_of_device, proofs))
+
+
+def _of_device(proof: Proof) -> str:
     lines = [
         _wrapped(f"Seen on one {_sum(proof)}"),
         "",
@@ -120,9 +127,9 @@ def _wrapped(text: str) -> str:
     return textwrap.fill(text, 119, break_long_words=False, break_on_hyphens=False)
 
 
-def pages(root: Path, proof: Proof | None) -> dict[Path, str]:
+def pages(root: Path, proofs: Sequence[Proof]) -> dict[Path, str]:
     """Return the text of each page with what is between its marks written anew."""
-    found = {PAGE: page(proof), **{file: line(proof, link) for file, link in LINES.items()}}
+    found = {PAGE: page(proofs), **{file: line(proofs, link) for file, link in LINES.items()}}
     written = {}
     for file, text in found.items():
         old = (root / file).read_text(encoding="utf-8")
@@ -142,14 +149,17 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with 1 if a page is stale")
     given = parser.parse_args()
     kept = given.root / KEPT
-    proof = merged(given.proofs or ([kept] if kept.exists() else []))
-    fresh = pages(given.root, proof)
+    found = [read(file) for file in given.proofs]
+    if not found and kept.exists():
+        found = json.loads(kept.read_text(encoding="utf-8"))
+    proofs = merged(found)
+    fresh = pages(given.root, proofs)
     stale = [file for file, text in fresh.items() if file.read_text(encoding="utf-8") != text]
     if given.check:
         print("\n".join(f"{file} is stale: run tools/gpu_figures.py" for file in stale) or "the pages agree")
         return int(bool(stale))
     if given.proofs:
-        kept.write_text(json.dumps(proof, indent=2) + "\n", encoding="utf-8")
+        kept.write_text(json.dumps(proofs, indent=2) + "\n", encoding="utf-8")
     for each in stale:
         each.write_text(fresh[each], encoding="utf-8")
     return 0

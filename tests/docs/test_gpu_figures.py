@@ -107,13 +107,18 @@ def test_several_runs_of_one_device_are_one_proof(checkout: Path) -> None:
     assert "of 2 parts 2 ok" in texts(checkout)["README.md"].replace("\n", " ")
 
 
-def test_runs_of_two_devices_are_refused(checkout: Path) -> None:
+def test_runs_of_two_devices_follow_each_other(checkout: Path) -> None:
     other = checkout / "other"
     other.mkdir()
-    refused = write("--root", checkout, proof(checkout), proof(other, device="NVIDIA A100"))
 
-    assert refused.returncode == 1
-    assert "NVIDIA A100" in refused.stderr
+    given = proof(checkout), proof(other, device="NVIDIA A100", parts=[part("Llama", "ok")])
+    assert write("--root", checkout, *given).returncode == 0
+
+    for text in texts(checkout).values():
+        words = text.replace("\n", " ")
+        assert words.index("NVIDIA H200") < words.index("of 3 parts") < words.index("NVIDIA A100")
+        assert words.index("NVIDIA A100") < words.index("of 1 parts 1 ok")
+    assert write("--root", checkout, "--check").returncode == 0
 
 
 def test_a_page_that_was_edited_is_stale(checkout: Path) -> None:
