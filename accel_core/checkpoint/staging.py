@@ -38,14 +38,11 @@ def staged(
     tensors: those of other devices are waited for one by one. kept: pinned memory, a tensor for each piece,
     which this call adds to where there is none yet.
     """
-    stream = _stream(device)
+    stream, buffers = _stream(device), [] if kept is None else kept
     try:
-        yield from _staged(
-            map(_flat, tensors), device, stream, [] if kept is None else kept, reuse=kept is None
-        )
-    except (
-        BaseException
-    ):  # Ctrl-C too: a copy that is still to come would overwrite what the next save stages
+        yield from _staged(map(_flat, tensors), device, stream, buffers, reuse=kept is None)
+    except BaseException:
+        # Ctrl-C too: a copy that is still to come would overwrite what the next save stages.
         stream.synchronize()
         raise
 

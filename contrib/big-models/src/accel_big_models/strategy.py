@@ -119,23 +119,22 @@ class Dispatched:
             engine.hold(unwritten=True)
 
     def _plan(self, model: nn.Module) -> Plan:
-        whole, given = self.config.whole or None, cast("Any", self.config.memory)
-        if self.config.device_map is not None or given is not None:
-            mapped = self.config.device_map
-            made = (
-                plan(model, given, whole=whole)
-                if mapped is None
-                else plan_from_map(model, mapped, whole=whole)
-            )
-            # Without a device among its places, blocks are computed where the run's inputs are.
-            return (
-                made
-                if made.device.type != "cpu"
-                else evolve(made, device=_device(place_name(self.run.device)))
-            )
-        places = dict.fromkeys((self.run.device, "cpu"))
-        memory: dict[Any, Any] = {place: self._free(_device(place)) for place in places}
-        return plan(model, {**memory, "disk": "1000TB"}, whole=whole)
+        mapped, given, whole = (
+            self.config.device_map,
+            cast("Any", self.config.memory),
+            self.config.whole or None,
+        )
+        if mapped is not None:
+            made = plan_from_map(model, mapped, whole=whole)
+        elif given is not None:
+            made = plan(model, given, whole=whole)
+        else:
+            places = dict.fromkeys((self.run.device, "cpu"))
+            memory: dict[Any, Any] = {place: self._free(_device(place)) for place in places}
+            made = plan(model, {**memory, "disk": "1000TB"}, whole=whole)
+        if made.device.type == "cpu":  # no device among its places: blocks are computed where inputs are
+            made = evolve(made, device=_device(place_name(self.run.device)))
+        return made
 
     def _free(self, device: torch.device) -> int:
         """Ask the device's plugin, then torch, for the bytes that can be allocated."""
