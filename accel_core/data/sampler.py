@@ -15,7 +15,7 @@ from accel_core.data.position import Progress
 from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
-from accel_core.distributed.nested import recursively_apply, values
+from accel_core.distributed.nested import recursively_apply, walk
 
 
 @define(eq=False, kw_only=True)
@@ -106,7 +106,7 @@ class PinnableCollate:
 
     def __call__(self, samples: Any) -> Any:
         batch = self.collate(samples)
-        if not any(map(_is_expanded, values(batch))):
+        if not any(_is_expanded(value) for _, value in walk(batch)):
             return batch
         return recursively_apply(_whole, batch, test_type=_is_expanded)
 

@@ -229,14 +229,6 @@ def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
             yield from walk(child, f"{place}[{key!r}]")
 
 
-def values(value: Any) -> Iterator[Any]:
-    """Yield a structure and each value in it."""
-    yield value
-    if not isinstance(value, (Tensor, str, int, float)) and (found := _children(value)) is not None:
-        for child in found[1]:
-            yield from values(child)
-
-
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Copy a structure with each child changed; _LEAF for a leaf."""
     kind = type(value)
