@@ -136,7 +136,7 @@ def run(proof: Proof, chosen: Sequence[Task], jobs: int, ends: float) -> None:
         result, text = task.call(ends - started) if started < ends else ("out of time", "")
         proof.add(task.number, task.name, result, time.monotonic() - started, text)
 
-    if jobs == 1:
+    if jobs <= 1:
         for task in chosen:
             one(task)
         return
