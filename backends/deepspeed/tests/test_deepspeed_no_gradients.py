@@ -16,9 +16,9 @@ from accel_testing import run_processes
 pytestmark = pytest.mark.timeout(300)
 
 
-def stepped(stage: int, clips: bool) -> list[Any]:
-    """Return what a step says before any backward and after a step, and how far it moved a tiny model."""
-    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+def stepped(config: dict[str, Any], clips: bool) -> list[Any]:
+    """Return what a step says before any backward and after a step, and if it moved a tiny model."""
+    ours = accelerator(DeepSpeedPlugin(hf_ds_config=config))
     model: Any = nn.Linear(2, 1, bias=False)  # one rank holds nothing but padding
     model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
@@ -43,11 +43,25 @@ def stepped(stage: int, clips: bool) -> list[Any]:
     return said
 
 
+OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
+BF16 = {"bf16": {"enabled": True}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    **{f"zero{stage}": {"zero_optimization": {"stage": stage}} for stage in range(4)},
+    **{f"zero{stage} offloaded": {"zero_optimization": {"stage": stage, **OFFLOADED}} for stage in (1, 2, 3)},
+    **{f"zero{stage} bf16": {"zero_optimization": {"stage": stage}, **BF16} for stage in (0, 1)},
+    "zero1 bf16, summed in fp32": {
+        "zero_optimization": {"stage": 1},
+        "data_types": {"grad_accum_dtype": "fp32"},
+        **BF16,
+    },
+}
+
+
 @pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_after_no_backward_is_an_error_and_moves_nothing(stage: int, clips: bool) -> None:
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_a_step_after_no_backward_is_an_error_and_moves_nothing(config: dict[str, Any], clips: bool) -> None:
     for first, is_still, moves_not, later, is_still_again, moves_not_again in run_processes(
-        stepped, stage, clips, world=2, timeout=200
+        stepped, config, clips, world=2, timeout=200
     ):
         for said in (first, later):
             assert said.startswith("DeepSpeed: no gradient since the last optimizer.step()")

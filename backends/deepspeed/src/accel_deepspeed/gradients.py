@@ -214,7 +214,7 @@ class Masters(Gradients):
 
     @property
     def has_any(self) -> bool:
-        return True  # DeepSpeed fills them with zeros itself
+        return super().has_any or any(map(any, self.optimizer.fp32_groups_has_gradients))
 
     def tensors(self) -> list[Tensor]:
         return list(self.optimizer.fp32_groups_gradients_flat)
@@ -226,19 +226,27 @@ class Masters(Gradients):
 class WholeWeights(Gradients):
     """Stages 1 and 2: this rank's share of each group, in the optimizer."""
 
+    _taken = False
+    """True if a backward has brought gradients to stage 2 or 3, which no step has applied yet."""
+
     def _take_over(self) -> Any:
         if self.engine.zero_optimization_stage() == 1:
             return super()._take_over()
         finalize = self.optimizer.finalize_gradient_accumulation_boundary
         self.optimizer.finalize_gradient_accumulation_boundary = lambda: None
+        take = self.optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+        def note(parameter: nn.Parameter, *group: int) -> None:
+            self._taken = True
+            take(parameter, *group)
+
+        # What is offloaded is there from the start, and what a rank holds may be padding alone.
+        self.optimizer.reduce_independent_p_g_buckets_and_remove_grads = note
         return finalize
 
     @property
     def has_any(self) -> bool:
-        if self.engine.zero_optimization_stage() == 1:
-            return super().has_any
-        held = self.optimizer.all_grad_tensors.values()
-        return self.optimizer.cpu_offload or any(each is not None for each in held)
+        return super().has_any if self.engine.zero_optimization_stage() == 1 else self._taken
 
     def reduce(self) -> None:
         # Other ranks may have gradients of what this one did not use.
@@ -260,8 +268,13 @@ class WholeWeights(Gradients):
     def clip(self, max_norm: float) -> None:
         self.optimizer.clip_grad = max_norm
 
+    def step(self) -> bool:
+        applied = super().step()
+        self._taken = False
+        return applied
+
     def drop(self) -> None:
-        optimizer = self.optimizer
+        optimizer, self._taken = self.optimizer, False
         optimizer.zero_grad()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
@@ -281,11 +294,6 @@ class WholeWeights(Gradients):
 class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
 
-    @property
-    def has_any(self) -> bool:
-        held = self.optimizer.averaged_gradients.values()
-        return self.optimizer.offload_optimizer or any(each is not None for each in held)
-
     def tensors(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:
             return [group.grad for group in self.optimizer.fp32_partitioned_groups_flat]
@@ -298,6 +306,7 @@ class Sharded(WholeWeights):
         return norm
 
     def drop(self) -> None:
+        self._taken = False
         self.optimizer.zero_grad()
         self.optimizer.grad_partitions_flat_buffer.zero_()  # else applied again to what is not used next
         if self.optimizer.offload_optimizer:

@@ -27,6 +27,11 @@ _KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.opti
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 """Hyperparameters that say how a step is computed, not what."""
 _GROUP: Final = "accel_group"
+_NO_GRADIENT: Final = (
+    "megatron: no gradient since the last optimizer.step() or zero_grad(), and megatron-core steps by zeros"
+    " then, which moves weights by their moments and decay\n"
+    "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
+)
 
 
 def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
@@ -60,12 +65,15 @@ class Stepper:
         """True if gradients are finite, once they are ready for a step."""
         self.norm: float | None = None
         self.max_norm: float | None = None
+        self.told = False
+        """True if a backward went through core since gradients were dropped."""
         groups = _groups_of(unit, self.user_optimizer, chunks)
         # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
         self.unit, self.trained = unit, frozenset(map(id, self._training()))
         self.make(run, plugin, groups)
+        self._dropped = self._versions()
         held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
         self.edits = Edits(each for each in self.stepped() if each.parameter in held)
 
@@ -116,6 +124,20 @@ class Stepper:
         if self.ready is None:
             self.ready = not self.inner.prepare_grads()
         return self.ready
+
+    def reduce(self) -> None:
+        """Average gradients over the ranks that have these weights. Collective.
+
+        A rank without a backward adds zeros, which megatron-core refuses where it reduces during backward.
+        """
+        from megatron.core.distributed import finalize_model_grads
+
+        chunks, is_empty = self.chunks.run, not self._has_gradients()
+        if is_empty and chunks[0].ddp_config.overlap_grad_reduce:
+            raise AccelError(_NO_GRADIENT)
+        finalize_model_grads(chunks)
+        if is_empty and not any(bool(buffer.grad_data.any()) for buffer in self._buffers()):
+            raise AccelError(_NO_GRADIENT)
 
     def total_norm(self) -> float:
         """Of all gradients of the model, over all ranks. Collective."""
@@ -173,11 +195,29 @@ class Stepper:
         for chunk in self.chunks.run:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
+        self.told, self._dropped = False, self._versions()
         self.forget()
 
     def forget(self) -> None:
         """Forget results of checks of gradients that are gone."""
         self.ready = self.norm = self.max_norm = None
+
+    def _has_gradients(self) -> bool:
+        """Return True if there was a backward, maybe the loss's own, since gradients were dropped.
+
+        True of what has none to train, too.
+        """
+        fused = self.chunks.config.gradient_accumulation_fusion  # which counts no version
+        return self.told or fused or not self._dropped or self._versions() != self._dropped
+
+    def _buffers(self) -> Iterator[Any]:
+        """Yield megatron-core's buffers of gradients."""
+        for chunk in self.chunks.run:
+            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
+
+    def _versions(self) -> list[int]:
+        """Return how often each buffer was changed in place."""
+        return [buffer.grad_data._version for buffer in self._buffers()]
 
     def inner_optimizers(self) -> Sequence[Any]:
         """megatron-core's optimizers: one for experts, and one for the rest."""

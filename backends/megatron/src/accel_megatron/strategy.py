@@ -230,12 +230,15 @@ class Megatron(MegatronState):
         with unit.whole_window(batches, wanted) as taken:
             share = wanted / unit.window.divisor  # megatron-core divides by all of them
             found = self.engines[unit].run(taken, forward_loss, forward_only=forward_only, scale=share)
+            if not forward_only:
+                self._note_backward(unit)
             return evolve(found, loss=found.loss * share)
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         """Compute gradients of an unsplit model; refuse a loss that is not the engine's."""
         engine = self.engines[unit]
+        self._note_backward(unit)
         if isinstance(engine, unsplit.UnsplitEngine):
             with engine.silence():
                 self.steppers[unit].inner.scale_loss(loss).backward(**options)
@@ -253,14 +256,16 @@ class Megatron(MegatronState):
                 "compute your loss in accelerator.forward_backward(model, batches, forward_loss)"
             )
 
+    def _note_backward(self, unit: Unit) -> None:
+        if unit in self.steppers:  # it has an optimizer
+            self.steppers[unit].told = True
+
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        from megatron.core.distributed import finalize_model_grads
-
-        chunks = self.steppers[unit].chunks.run
-        finalize_model_grads(chunks)
+        stepper = self.steppers[unit]
+        stepper.reduce()
         if num_items is not None:
-            for chunk in chunks:
+            for chunk in stepper.chunks.run:
                 chunk.scale_gradients(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
 
     @implements(hooks.unscale)
