@@ -227,7 +227,10 @@ class WholeWeights(Gradients):
     """Stages 1 and 2: this rank's share of each group, in the optimizer."""
 
     _taken = False
-    """True if a backward has brought gradients to stage 2 or 3, which no step has applied yet."""
+    """True if a backward has brought gradients to stage 2 or 3.
+
+    No step has applied them yet.
+    """
 
     def _take_over(self) -> Any:
         if self.engine.zero_optimization_stage() == 1:

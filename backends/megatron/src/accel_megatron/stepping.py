@@ -203,9 +203,9 @@ class Stepper:
         self.ready = self.norm = self.max_norm = None
 
     def _has_gradients(self) -> bool:
-        """Return True if there was a backward, maybe the loss's own, since gradients were dropped.
+        """Return True if there was a backward since gradients were dropped.
 
-        True of what has none to train, too.
+        Maybe the loss's own. True of what has nothing to train, too.
         """
         fused = self.chunks.config.gradient_accumulation_fusion  # which counts no version
         return self.told or fused or not self._dropped or self._versions() != self._dropped
