@@ -29,6 +29,8 @@ A checksum of each would take longer.
 """
 _CHUNK: Final = 1 << 22
 """Words of 8 bytes that a device adds up at a time."""
+_SCATTER: Final = ((-0x61C8864680B583EB, 30), (-0x40A7B892E31B1A47, 27), (-0x6B2FB644ECCEEE15, 31))
+"""(factor, bits to shift) of each round that scatters whole numbers over 64 bits."""
 
 
 @define(eq=False)
@@ -141,8 +143,8 @@ def sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield weighted sums of the tensors' words, and of their upper halves.
 
     Words are those of all tensors, end to end, on their device; each `_CHUNK` of them has two sums. Weights
-    are odd, so one word that differs shows in the first. The second shows what cancels there, the signs of
-    many words above all.
+    are odd, so one word that differs always shows in the first. The second shows what cancels there, the
+    signs of many words above all.
     """
     weights: Tensor | None = None
     for parts in pieces(map(_flat, tensors), 8 * _CHUNK):
@@ -153,9 +155,21 @@ def sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
             data = data.clone()
         words = data.view(torch.int64)
         if weights is None:
-            weights = torch.arange(1, 2 * len(words), 2, device=data.device)
+            weights = _weights(len(words), data.device)
         yield (words * weights[: len(words)]).sum()
         yield ((words >> 32) * weights[: len(words)]).sum()
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers without a pattern, the same on all devices.
+
+    Differences of small whole numbers, as counts and permutations have, cancel under weights with a pattern.
+    """
+    weights = torch.arange(1, count + 1, device=device)
+    for factor, shift in _SCATTER:  # as splitmix64 makes its numbers
+        weights *= factor
+        weights ^= weights >> shift
+    return weights.bitwise_or_(1)
 
 
 def _flat(tensor: Tensor) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import permutations
+
 import pytest
 import torch
 from xxhash import xxh3_64_intdigest
@@ -77,6 +79,15 @@ def test_a_sign_that_changes_its_place_counts_wherever_it_goes():
         found.append(both(tensor))
     for each in zip(*found, strict=True):
         assert len({*map(tuple, each)}) == 63
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32], ids=str)
+def test_small_whole_numbers_count_in_any_order(dtype):
+    """Sums weighted by 1, 3, 5 were the same for [3, 0] and [0, 1], and for one in a hundred permutations."""
+    orders = permutations(range(6))
+    found = [both(torch.tensor(order, dtype=dtype)) for order in [*orders, (3, 0), (0, 1)]]
+    for each in zip(*found, strict=True):
+        assert len({*map(tuple, each)}) == 720 + 2
 
 
 def test_each_byte_of_tensors_that_a_device_reads_in_pieces_counts(monkeypatch):
