@@ -136,10 +136,11 @@ class Float16(_Autocast):
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
-        scaler = self._scaler(unit)
-        with _named(unit):
-            scaler.unscale_(self._stepper(unit, optimizer))  # type: ignore[arg-type]
-        self._stepped.setdefault(scaler, set())
+        scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
+        if scaler in self._spent:
+            return  # its step has unscaled them
+        with _named(unit), self._due_for_update(scaler, stepper):
+            scaler.unscale_(stepper)  # type: ignore[arg-type]
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -156,7 +157,7 @@ class Float16(_Autocast):
             )
         stepper.applied = False
         self.below.mark_step("host_read")
-        with _named(unit):
+        with _named(unit), self._due_for_update(scaler, stepper):
             scaler.step(stepper)  # type: ignore[arg-type]
         stepped = self._stepped.setdefault(scaler, set())
         stepped.add(optimizer)
@@ -191,6 +192,18 @@ class Float16(_Autocast):
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None
         return unit.scaler
+
+    @contextmanager
+    def _due_for_update(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
+        """Note, once this has unscaled gradients, that the next backward is to update the scaler.
+
+        Also where it fails after that: until its update the scaler unscales no others.
+        """
+        try:
+            yield
+        finally:
+            if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
+                self._stepped.setdefault(scaler, set())
 
     def _settle(self, scaler: GradScaler) -> None:
         if scaler in self._stepped:

@@ -113,6 +113,63 @@ def test_two_steps_after_one_backward_are_refused_under_a_scaler(accelerator_of)
     assert not optimizer.step_was_skipped
 
 
+class Failing(SGD):
+    """An optimizer whose next step raises, if told so."""
+
+    error: type[BaseException] | None = None
+
+    def step(self, closure=None):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+        super().step(closure)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
+def test_a_step_that_fails_leaves_no_gradients_counted_as_unscaled(accelerator_of, error):
+    """The next step applied gradients that were still scaled."""
+    accelerator, plain = fp16(accelerator_of, init_scale=1024.0), net()
+    model = net()
+    model, optimizer = accelerator.prepare(model, Failing(model.parameters(), lr=0.1))
+    by_hand = SGD(plain.parameters(), lr=0.1)
+    for number in range(3):
+        accelerator.backward(model(X).float().mean())
+        optimizer.optimizer.error = error if number == 1 else None
+        with pytest.raises(error) if number == 1 else contextlib.nullcontext():
+            optimizer.step()
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = plain(X).float().mean()
+        loss.backward()
+        if number != 1:
+            by_hand.step()
+        by_hand.zero_grad()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("between", ["clip_grad_norm_", "unscale_gradients"])
+def test_gradients_of_a_step_are_not_unscaled_again_after_it(accelerator_of, between):
+    accelerator = fp16(accelerator_of, init_scale=64.0, growth_interval=4)
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    scales = []
+    for _ in range(5):
+        accelerator.backward(model(X).float().mean())
+        optimizer.step()
+        before = [parameter.grad.clone() for parameter in model.parameters()]
+        if between == "clip_grad_norm_":
+            norm = accelerator.clip_grad_norm_(model.parameters(), 1e9)
+            torch.testing.assert_close(norm, torch.cat([each.flatten() for each in before]).norm())
+        else:
+            accelerator.unscale_gradients()
+        for parameter, expected in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(parameter.grad, expected)
+        optimizer.zero_grad()
+        scales.append(accelerator.run.units[0].scaler.get_scale())
+    assert scales == [64.0, 64.0, 64.0, 128.0, 128.0]
+
+
 def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator_of):
     accelerator = fp16(accelerator_of, init_scale=1024.0)
     model = net()
