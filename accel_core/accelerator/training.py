@@ -96,7 +96,7 @@ class Training:
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
         if items is not None:
-            _check_items(items)
+            items = _countable(items)
         return accumulation if items is None and batch is None else accumulation.of(items, batch)
 
     def maybe_context_parallel(
@@ -239,7 +239,7 @@ class Training:
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
         if items is not None:
-            _check_items(items)
+            items = _countable(items)
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
         self.run.use_windows([unit.window])
@@ -314,7 +314,12 @@ def _for_model(
     return forward_loss if wrapped is unit.wrapped[0] else lambda _, batch: forward_loss(wrapped, batch)
 
 
-def _check_items(items: Tensor | float) -> None:
+def _countable(items: Tensor | float) -> Tensor | float:
+    """Return items in a dtype in which those of a window add up.
+
+    Raises:
+        AccelError: they are no number of items.
+    """
     if isinstance(items, torch.Tensor):
         # The value on a device is not read: it would have to be waited for.
         is_number = items.numel() == 1 and (items.device.type != "cpu" or 0 <= items.item() < float("inf"))
@@ -325,3 +330,7 @@ def _check_items(items: Tensor | float) -> None:
             f"items={items!r}: gradients are to be divided by how many items there are\n"
             "give the number of items of this micro-batch, 0 or more, such as of tokens that count"
         )
+    if isinstance(items, torch.Tensor):
+        is_float = items.dtype.is_floating_point
+        return items.to(torch.promote_types(items.dtype, torch.float32) if is_float else torch.int64)
+    return items if isinstance(items, (int, float)) else float(items)

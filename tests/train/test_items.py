@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import token_losses
 import torch
@@ -326,6 +327,32 @@ def test_more_items_than_float32_counts_are_counted_exactly(accelerator_of):
     accelerator.prepare(net())
     for items in (2**24 + 1, torch.tensor(2**24 + 1)):
         assert _items_of_all_ranks(accelerator.run.units[0], items).item() == 2**24 + 1
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize(
+    "items",
+    [
+        torch.tensor(200, dtype=torch.uint8),
+        torch.tensor(100, dtype=torch.int8),
+        torch.tensor(30000.0, dtype=torch.float16),
+        torch.tensor(131.0, dtype=torch.bfloat16),
+        torch.tensor(True),
+        np.uint8(200),
+    ],
+    ids=repr,
+)
+def test_items_of_a_narrow_dtype_add_up_to_more_than_it_holds(accelerator_of, items, whole):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    model, _ = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for _ in range(3):
+        with accelerator.accumulate(model, items=items):
+            accelerator.backward(model(torch.ones(1, 1, dtype=torch.float64)).sum())
+    with accelerator.accumulate(model, items=4 if whole else items):
+        accelerator.backward(model(torch.ones(1, 1, dtype=torch.float64)).sum())
+        accelerator.unscale_gradients()
+    assert model.weight.grad.item() == pytest.approx(4 / (3 * float(items) + (4 if whole else float(items))))
 
 
 def test_items_are_counted_without_float64_on_a_chip_that_lacks_it():
