@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from attrs import evolve
 
+from accel_core.data.ahead import with_last_kept
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
 from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
 from accel_core.data.sharding import NO_PADDING, with_last
@@ -91,7 +92,8 @@ class EpochSource:
         stated: (item of the inner loader, the loader's state after that).
         """
         sharded = self._plan.is_sharded_iterable
-        for number, ((item, state), last) in enumerate(with_last(stated), start=progress.count + 1):
+        ahead = with_last(stated) if self._plan.inner.num_workers else with_last_kept(stated)
+        for number, ((item, state), last) in enumerate(ahead, start=progress.count + 1):
             (batch,), real_samples = item if sharded else ((item,), NO_PADDING)
             if real_samples != NO_PADDING:
                 progress.padded[number] = real_samples

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds, world
@@ -289,6 +291,41 @@ def test_workers_may_divide_an_iterable_dataset_between_them():
 def test_an_iterable_without_a_batch_size_deals_its_items():
     found, _ = rounds(prepared(lambda _: DataLoader(Stream(5), batch_size=None), readers=2))
     assert [batches for batches, _, _ in found] == [[0, 1], [2, 3], [4, 0]]
+
+
+class Buffered:
+    """Collate into one buffer, which each batch overwrites."""
+
+    def __init__(self):
+        self.memory = np.zeros(4, dtype=np.float32)
+
+    def __call__(self, samples):
+        self.memory[: len(samples)] = samples
+        return {"x": [torch.from_numpy(self.memory)[: len(samples)]], "first": samples[0]}
+
+
+@pytest.mark.parametrize(("data", "options"), [(Stream(11), {}), (Numbers(11), {"order": "accelerate"})])
+def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is_read(data, options):
+    """The end of a stream is found by reading one ahead: the first batch was lost, the last one came twice."""
+
+    def seen(loader):
+        return [(batch["x"][0].tolist(), batch["first"]) for batch in loader]
+
+    plain_loader = DataLoader(data, 4, collate_fn=Buffered())
+    (loader,) = prepared(lambda _: DataLoader(data, 4, collate_fn=Buffered()), **options)
+    for _ in range(2):
+        assert seen(loader) == seen(plain_loader)
+
+
+def test_batches_that_are_read_ahead_are_the_users_own():
+    batches = [torch.arange(4.0) + number for number in range(3)]
+
+    class Kept(torch.utils.data.IterableDataset):
+        def __iter__(self):
+            return iter(batches)
+
+    (loader,) = prepared(lambda _: DataLoader(Kept(), batch_size=None))
+    assert all(map(operator.is_, loader, batches))
 
 
 def test_an_infinite_iterable_is_not_read_to_its_end():
