@@ -160,10 +160,10 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
 def note_parts(units: Iterable[Unit]) -> None:
     """Remember the modules of units that are forgotten, where ranks have parts.
 
-    Of units that train: weights that nothing trains may lie in files, and giving memory back reads none.
+    Weights that lie in files are whole, and giving memory back reads none.
     """
     for unit in units:
-        if unit.run.world.size == 1 or not unit.optimizers:
+        if unit.run.world.size == 1 or _lies_elsewhere(unit):
             continue
         try:
             leaves = unit.hooks.model_state(unit)
@@ -175,6 +175,11 @@ def note_parts(units: Iterable[Unit]) -> None:
             in_parts = True
         if in_parts:
             _IN_PARTS.update(module for model in unit.wrapped for module in model.modules())
+
+
+def _lies_elsewhere(unit: Unit) -> bool:
+    """Return True if weights that nothing trains come into memory only when they are needed."""
+    return not unit.optimizers and any(each.is_meta for model in unit.wrapped for each in model.parameters())
 
 
 def _refuse_parts(unit: Unit, model: nn.Module) -> None:

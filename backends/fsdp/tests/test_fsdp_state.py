@@ -131,9 +131,10 @@ def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(version: i
         assert all("of which this rank has parts" in each for each in said)
 
 
-def said_after_freeing(version: int, folder: str) -> list[str]:
+def said_after_freeing(version: int, trains: bool, folder: str) -> list[str]:
     """What is said when a freed model, and the module inside it, are asked for whole weights."""
-    run, model, _ = started(version, "mlp")
+    run, model = accelerator(plugin("mlp", version)), net("mlp", seed=0)
+    model = run.prepare(model, optimizer_of(model))[0] if trains else run.prepare(model)
     inner, said = run.unwrap_model(model), []
     run.free_memory()
     for asked in (model, inner):
@@ -148,9 +149,12 @@ def said_after_freeing(version: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_whole_weights_of_a_model_of_before_free_memory_are_refused(version: int, tmp_path: Path) -> None:
-    for said in run_processes(said_after_freeing, version, str(tmp_path)):
+def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
+    version: int, trains: bool, tmp_path: Path
+) -> None:
+    for said in run_processes(said_after_freeing, version, trains, str(tmp_path)):
         assert all("of before free_memory, and this rank has parts of its weights" in each for each in said)
     assert not [*tmp_path.iterdir()]
 
