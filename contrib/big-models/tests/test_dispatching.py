@@ -129,14 +129,14 @@ def test_an_interrupt_leaves_nothing_once_the_model_runs_again(folder, want):
 
 
 class Places(torch.nn.Module):
-    """A table whose output is a view of its weight, as learnt positions are."""
+    """A table whose output is its weight, or views of it, as learnt positions are."""
 
     def __init__(self):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(9, 8))
 
     def forward(self, count):
-        return {"first": self.weight[:count], "turned": [self.weight[:count].t()]}
+        return {"first": self.weight[:count], "turned": [self.weight[:count].t()], "all": self.weight}
 
 
 class Placed(torch.nn.Module):
@@ -149,7 +149,7 @@ class Placed(torch.nn.Module):
         places = self.places(len(x))
         for block in self.blocks:
             x = block(x)
-        return x + places["first"] + places["turned"][0].t()
+        return x + places["first"] + places["turned"][0].t() + places["all"][-1]
 
 
 def test_an_output_that_is_a_view_of_a_weight_keeps_its_values():

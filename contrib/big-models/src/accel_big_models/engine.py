@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from attrs import define, field, frozen
-from torch import Tensor, nn
+from torch import Tensor
 
 from accel_big_models.composing import composed, in_memory, is_composed, is_in_memory, leaves_of, values_of
 from accel_big_models.moving import Cargo, Mover, Slot
@@ -209,16 +209,14 @@ class Engine:
         self._stack.append((group, entered))
 
     def own(self, group: Group, output: Any) -> Any:
-        """Return a group's output with views of its weights copied.
+        """Return a group's output with its weights, and views of them, copied.
 
         The next blocks get their memory.
         """
         home = None if group.slot is None else _address(group.slot.buffer)
 
         def is_view(value: Any) -> bool:
-            return (
-                isinstance(value, Tensor) and not isinstance(value, nn.Parameter) and _address(value) == home
-            )
+            return isinstance(value, Tensor) and _address(value) == home
 
         if not home or not any(map(is_view, tensors_in(output))):
             return output
