@@ -333,4 +333,4 @@ def _countable(items: Tensor | float) -> Tensor | float:
     if isinstance(items, torch.Tensor):
         is_float = items.dtype.is_floating_point
         return items.to(torch.promote_types(items.dtype, torch.float32) if is_float else torch.int64)
-    return items if isinstance(items, (int, float)) else float(items)
+    return items if type(items) in (int, float) else float(items)  # of numpy, whose own may overflow

@@ -178,7 +178,7 @@ def note_parts(units: Iterable[Unit]) -> None:
 
 
 def _lies_elsewhere(unit: Unit) -> bool:
-    """Return True if weights that nothing trains come into memory only when they are needed."""
+    """Return True if weights that nothing trains are loaded while they are used."""
     return not unit.optimizers and any(each.is_meta for model in unit.wrapped for each in model.parameters())
 
 

@@ -1,4 +1,7 @@
-"""Read batches one ahead in this process, where the next one may be read into the memory of this one."""
+"""Read batches one ahead in this process.
+
+The next one may be read into the memory of this one.
+"""
 
 from __future__ import annotations
 

@@ -195,9 +195,9 @@ class Float16(_Autocast):
 
     @contextmanager
     def _due_for_update(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
-        """Note, once this has unscaled gradients, that the next backward is to update the scaler.
+        """Note, once this has unscaled gradients, that the scaler is to be updated.
 
-        Also where it fails after that: until its update the scaler unscales no others.
+        By the next backward, also where this fails: until its update the scaler unscales no others.
         """
         try:
             yield

@@ -14,7 +14,7 @@ import torch
 from exit_job import at_exit
 
 from accel_core import Accelerator, CheckpointError, GeneralTracker
-from accel_core.checkpoint import commit, pending_save
+from accel_core.checkpoint import commit, layout, pending_save
 from accel_testing.processes import run_processes
 
 
@@ -53,6 +53,19 @@ def test_a_save_whose_wait_was_interrupted_is_still_waited_for_by_the_next(job, 
     for name, value in [("one", 1.0), ("two", 2.0)]:
         job.accelerator.load_state(tmp_path / name)
         assert job.value() == value
+
+
+def test_the_next_save_goes_on_after_ctrl_c_while_the_first_copy_was_laid_out(job, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(layout, "_rooms", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            job.accelerator.save_state(tmp_path / "one", wait=False)
+    job.accelerator.save_state(tmp_path / "one", wait=False)
+    job.accelerator.wait_for_checkpoint()
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])

@@ -63,6 +63,15 @@ def test_lazy_modules_are_refused_by_name_before_their_first_batch(accelerator, 
         getattr(accelerator, how)(*given)
 
 
+@pytest.mark.parametrize("wait", [True, False])
+def test_dtypes_that_torch_does_not_copy_are_saved(accelerator, tmp_path, wait):
+    codes = torch.arange(8, dtype=torch.uint8)
+    accelerator.prepare(Graph(codes.view(torch.int4)))
+    accelerator.save_state(tmp_path / "ck", wait=wait)
+    accelerator.wait_for_checkpoint()
+    assert (tmp_path / "ck" / "rank-00000.safetensors").read_bytes().endswith(bytes(range(8)))
+
+
 def test_tensors_of_a_modules_own_account_are_written_as_weights_are(accelerator, tmp_path):
     model = View(2, 2)
     model.table = torch.arange(4.0)

@@ -15,7 +15,7 @@ from accel_core.distributed.tensor_bytes import bytes_of
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn),
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.bool),
-    *(torch.complex64, torch.complex128),
+    *(torch.complex64, torch.complex128, torch.int4, torch.uint1),
 ]
 SHAPES = [(), (0,), (1,), (7,), (3, 5), (64, 33)]
 

@@ -306,7 +306,7 @@ class Buffered:
 
 @pytest.mark.parametrize(("data", "options"), [(Stream(11), {}), (Numbers(11), {"order": "accelerate"})])
 def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is_read(data, options):
-    """The end of a stream is found by reading one ahead: the first batch was lost, the last one came twice."""
+    """The end of a stream is found by reading one ahead, which overwrote the first batch."""
 
     def seen(loader):
         return [(batch["x"][0].tolist(), batch["first"]) for batch in loader]
