@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from accel_core.checkpoint.files import as_json, lay_out
 from accel_core.checkpoint.replicas import SMALL_BYTES, Replicas
 from accel_core.checkpoint.staging import staged, staging_device
-from accel_core.distributed.tensor_bytes import bytes_of, name_of
+from accel_core.distributed.tensor_bytes import NOT_COPIED, bytes_of, name_of
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.plan import Box, Declared, Key
@@ -90,7 +90,8 @@ class Layout:
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """Return this rank's tensors, in the order of the file."""
         boxes = zip(self._keys, self._shards, strict=True)
-        return [leaves[key].shards[number][1] for key, number in boxes]
+        found = [leaves[key].shards[number][1] for key, number in boxes]
+        return [each.view(torch.uint8) if each.dtype in NOT_COPIED else each for each in found]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
         """Return the data file's body, straight from tensors that must not change.
@@ -109,8 +110,9 @@ class Layout:
         if self._buffer is None:
             tensors = self.tensors(leaves)
             with torch.inference_mode(False):  # later saves write into it, in whatever mode
-                self._buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
-                self._rooms = _rooms(self._buffer, [tensors[piece] for piece in self._pieces])
+                buffer = torch.empty(self.size, dtype=torch.uint8, device="cpu")
+                self._rooms = _rooms(buffer, [tensors[piece] for piece in self._pieces])
+            self._buffer = buffer  # last: Ctrl-C may come before the rooms are there
         for room, piece in zip(self._rooms, joined, strict=True):
             room.copy_(piece)
         return [self._buffer.numpy().data]

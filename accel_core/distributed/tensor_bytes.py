@@ -29,6 +29,10 @@ _UNPICKLED: Final = frozenset(
 
 It pickles the others (float8, uint16, complex32, ...) too, and raises where they are unpickled.
 """
+NOT_COPIED: Final = frozenset(
+    dtype for name, dtype in DTYPES.items() if name.lstrip("uint") in {"1", "2", "3", "4", "5", "6", "7"}
+)
+"""int1 to uint7. torch copies no elements of these, but views them as bytes."""
 
 
 def name_of(dtype: torch.dtype) -> str:
