@@ -170,6 +170,33 @@ def test_two_models_train_each_by_the_deepspeed_plugin_that_was_selected(tmp_pat
     assert all(end < start for start, end in zip(first, last, strict=True))
 
 
+AGAIN = """
+import json, torch
+from accelerate import Accelerator, DeepSpeedPlugin
+
+config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1}
+config |= {"zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), cpu=True)
+model = torch.nn.Linear(4, 2)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+before = model.weight.tolist()
+first = accelerator.prepare(model, optimizer)
+engine, stepper = accelerator.prepare(model, optimizer)
+accelerator.backward(engine(torch.ones(2, 4)).square().mean())
+stepper.step()
+if accelerator.is_main_process:
+    print(json.dumps([engine is first[0], stepper is first[1], engine.module.weight.tolist() != before]))
+"""
+
+
+@needs["deepspeed"]
+def test_what_an_engine_trains_is_the_same_when_it_is_prepared_again(tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+
+    assert said(AGAIN, ours=True, processes=2) == [True, True, True]
+
+
 FILLED = """
 import json, torch
 from accelerate import Accelerator, DeepSpeedPlugin

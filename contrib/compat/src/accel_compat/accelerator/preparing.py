@@ -127,7 +127,8 @@ class Preparing(accel_core.Accelerator):
 
     def _is_loose(self, optimizer: Any, args: Iterable[Any]) -> bool:
         """Tell whether no prepared model, and none among these, has its parameters."""
-        if isinstance(optimizer, PreparedOptimizer):
+        # An engine may have put parameters of its own into one that it has taken.
+        if self.run.prepared.proxy_of(optimizer) is not None or isinstance(optimizer, PreparedOptimizer):
             return False
         mine = {p for group in optimizer.param_groups for p in group["params"]}
         models = (thing for thing in args if isinstance(thing, torch.nn.Module))
