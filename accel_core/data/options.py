@@ -16,7 +16,7 @@ from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sampler import PinnableCollate, ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
 from accel_core.data.shuffling import Shuffle
-from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
+from accel_core.data.stateful import ShardedIterable, is_stateful, only_counts, stateful
 from accel_core.distributed.exchange import collective_call
 from accel_core.errors import ConfigError
 
@@ -134,12 +134,12 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
         _draw_seed(loader)
     inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
-    kind = _kind(loader, inner)
+    streams = ProcessStreams(read=run.hooks.rng_state, write=run.hooks.set_rng_state)
+    kind = _kind(loader, inner, streams)
     reads_ahead = accelerates and not loader.num_workers and kind != "stateful"
-    hooks = run.hooks
     shuffle = Shuffle(
         items=_items(loader),
-        streams=ProcessStreams(read=hooks.rng_state, write=hooks.set_rng_state),
+        streams=streams,
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
         follows=control.rank > 0,
         seedable=data.use_seedable_sampler,
@@ -174,9 +174,9 @@ def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]
     return inner
 
 
-def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
+def _kind(loader: DataLoader[Any], inner: DataLoader[Any], streams: ProcessStreams) -> Kind:
     """Return the way in which the position of `inner`, made from `loader`, is told."""
-    if is_stateful(inner):
+    if is_stateful(inner) and not only_counts(inner, streams):
         return "stateful"
     if isinstance(loader.dataset, IterableDataset):
         return "replay"

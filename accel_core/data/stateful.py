@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from inspect import isgeneratorfunction
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
@@ -43,6 +45,30 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     made: DataLoader[Any] = StatefulDataLoader(())
     made.__dict__.update(loader.__dict__)
     return made
+
+
+def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
+    """Return whether torchdata's loader only counts its dataset's batches.
+
+    So it does where neither an iterable dataset nor its iterator has a state. On a resume it reads the dataset
+    again, without the random states that the epoch was begun with, and counts those batches twice if it is
+    saved once more.
+
+    streams: of the process. They are left as they are: an iterator may draw its order when it is made.
+    """
+    dataset = loader.dataset
+    told_by = getattr(getattr(type(loader), "state_dict", None), "__module__", "")
+    if not told_by.startswith("torchdata."):
+        return False
+    if not isinstance(dataset, IterableDataset) or is_stateful(dataset):
+        return False
+    if isgeneratorfunction(type(dataset).__iter__):
+        return True
+    before = streams.states()
+    try:
+        return not is_stateful(iter(dataset))
+    finally:
+        streams.restore(before)
 
 
 class StatefulShares(Iterator["Shares"]):

@@ -132,7 +132,36 @@ def test_an_epoch_goes_on_where_it_was(kind, dispatch, given, workers):
     # A walk goes on from its generator in the next epoch; where its workers are new ones, they begin anew.
     assert (real(found), real(rounds(new)[0]) if kind != "walk" else None) == expected
     assert found[-1][2] == [True] * readers
-    assert states[0]["kind"] == "stateful"
+    assert states[0]["kind"] == ("replay" if kind == "plain iterable" else "stateful")
+
+
+class Shuffled(Stream):
+    """A stream without a state, in an order that is drawn as it begins."""
+
+    def __iter__(self):
+        yield from torch.randperm(self.length).tolist()
+
+
+@pytest.mark.parametrize("dataset", [Stream, Shuffled])
+@pytest.mark.parametrize("readers", [1, 2])
+def test_a_dataset_without_a_state_goes_on_where_it_was_time_and_again(dataset, readers):
+    options = {"use_stateful_dataloader": True, "dispatch_batches": False}
+
+    def made():
+        return prepared(lambda _: DataLoader(dataset(24), 2, collate_fn=plain), readers, **options)
+
+    torch.manual_seed(1)
+    expected, _ = rounds(made())
+    torch.manual_seed(1)
+    loaders, found = made(), []
+    for stop in (2, 2, None):
+        part, _ = rounds(loaders, stop)
+        states, found = [loader.state_dict() for loader in loaders], found + part
+        torch.manual_seed(77)
+        loaders = made()
+        for loader, state in zip(loaders, states, strict=True):
+            loader.load_state_dict(state)
+    assert real(found) == real(expected)
 
 
 @pytest.mark.parametrize("kind", DATA)
