@@ -50,9 +50,9 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
     """Return whether torchdata's loader only counts its dataset's batches.
 
-    So it does where neither an iterable dataset nor its iterator has a state. On a resume it reads the dataset
-    again, without the random states that the epoch was begun with, and counts those batches twice if it is
-    saved once more.
+    So it does where neither an iterable dataset nor its iterator has a state. On a resume it reads the
+    dataset again, without the random states that the epoch was begun with, and counts those batches twice if
+    it is saved once more.
 
     streams: of the process. They are left as they are: an iterator may draw its order when it is made.
     """
