@@ -122,7 +122,7 @@ def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path):
 
 def test_a_fork_says_nothing_of_its_parents_save(tmp_path):
     slow = "async_job.pending_save.write_file = async_job.slow"
-    fork = "import os, warnings; warnings.simplefilter('ignore')"  # Python 3.12 warns of a fork beside threads
+    fork = "import os, warnings; warnings.simplefilter('ignore')"  # newer Pythons warn of threads
     fork += "; child = os.fork(); child or sys.exit(0); assert os.waitpid(child, 0)[1] == 0"
     ended = at_exit(tmp_path, slow, fork)
     assert (ended.returncode, ended.stderr) == (0, "")
