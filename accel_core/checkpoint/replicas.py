@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from operator import itemgetter
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import torch
 from attrs import define, field
@@ -33,6 +33,14 @@ _SCATTER: Final = ((-0x61C8864680B583EB, 30), (-0x40A7B892E31B1A47, 27), (-0x6B2
 """(factor, bits to shift) of each round that scatters whole numbers over 64 bits."""
 
 
+class _Room(NamedTuple):
+    """Memory for small tensors, and a view of it for each, by the tensors' numbers."""
+
+    numbers: list[int]
+    memory: Tensor
+    views: list[Tensor]
+
+
 @define(eq=False)
 class Replicas:
     """The parts of this rank's leaves that other ranks hold too.
@@ -42,8 +50,8 @@ class Replicas:
 
     _parts: Mapping[str, list[tuple[Key, int]]]
     """Digest of some ranks -> (leaf, number of its shard) of each part they all hold."""
-    _together: dict[tuple[str, torch.device], tuple[Tensor, list[Tensor]]] = field(factory=dict, init=False)
-    """(such a digest, device) -> memory for the small ones, and views of it."""
+    _together: dict[tuple[str, torch.device], _Room] = field(factory=dict, init=False)
+    """(such a digest, device) -> memory for the small ones that were on the device in the last save."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], rank: int) -> Replicas:
@@ -91,17 +99,19 @@ class Replicas:
 
     def _checksum(self, held: str, tensors: Sequence[Tensor]) -> str:
         tensors = [each.view(torch.uint8) if each.dtype in NOT_COPIED else each for each in tensors]
-        small: dict[torch.device, list[Tensor]] = defaultdict(list)
+        small: dict[torch.device, list[int]] = defaultdict(list)
         data = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
-        for tensor in tensors:
+        for number, tensor in enumerate(tensors):
             if tensor.nbytes <= SMALL_BYTES:
-                small[tensor.device].append(tensor)
-        for device, each in small.items():
-            buffer, views = self._together.get((held, device)) or _room_for(each, device)
-            self._together[held, device] = buffer, views
+                small[tensor.device].append(number)
+        for device, numbers in small.items():
+            each = [tensors[number] for number in numbers]
+            room = self._together.get((held, device))
+            if room is None or room.numbers != numbers:  # some may have moved
+                room = self._together[held, device] = _Room(numbers, *_room_for(each, device))
             with torch.no_grad():
-                torch._foreach_copy_(views, each)
-            data.append(buffer)
+                torch._foreach_copy_(room.views, each)
+            data.append(room.memory)
         return xxh3_64_hexdigest(repr(checksums(data)).encode())
 
 

@@ -92,6 +92,22 @@ def of_two_devices() -> tuple[bool, int]:
     return got == b"".join(bytes(each.numpy().data) for each in tensors), module.waits - before
 
 
+def sums_of_moved_replicas() -> list[str]:
+    """Checksums of replicas while one of them moves to the host, and back."""
+    from accel_testing.simulated.device import simulate
+
+    simulate("sim")
+    from accel_core.checkpoint.replicas import Replicas
+
+    replicas, found = Replicas({}), []
+    here = [torch.full((size,), float(size)) for size in (4, 1, 3)]
+    there = [each.to("sim") for each in here]
+    for tensors in (there, [*there[:2], here[2]], [here[0], *there[1:]], there):
+        found.append(replicas._checksum("", tensors))
+        assert found[-1] == Replicas({})._checksum("", tensors)
+    return found
+
+
 def cut_short() -> int:
     """Waits of the host once a save has ended in its first piece."""
     from accel_testing.simulated.device import simulate
