@@ -51,7 +51,7 @@ class Replicas:
     _parts: Mapping[str, list[tuple[Key, int]]]
     """Digest of some ranks -> (leaf, number of its shard) of each part they all hold."""
     _together: dict[tuple[str, torch.device], _Room] = field(factory=dict, init=False)
-    """(such a digest, device) -> memory for the small ones that were on the device in the last save."""
+    """(such a digest, device) -> memory for the small ones there in the last save."""
 
     @classmethod
     def of(cls, groups: Sequence[Group], rank: int) -> Replicas:

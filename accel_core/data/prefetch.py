@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
@@ -72,16 +73,34 @@ def _stream(device: torch.device) -> torch.Stream | None:
 def _in_turn(move: Callable[[Any], Any], device: torch.device, batches: Iterator[Any]) -> Iterator[Any]:
     """Move each batch when it is asked for, and read the next one after its copy.
 
-    The next one may be read into the same memory, such as a buffer of the user's collate function.
+    The next one, of any loader, may be read into the same memory, such as a buffer of the user's collate
+    function.
     """
-    for batch in batches:
+    batches, wait_for_copies = iter(batches), _wait_for_copies  # globals are gone at the interpreter's end
+    while True:
+        wait_for_copies()
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
         moved = [move(batch)]
-        copied = torch.accelerator.current_stream(device).record_event()
+        _copies.append(torch.accelerator.current_stream(device).record_event())
         del batch
         try:
             yield moved.pop()
         finally:
-            copied.synchronize()
+            wait_for_copies()
+
+
+_copies: Final[list[torch.Event]] = []
+"""Events after copies of pinned batches that were read here, of all loaders."""
+
+
+def _wait_for_copies(copies: list[torch.Event] = _copies) -> None:
+    for copied in [*copies]:
+        copied.synchronize()
+        with suppress(ValueError):  # a thread has waited for it too
+            copies.remove(copied)
 
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:

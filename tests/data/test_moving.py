@@ -227,6 +227,37 @@ def test_the_next_batch_is_read_here_once_a_pinned_one_is_copied(monkeypatch, as
     assert events[-len(waited) - 2 :] == ["reads 0", "moves 0, True", *waited]
 
 
+def test_another_loader_reads_here_once_a_pinned_batch_is_copied(monkeypatch):
+    """They may have one collate function, with one buffer: an evaluation overwrote a batch of training."""
+    events = []
+
+    class Queue:
+        def record_event(self):
+            return self
+
+        def synchronize(self):
+            events.append("copied")
+
+    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Queue())
+    runs = [
+        *world(device="meta", move=lambda batch, *_: batch),
+        *world(device="meta", move=lambda batch, *_: batch),
+    ]
+
+    def read(name):
+        for number in range(2):
+            events.append(f"reads {name} {number}")
+            yield number
+
+    outer, inner = (prepare_loader(DataLoader(Numbers(4), 2, pin_memory=True), run)._move for run in runs)
+    for _ in outer(read("outer")):
+        for _ in inner(read("inner")):
+            pass
+    of_inner = ["reads inner 0", "copied", "reads inner 1", "copied"]
+    assert events == ["reads outer 0", "copied", *of_inner, "reads outer 1", "copied", *of_inner]
+
+
 def expanding(samples):
     one = torch.tensor(samples)
     return {"mask": [one[:, None].expand(-1, 3)], "turned": torch.ones(2, 3).t(), "words": ("a", 1)}
