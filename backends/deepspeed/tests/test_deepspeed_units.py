@@ -55,6 +55,31 @@ def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path) -> None:
         assert stages == ["student", "teacher"]
 
 
+def stepped_by_hand(stage: int) -> tuple[str, bool]:
+    ours, (x, y) = accelerator(DeepSpeedPlugin(zero_stage=stage)), data()[0:8]
+    model = ours.prepare(network())
+    optimizer = sgd(model.parameters())
+    ours.backward(mse_loss(model(x), y))
+    try:
+        optimizer.step()
+        said = ""
+    except AccelError as error:
+        said = str(error)
+    # Prepared, it trains.
+    late = ours.prepare(sgd(ours.unwrap_model(model).parameters()))
+    before = whole_weights(ours, model)
+    ours.backward(mse_loss(model(x), y))
+    late.step()
+    return said, whole_weights(ours, model) != before
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_an_optimizer_that_was_not_prepared_is_refused_before_each_rank_trains_alone(stage: int) -> None:
+    for said, trains in run_processes(stepped_by_hand, stage):
+        assert said.startswith("the SGD steps weights of unit 'unit0', which was prepared without")
+        assert trains
+
+
 def weights_of_a_part(stage: int) -> bool | str:
     """Whether the weights of a part of the model are those that it was made of, or what is said."""
     ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
