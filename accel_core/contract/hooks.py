@@ -423,6 +423,7 @@ def forward_backward(
 def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
     """Reduce what backward left unreduced, once per window, at its boundary.
 
+    A unit without optimizers never calls it, so core refuses steps of other optimizers there.
     `num_items`: None if losses are means. If they are sums over items: the items of the whole window on all
     ranks with a loss of their own (0-dim, float32). base multiplies averaged gradients by
     `topology.losses` / num_items; a strategy that averages passes the argument on to `below`.

@@ -1,46 +1,18 @@
-"""Engines that train nothing, and forwards under `torch.inference_mode`."""
+"""Forwards under `torch.inference_mode` of a model whose weights are sharded."""
 
 from __future__ import annotations
 
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-
-from accel_core import AccelError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import nn
-    from torch.optim import Optimizer
 
-    from accel_core import Unit
-
-__all__ = ["refuse_steps", "run_without_graph"]
-
-
-def refuse_steps(unit: Unit) -> Callable[[], None]:
-    """Raise where an optimizer steps weights of a unit that has none.
-
-    The returned function ends it. Nothing reduces such gradients: each rank would train a model of its own.
-    """
-    found, mine = ref(unit), {id(parameter) for parameter in unit.models[0].parameters()}
-
-    def check(optimizer: Optimizer, *call: Any) -> None:
-        unit = found()
-        if unit is None or unit.optimizers:
-            return
-        if any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"]):
-            raise AccelError(
-                f"the {type(optimizer).__name__} steps weights of unit {unit.name!r}, which was prepared"
-                " without an optimizer: DeepSpeed does not reduce its gradients\n"
-                "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
-            )
-
-    return register_optimizer_step_pre_hook(check).remove
+__all__ = ["run_without_graph"]
 
 
 def run_without_graph(model: nn.Module) -> Callable[[], None]:

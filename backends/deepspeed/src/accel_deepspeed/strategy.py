@@ -18,7 +18,7 @@ from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, witho
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.edits import edits_of, note_own_loads
 from accel_deepspeed.engine_init import sharded_init
-from accel_deepspeed.inference import refuse_steps, run_without_graph
+from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
@@ -145,8 +145,6 @@ class DeepSpeed(SharedSequences, EngineState):
             if (edits := edits_of(unit)) is not None:
                 self.edits[unit] = edits
                 note_own_loads(engine, edits)
-        elif new and self.run.world.size > 1:
-            unit.detach.append(refuse_steps(unit))
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 

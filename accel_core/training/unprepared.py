@@ -1,0 +1,41 @@
+"""Optimizers that were not prepared, of models that were."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from accel_core.contract.unit import Unit
+
+
+def refuse_unreduced_steps(unit: Unit, parameters: Iterable[nn.Parameter]) -> None:
+    """Raise where an optimizer steps these parameters of a unit that has none.
+
+    For strategies that reduce gradients when a prepared optimizer steps: each rank would train a model of its
+    own, silently.
+    """
+    found, mine = ref(unit), frozenset(map(id, parameters))
+
+    def check(optimizer: Optimizer, *call: Any) -> None:
+        unit = found()
+        if unit is None or unit.optimizers:
+            return
+        if not all(mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+            raise AccelError(
+                f"the {type(optimizer).__name__} steps weights of unit {unit.name!r}, which was prepared"
+                f" without an optimizer: strategy {unit.strategy!r} reduces gradients when a prepared one"
+                " steps\n"
+                "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
+            )
+
+    unit.detach.append(register_optimizer_step_pre_hook(check).remove)

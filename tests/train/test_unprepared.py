@@ -1,0 +1,25 @@
+"""Optimizers that were not prepared, of models that were, on two ranks with other data."""
+
+from __future__ import annotations
+
+import pytest
+import unprepared_job
+
+from accel_testing.processes import run_processes
+
+
+@pytest.mark.parametrize("made_before", [True, False])
+def test_where_nothing_else_reduces_its_gradients_its_step_is_an_error(toy_plugin, made_before):
+    toy_plugin("tardy", source=unprepared_job.CARD)
+    for said, first, *_ in run_processes(unprepared_job.stepped, "tardy", made_before):
+        assert said.startswith(
+            "the SGD steps weights of unit 'unit0', which was prepared without an optimizer"
+        )
+        assert "strategy 'tardy' reduces gradients when a prepared one steps" in said
+        assert first == 0.0
+
+
+def test_once_it_is_prepared_it_steps_by_all_ranks_gradients(toy_plugin):
+    toy_plugin("tardy", source=unprepared_job.CARD)
+    found = run_processes(unprepared_job.stepped, "tardy", True)
+    assert [last for *_, last in found] == [-1.5 * 2] * 2  # the last step repeats it, after `free_memory`

@@ -1,0 +1,57 @@
+"""What each rank of test_unprepared does, and a toy strategy that reduces when an optimizer steps."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from accel_core import Accelerator, AccelError, hooks, implements
+
+CARD = """
+from accel_core import Card
+CARD = Card(name="tardy", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="unprepared_job:Tardy")
+"""
+
+
+class Tardy:
+    below: object
+
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit, num_items):
+        for parameter in unit.named_parameters().values():
+            self.run.collectives("world").all_reduce(parameter.grad, "mean")
+        self.below.reduce_gradients(unit, num_items)
+
+
+def stepped(strategy, made_before):
+    """What the user's own optimizer says, and the weight after that and after steps of it, prepared."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.zeros_(model.weight)
+    own = torch.optim.SGD(model.parameters(), lr=1.0) if made_before else None
+    model = accelerator.prepare(model)
+    own = own or torch.optim.SGD(model.parameters(), lr=1.0)
+
+    def backward():
+        accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+
+    backward()
+    try:
+        own.step()
+        said = ""
+    except AccelError as error:
+        said = str(error)
+    first = model.weight.item()
+    other = nn.Linear(1, 1)  # somebody else's
+    torch.optim.SGD(other.parameters(), lr=1.0).step()
+    own.zero_grad()
+    prepared = accelerator.prepare(own)
+    backward()
+    prepared.step()
+    accelerator.free_memory()
+    own.step()  # nobody's any more
+    return said, first, model.weight.item()
