@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def refuse_unreduced_steps(unit: Unit, parameters: Iterable[nn.Parameter]) -> None:
-    """Raise where an optimizer steps these parameters of a unit that has none.
+    """Raise where an optimizer steps parameters before ranks share their gradients.
 
-    For strategies that reduce gradients when a prepared optimizer steps: each rank would train a model of its
-    own, silently.
+    Each rank would train a model of its own, silently.
+    parameters: of the unit, while it has no optimizer.
     """
     found, mine = ref(unit), frozenset(map(id, parameters))
 
@@ -30,12 +30,22 @@ def refuse_unreduced_steps(unit: Unit, parameters: Iterable[nn.Parameter]) -> No
         unit = found()
         if unit is None or unit.optimizers:
             return
-        if not all(mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+        reason = _why_unreduced(unit)
+        if reason and not all(mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
             raise AccelError(
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r}, which was prepared"
-                f" without an optimizer: strategy {unit.strategy!r} reduces gradients when a prepared one"
-                " steps\n"
+                f" without an optimizer, {reason}\n"
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
     unit.detach.append(register_optimizer_step_pre_hook(check).remove)
+
+
+def _why_unreduced(unit: Unit) -> str:
+    """Return why ranks do not share the unit's gradients now; no text if they do."""
+    if unit.steps.reduce_gradients is not None:
+        return f"and strategy {unit.strategy!r} reduces gradients when a prepared one steps"
+    always = unit.steps.no_sync is None or unit.run.config.accumulation.sync_each_batch
+    if always or unit.window.boundary:
+        return ""
+    return f"in a window of {unit.window.size}, whose gradients are reduced in the last micro-batch"
