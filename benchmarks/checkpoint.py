@@ -249,6 +249,7 @@ def contend(name: str, case: str, folder: Path) -> None:
     sources = [each.detach() for each in saver.model]
     sources += [value for state in saver.optimizer.state.values() for value in state.values()]
     copy_all = copying(torch, sources)
+    copy_all()  # which gives its targets their memory
     before, last = anonymous(), {}
 
     def copy() -> float:
