@@ -57,7 +57,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     if not unit.optimizers and unit.run.world.size > 1:
         from accel_core.training.unprepared import refuse_unreduced_steps  # late: few runs need it
 
-        refuse_unreduced_steps(unit, [*before, *(parameter for _, parameter in unit.all_names())])
+        refuse_unreduced_steps(unit, prepared.parameters)
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:

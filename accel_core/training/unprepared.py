@@ -10,28 +10,25 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from torch import nn
     from torch.optim import Optimizer
 
+    from accel_core.contract.prepared import ParameterIndex
     from accel_core.contract.unit import Unit
 
 
-def refuse_unreduced_steps(unit: Unit, parameters: Iterable[nn.Parameter]) -> None:
-    """Raise where an optimizer steps parameters before ranks share their gradients.
+def refuse_unreduced_steps(unit: Unit, parameters: ParameterIndex) -> None:
+    """Raise where an optimizer steps by a unit's unreduced gradients.
 
-    Each rank would train a model of its own, silently.
-    parameters: of the unit, while it has no optimizer.
+    While the unit has no optimizer. Each rank would train a model of its own, silently.
     """
-    found, mine = ref(unit), frozenset(map(id, parameters))
+    found = ref(unit)
 
     def check(optimizer: Optimizer, *call: Any) -> None:
         unit = found()
         if unit is None or unit.optimizers:
             return
         reason = _why_unreduced(unit)
-        if reason and not all(mine.isdisjoint(map(id, group["params"])) for group in optimizer.param_groups):
+        if reason and any(unit in parameters.units_of(group["params"]) for group in optimizer.param_groups):
             raise AccelError(
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r}, which was prepared"
                 f" without an optimizer, {reason}\n"

@@ -23,3 +23,8 @@ def test_once_it_is_prepared_it_steps_by_all_ranks_gradients(toy_plugin):
     toy_plugin("tardy", source=unprepared_job.CARD)
     found = run_processes(unprepared_job.stepped, "tardy", True)
     assert [last for *_, last in found] == [-1.5 * 2] * 2  # the last step repeats it, after `free_memory`
+
+
+def test_a_parameter_in_the_memory_of_one_that_was_replaced_is_somebody_elses(toy_plugin):
+    toy_plugin("tardy", source=unprepared_job.CARD)
+    assert run_processes(unprepared_job.stepped_in_the_place_of_another) == [(True, 0.0)] * 2

@@ -20,6 +20,11 @@ class Tardy:
     def __init__(self, config, run):
         self.run = run
 
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        model.weight = nn.Parameter(model.weight.detach().clone())  # as what shards a weight does
+        return model
+
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit, num_items):
         for parameter in unit.named_parameters().values():
@@ -48,10 +53,24 @@ def stepped(strategy, made_before):
     first = model.weight.item()
     other = nn.Linear(1, 1)  # somebody else's
     torch.optim.SGD(other.parameters(), lr=1.0).step()
-    own.zero_grad()
+    model.zero_grad()
     prepared = accelerator.prepare(own)
     backward()
     prepared.step()
     accelerator.free_memory()
     own.step()  # nobody's any more
     return said, first, model.weight.item()
+
+
+def stepped_in_the_place_of_another():
+    """Step a parameter that has the address of one that wrapping replaced; whether there was one."""
+    accelerator = Accelerator(cpu=True, strategy="tardy")
+    model = nn.Linear(1, 1, bias=False)
+    gone = id(model.weight)
+    model = accelerator.prepare(model)
+    others = []
+    while len(others) < 10_000 and gone not in map(id, others[-1:]):
+        others.append(nn.Parameter(torch.ones(1)))
+    others[-1].grad = torch.ones(1)
+    torch.optim.SGD(others[-1:], lr=1.0).step()
+    return gone == id(others[-1]), others[-1].item()
