@@ -15,7 +15,7 @@ from torch._utils import _flatten_dense_tensors
 from accel_core.checkpoint.files import as_json, lay_out
 from accel_core.checkpoint.replicas import SMALL_BYTES, Replicas
 from accel_core.checkpoint.staging import staged, staging_device
-from accel_core.distributed.tensor_bytes import NOT_COPIED, bytes_of, name_of
+from accel_core.distributed.tensor_bytes import bytes_of, copyable, name_of
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.plan import Box, Declared, Key
@@ -90,8 +90,7 @@ class Layout:
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """Return this rank's tensors, in the order of the file."""
         boxes = zip(self._keys, self._shards, strict=True)
-        found = [leaves[key].shards[number][1] for key, number in boxes]
-        return [each.view(torch.uint8) if each.dtype in NOT_COPIED else each for each in found]
+        return [copyable(leaves[key].shards[number][1]) for key, number in boxes]
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
         """Return the data file's body, straight from tensors that must not change.

@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.plan import Box, Declared, Group, Key, raise_problems
 from accel_core.checkpoint.staging import pieces
-from accel_core.distributed.tensor_bytes import NOT_COPIED, bytes_of
+from accel_core.distributed.tensor_bytes import bytes_of, copyable
 
 if TYPE_CHECKING:
     from accel_core.contract.state import Leaf
@@ -98,7 +98,7 @@ class Replicas:
         }
 
     def _checksum(self, held: str, tensors: Sequence[Tensor]) -> str:
-        tensors = [each.view(torch.uint8) if each.dtype in NOT_COPIED else each for each in tensors]
+        tensors = [copyable(each) for each in tensors]
         small: dict[torch.device, list[int]] = defaultdict(list)
         data = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
         for number, tensor in enumerate(tensors):

@@ -29,10 +29,15 @@ _UNPICKLED: Final = frozenset(
 
 It pickles the others (float8, uint16, complex32, ...) too, and raises where they are unpickled.
 """
-NOT_COPIED: Final = frozenset(
+_NOT_COPIED: Final = frozenset(
     dtype for name, dtype in DTYPES.items() if name.lstrip("uint") in {"1", "2", "3", "4", "5", "6", "7"}
 )
 """int1 to uint7. torch copies no elements of these, but views them as bytes."""
+
+
+def copyable(tensor: Tensor) -> Tensor:
+    """Return the tensor, viewed as bytes if torch copies none of its dtype."""
+    return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
 
 
 def name_of(dtype: torch.dtype) -> str:
