@@ -90,7 +90,7 @@ class Layout:
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """Return this rank's tensors, in the order of the file."""
         boxes = zip(self._keys, self._shards, strict=True)
-        return [copyable(leaves[key].shards[number][1]) for key, number in boxes]
+        return copyable([leaves[key].shards[number][1] for key, number in boxes])
 
     def read(self, leaves: Leaves) -> Iterator[memoryview]:
         """Return the data file's body, straight from tensors that must not change.

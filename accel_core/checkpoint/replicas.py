@@ -98,7 +98,7 @@ class Replicas:
         }
 
     def _checksum(self, held: str, tensors: Sequence[Tensor]) -> str:
-        tensors = [copyable(each) for each in tensors]
+        tensors = copyable(tensors)
         small: dict[torch.device, list[int]] = defaultdict(list)
         data = [tensor for tensor in tensors if tensor.nbytes > SMALL_BYTES]
         for number, tensor in enumerate(tensors):

@@ -7,7 +7,7 @@ import io
 import math
 import pickle
 from collections import ChainMap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
 import torch
@@ -35,9 +35,9 @@ _NOT_COPIED: Final = frozenset(
 """int1 to uint7. torch copies no elements of these, but views them as bytes."""
 
 
-def copyable(tensor: Tensor) -> Tensor:
-    """Return the tensor, viewed as bytes if torch copies none of its dtype."""
-    return tensor.view(torch.uint8) if tensor.dtype in _NOT_COPIED else tensor
+def copyable(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors; those of a dtype that torch does not copy are viewed as bytes."""
+    return [each.view(torch.uint8) if each.dtype in _NOT_COPIED else each for each in tensors]
 
 
 def name_of(dtype: torch.dtype) -> str:
