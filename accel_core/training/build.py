@@ -54,7 +54,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     proxies = [PreparedOptimizer(optimizer, unit) for optimizer in inner]
     added = zip(group.optimizers, proxies, strict=True)
     prepared.add_unit(unit, group.units[1:], added, before, moved)
-    if not unit.optimizers and unit.run.world.size > 1:
+    if not unit.optimizers:
         from accel_core.training.unprepared import refuse_unreduced_steps  # late: few runs need it
 
         refuse_unreduced_steps(unit, prepared.parameters)

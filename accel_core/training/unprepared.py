@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 
 
 def refuse_unreduced_steps(unit: Unit, parameters: ParameterIndex) -> None:
-    """Raise where an optimizer steps by a unit's unreduced gradients.
+    """Raise where an optimizer steps by a unit's gradients that are not reduced, or not divided by items.
 
-    While the unit has no optimizer. Each rank would train a model of its own, silently.
+    While the unit has no optimizer. Each rank would train a model of its own, or by sums, silently.
     """
     found = ref(unit)
 
@@ -39,7 +39,11 @@ def refuse_unreduced_steps(unit: Unit, parameters: ParameterIndex) -> None:
 
 
 def _why_unreduced(unit: Unit) -> str:
-    """Return why ranks do not share the unit's gradients now; no text if they do."""
+    """Return why the unit's gradients are not final; no text if they are."""
+    if unit.window.items is not None and not unit.step_state.is_reduced(None):
+        return "and accumulate(items=...) divides its gradients when a prepared one steps"
+    if unit.run.world.size == 1:
+        return ""
     if unit.steps.reduce_gradients is not None:
         return f"and strategy {unit.strategy!r} reduces gradients when a prepared one steps"
     always = unit.steps.no_sync is None or unit.run.config.accumulation.sync_each_batch

@@ -482,3 +482,20 @@ def test_each_context_has_the_items_that_it_was_made_with(accelerator_of):
         (F.mse_loss(reference(x), y, reduction="sum") / items).backward()
         SGD(reference.parameters(), lr=0.1).step()
     assert_near(model.parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_an_optimizer_that_was_not_prepared_steps_no_sums(accelerator, divided):
+    model = accelerator.prepare(nn.Linear(1, 1, bias=False))
+    optimizer = SGD(model.parameters(), lr=1.0)
+    before = model.weight.item()
+    with accelerator.accumulate(model, items=4):
+        accelerator.backward(model(torch.ones(4, 1)).sum())
+    if divided:
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+        optimizer.step()
+        assert model.weight.item() == pytest.approx(before - 1.0)
+    else:
+        with pytest.raises(AccelError, match=r"divides its gradients when .*\nprepare the optimizer"):
+            optimizer.step()
+        assert model.weight.item() == before
