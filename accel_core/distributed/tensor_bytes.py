@@ -36,7 +36,7 @@ _NOT_COPIED: Final = frozenset(
 
 
 def copyable(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the tensors; those of a dtype that torch does not copy are viewed as bytes."""
+    """Return the tensors, viewed as bytes where torch does not copy their dtype."""
     return [each.view(torch.uint8) if each.dtype in _NOT_COPIED else each for each in tensors]
 
 
