@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def refuse_unreduced_steps(unit: Unit, parameters: ParameterIndex) -> None:
-    """Raise where an optimizer steps by a unit's gradients that are not reduced, or not divided by items.
+    """Raise where an optimizer steps by gradients of a unit that are not final.
 
-    While the unit has no optimizer. Each rank would train a model of its own, or by sums, silently.
+    Not reduced, or not divided by items, while the unit has no optimizer: each rank would train a model of
+    its own, or by sums, silently.
     """
     found = ref(unit)
 
