@@ -432,7 +432,10 @@ def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
 
 @spec("owner", per_step=True)
 def unscale(unit: Unit, optimizer: Optimizer) -> None:
-    """Divide the optimizer's gradients by the loss scale, once per window at most."""
+    """Divide the optimizer's gradients by the loss scale, unless they are already.
+
+    Core asks before each clip, and each time the user does.
+    """
 
 
 @spec("owner", per_step=True)

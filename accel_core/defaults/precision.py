@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch.amp import GradScaler
@@ -102,17 +102,15 @@ class Float16(_Autocast):
     """Autocast to float16, and one loss scaler per unit.
 
     The scaler is updated once all optimizers of its unit have stepped, or else at the next backward: never
-    between the steps of two optimizers, never in the middle of another unit's window.
+    between the steps of two optimizers. Gradients that wait for a later step follow the scale then.
     """
 
     dtype = torch.float16
 
     def __init__(self, config: Any, run: Run) -> None:
         super().__init__(config, run)
-        self._stepped: WeakKeyDictionary[GradScaler, set[Optimizer]] = WeakKeyDictionary()
-        """Scaler -> the optimizers that stepped with it since its last update."""
-        self._spent: WeakSet[GradScaler] = WeakSet()
-        """Scalers whose gradients were all applied, with no backward since."""
+        self._due: WeakSet[GradScaler] = WeakSet()
+        """Scalers that have unscaled gradients since their last update."""
         self._steppers: dict[Optimizer, _Stepper] = {}
 
     @implements(hooks.refuse_unit)
@@ -129,18 +127,20 @@ class Float16(_Autocast):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         scaler = self._scaler(unit)
-        if scaler in self._stepped and not self._accumulating(scaler):
-            self._settle(scaler)
-        self._spent.discard(scaler)
+        self._update(scaler)
+        for stepper in self._sharing(scaler):
+            if stepper.stage == "stepped":
+                if stepper.has_gradients():  # that were not cleared: this adds to them
+                    stepper.multiply(scaler.get_scale())
+                stepper.stage = "scaled"
         self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
-        if scaler in self._spent:
-            return  # its step has unscaled them
-        with _named(unit), self._due_for_update(scaler, stepper):
-            scaler.unscale_(stepper)  # type: ignore[arg-type]
+        if stepper.stage == "scaled":
+            with _named(unit), self._unscaling(scaler, stepper):
+                scaler.unscale_(stepper)  # type: ignore[arg-type]
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -150,20 +150,19 @@ class Float16(_Autocast):
                 " no loss scaler can follow\nuse mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
-        if scaler in self._spent and scaler.is_enabled():
+        if stepper.stage == "stepped" and scaler.is_enabled():
             raise AccelError(
                 "mixed_precision fp16: optimizer.step() was called twice after one backward; gradients are"
                 " unscaled already\ncall accelerator.backward(loss) before each step"
             )
         stepper.applied = False
         self.below.mark_step("host_read")
-        with _named(unit), self._due_for_update(scaler, stepper):
+        with _named(unit), self._unscaling(scaler, stepper):
             scaler.step(stepper)  # type: ignore[arg-type]
-        stepped = self._stepped.setdefault(scaler, set())
-        stepped.add(optimizer)
-        if self._sharing(scaler) == [unit] and stepped.issuperset(unit.optimizers):
-            self._settle(scaler)
-            self._spent.add(scaler)
+        stepper.stage = "stepped"
+        sharing = self._sharing(scaler)
+        if all(each.unit is unit and each.stage == "stepped" for each in sharing):
+            self._update(scaler)
         return stepper.applied
 
     @implements(hooks.save_state)
@@ -172,55 +171,56 @@ class Float16(_Autocast):
             return {}
         from accel_core.contract.state import Entry  # late: start-up need not wait for it
 
-        self._settle(unit.scaler)
+        self._update(unit.scaler)
         return {"scaler": Entry(value=unit.scaler.state_dict())}
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         if unit.scaler is not None and "scaler" in entries:
+            self._update(unit.scaler)
             state: Any = entries["scaler"].value
             unit.scaler.load_state_dict(state)
-            self._stepped.pop(unit.scaler, None)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
-        for stepped in self._stepped.values():
-            stepped.difference_update(unit.optimizers)
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None
         return unit.scaler
 
     @contextmanager
-    def _due_for_update(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
-        """Note, once this has unscaled gradients, that the scaler is to be updated.
+    def _unscaling(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
+        """Note, once this has unscaled gradients, that they are, also where it fails then.
 
-        By the next backward, also where this fails: until its update the scaler unscales no others.
+        The scaler unscales no others until its update.
         """
         try:
             yield
         finally:
             if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
-                self._stepped.setdefault(scaler, set())
+                stepper.stage = "unscaled"
+                self._due.add(scaler)
 
-    def _settle(self, scaler: GradScaler) -> None:
-        if scaler in self._stepped:
-            scaler.update()
-            del self._stepped[scaler]
+    def _update(self, scaler: GradScaler) -> None:
+        """Update the scale, if that is due, and that of gradients that wait."""
+        if scaler not in self._due:
+            return
+        others = [each for each in self._sharing(scaler) if each.stage != "stepped"]
+        waiting = [each for each in others if each.has_gradients()]
+        before = scaler.get_scale() if waiting else 1.0
+        scaler.update()  # which forgets what is unscaled
+        self._due.discard(scaler)
+        for each in waiting:
+            each.multiply(scaler.get_scale() / (1.0 if each.stage == "unscaled" else before))
+        for each in others:
+            each.stage = "scaled"
 
-    def _accumulating(self, scaler: GradScaler) -> bool:
-        """Return True if a unit that shares the scaler is inside a window.
-
-        A new scale would apply to a part of that window only.
-        """
-        sharing, stepped = self._sharing(scaler), self._stepped[scaler]
-        waiting = [u for u in sharing if stepped.isdisjoint(u.optimizers)] if len(sharing) > 1 else []
-        return any(p.grad is not None for unit in waiting for p in unit.named_parameters().values())
-
-    def _sharing(self, scaler: GradScaler) -> list[Unit]:
-        return [unit for unit in self.run.units if unit.scaler is scaler]
+    def _sharing(self, scaler: GradScaler) -> list[_Stepper]:
+        """Return the steppers of all optimizers that step by losses of this scale."""
+        units = [unit for unit in self.run.units if unit.scaler is scaler]
+        return [self._stepper(unit, optimizer) for unit in units for optimizer in unit.optimizers]
 
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)
@@ -264,10 +264,14 @@ class _Stepper:
     """Stand-in for an optimizer, which torch's scaler steps.
 
     It steps through the layers below, and notes whether it did.
+
+    stage: of the gradients since the last backward. stepped: unscaled, and applied or skipped.
     """
 
     def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
-        self._below, self._unit, self._optimizer = below, unit, optimizer
+        self.unit = unit
+        self._below, self._optimizer = below, optimizer
+        self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
         self.applied = False
 
     @property
@@ -275,4 +279,17 @@ class _Stepper:
         return self._optimizer.param_groups
 
     def step(self) -> None:
-        self.applied = self._below.optimizer_step(self._unit, self._optimizer, None)
+        self.applied = self._below.optimizer_step(self.unit, self._optimizer, None)
+
+    def has_gradients(self) -> bool:
+        """Return True if one of its parameters has a gradient."""
+        return any(True for _ in self._gradients())
+
+    def multiply(self, factor: float) -> None:
+        """Multiply the gradients, which counts as no change of them."""
+        for gradient in self._gradients() if factor != 1.0 else ():
+            getattr(gradient, "_local_tensor", gradient).data.mul_(factor)
+
+    def _gradients(self) -> Iterator[Tensor]:
+        parameters = (each for group in self.param_groups for each in group["params"])
+        return (each.grad for each in parameters if each.grad is not None)

@@ -181,15 +181,12 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
 
 
 def unscale(unit: Unit) -> None:
-    """Reduce and unscale the unit's gradients, once per window."""
-    state = unit.step_state
-    if state.needs_finish:
+    """Reduce and unscale the unit's gradients, where they are not yet."""
+    if unit.step_state.needs_finish:
         _reduce(unit)
         if unit.steps.unscale is not None:
             for optimizer in unit.optimizers:
-                if optimizer not in state.unscaled:
-                    state.unscaled.add(optimizer)
-                    unit.steps.unscale(unit, optimizer)
+                unit.steps.unscale(unit, optimizer)
 
 
 def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
@@ -203,7 +200,6 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     if state.is_reduced(optimizer):
         return
     state.refuse_carried(unit.window)
-    state.unscaled.clear()
     if unit.window.items is not None:
         state.refuse_edited(unit.window, unit.named_parameters())
         items = state.note_items(_items_of_all_ranks(unit, unit.window.items))
@@ -315,7 +311,6 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         tell_lost(unit.run, "step", error)
         raise
     state.drop(optimizer)
-    state.unscaled.add(optimizer)  # a scaler unscales what it steps
     if unit.steps.after_step is not None:
         unit.steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

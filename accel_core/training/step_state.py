@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 Versions = list[tuple[int, int] | None]
 """(id, number of changes in place) of each gradient; None for a missing one."""
-Reduced = tuple[dict["Optimizer | None", "Versions | None"], set["Optimizer"], dict["Optimizer", Versions]]
-"""(`StepState.reduced`, `StepState.unscaled`, versions of the gradients)."""
+Reduced = tuple[dict["Optimizer | None", "Versions | None"], dict["Optimizer", Versions]]
+"""(`StepState.reduced`, versions of the gradients)."""
 
 
 @define(eq=False)
@@ -34,7 +34,6 @@ class StepState:
     sharing: optimizers of losses that other units share, whose gradients, if any, are not applied or dropped.
     reduced: optimizers with reduced gradients, not yet applied or dropped -> their versions, where a loop
         trains several by the loss's own backward, else None. The key None stands for a unit without any.
-    unscaled: optimizers that were unscaled in this window.
     undivided: (window's number, versions) of gradients that are still to be divided by the window's items.
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
@@ -47,7 +46,6 @@ class StepState:
     with_gradients: set[Optimizer] = field(factory=set)
     sharing: set[Optimizer] = field(factory=set)
     reduced: dict[Optimizer | None, Versions | None] = field(factory=dict)
-    unscaled: set[Optimizer] = field(factory=set)
     undivided: tuple[int, Versions] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
@@ -87,7 +85,6 @@ class StepState:
     def begin_window(self) -> None:
         """Forget what was done to the gradients of a window that ended without a step."""
         self.reduced.clear()
-        self.unscaled.clear()
 
     def reduced_gradients(self) -> Reduced:
         """Return the gradients that are reduced, neither applied nor dropped.
@@ -95,7 +92,7 @@ class StepState:
         They are for `keep_reduced`.
         """
         versions = {optimizer: _versions_of(optimizer) for optimizer in self.reduced if optimizer is not None}
-        return self.reduced.copy(), self.unscaled.copy(), versions
+        return self.reduced.copy(), versions
 
     def keep_reduced(self, before: Reduced, window: Window) -> None:
         """Count gradients that a backward has left alone as reduced still.
@@ -105,11 +102,11 @@ class StepState:
         Raises:
             AccelError: it has added to gradients that are divided by the window's items.
         """
-        reduced, unscaled, versions = before
+        reduced, versions = before
         if not any(map(any, versions.values())):  # there were none
             return
         if all(_versions_of(optimizer) == noted for optimizer, noted in versions.items()):
-            self.reduced, self.unscaled = reduced, unscaled
+            self.reduced = reduced
         elif window.items is not None:
             raise AccelError(
                 "accumulate(items=...): this backward added to gradients that clipping, unscaling or a step"
