@@ -192,7 +192,7 @@ class Float16(_Autocast):
 
     @contextmanager
     def _unscaling(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
-        """Note, once this has unscaled gradients, that they are, also where it fails then.
+        """Note that gradients are unscaled once they are, also if this fails then.
 
         The scaler unscales no others until its update.
         """
