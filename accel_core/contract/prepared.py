@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from accel_core.contract.unit import inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
     from torch import nn
     from torch.optim import Optimizer
@@ -192,13 +192,27 @@ class ParameterIndex:
             entry = self._entries.get(key)
             if entry is None or entry() is not parameter:
                 entry = self._entries[key] = _Entry(parameter, self._forget)
-                entry.key = key
+                entry.key, entry.is_held = key, False
             entry.name = name
             self._units[key] = unit
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
         """Their units; None among them for what no prepared model has."""
         return set(map(self._units.get, map(id, parameters)))
+
+    def note_held(self, unit: Unit, names: Collection[str]) -> None:
+        """Note that prepared optimizers hold the unit's parameters of these names."""
+        for key, entry in [*self._entries.items()]:
+            if entry.name in names and self._units[key] is unit:
+                entry.is_held = True
+
+    def leave_out(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether one of these trains in the unit and no optimizer holds it.
+
+        None that was prepared.
+        """
+        mine = [each for each in parameters if each.requires_grad and self._units.get(id(each)) is unit]
+        return not all(self._entries[id(each)].is_held for each in mine)
 
     def name_of(self, parameter: nn.Parameter, moved: Mapping[tuple[Unit, str], str] = _UNMOVED) -> str:
         """Return the canonical name of a parameter that has a unit.
@@ -226,11 +240,12 @@ class ParameterIndex:
 
 
 class _Entry(weakref.ref["nn.Parameter"]):
-    """A parameter, its id, and its name in its unit.
+    """A parameter, its id, its name in its unit, and whether an optimizer holds it.
 
     One object a parameter: Python's garbage collector visits each that a run keeps.
     """
 
-    __slots__ = ("key", "name")
+    __slots__ = ("is_held", "key", "name")
+    is_held: bool
     key: int
     name: str

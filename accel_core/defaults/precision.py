@@ -126,6 +126,9 @@ class Float16(_Autocast):
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
+        if not unit.optimizers:  # none that unscales
+            self.below.backward(unit, loss, boundary, options)
+            return
         scaler = self._scaler(unit)
         self._update(scaler)
         for stepper in self._sharing(scaler):

@@ -46,6 +46,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
         def name_of(parameter: nn.Parameter) -> str:
             return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
 
+        held = {name_of(p) for each in group.optimizers for g in each.param_groups for p in g["params"]}
         if unit.hooks.step("prepare_unit") is None:
             _build(group, plan, names, name_of)
         else:
@@ -54,10 +55,12 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     proxies = [PreparedOptimizer(optimizer, unit) for optimizer in inner]
     added = zip(group.optimizers, proxies, strict=True)
     prepared.add_unit(unit, group.units[1:], added, before, moved)
-    if not unit.optimizers:
-        from accel_core.training.unprepared import refuse_unreduced_steps  # late: few runs need it
+    prepared.parameters.note_held(unit, held)
+    trained = unit.named_parameters().values()
+    if group.models and (not unit.optimizers or prepared.parameters.leave_out(unit, trained)):
+        from accel_core.training.unprepared import refuse_unfinished_steps  # late: few runs need it
 
-        refuse_unreduced_steps(unit, prepared.parameters)
+        refuse_unfinished_steps(unit, prepared.parameters)
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:

@@ -16,38 +16,41 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 
-def refuse_unreduced_steps(unit: Unit, parameters: ParameterIndex) -> None:
+def refuse_unfinished_steps(unit: Unit, parameters: ParameterIndex) -> None:
     """Raise where an optimizer steps by gradients of a unit that are not final.
 
-    Not reduced, or not divided by items, while the unit has no optimizer: each rank would train a model of
-    its own, or by sums, silently.
+    Not reduced, not divided by items, or scaled, where no prepared optimizer holds their parameters. Each
+    rank would train a model of its own, or by gradients of another scale, silently.
     """
     found = ref(unit)
 
     def check(optimizer: Optimizer, *call: Any) -> None:
         unit = found()
-        if unit is None or unit.optimizers:
+        if unit is None or optimizer in unit.optimizers:
             return
-        reason = _why_unreduced(unit)
-        if reason and any(unit in parameters.units_of(group["params"]) for group in optimizer.param_groups):
+        reason = _why_not_final(unit, optimizer)
+        if reason and any(parameters.leave_out(unit, group["params"]) for group in optimizer.param_groups):
             raise AccelError(
-                f"the {type(optimizer).__name__} steps weights of unit {unit.name!r}, which was prepared"
-                f" without an optimizer, {reason}\n"
+                f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} that no prepared"
+                f" optimizer holds, {reason}\n"
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
     unit.detach.append(register_optimizer_step_pre_hook(check).remove)
 
 
-def _why_unreduced(unit: Unit) -> str:
+def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     """Return why the unit's gradients are not final; no text if they are."""
-    if unit.window.items is not None and not unit.step_state.is_reduced(None):
+    if unit.window.items is not None and not unit.step_state.has_reduced:
         return "and accumulate(items=...) divides its gradients when a prepared one steps"
+    scaler = unit.scaler if unit.optimizers else None
+    if scaler is not None and scaler.is_enabled() and not scaler._found_inf_per_device(optimizer):
+        return "and its gradients are multiplied by the loss scale until a prepared one steps"
     if unit.run.world.size == 1:
         return ""
     if unit.steps.reduce_gradients is not None:
         return f"and strategy {unit.strategy!r} reduces gradients when a prepared one steps"
     always = unit.steps.no_sync is None or unit.run.config.accumulation.sync_each_batch
-    if always or unit.window.boundary:
+    if always or unit.window.boundary or unit.is_in_no_sync:
         return ""
     return f"in a window of {unit.window.size}, whose gradients are reduced in the last micro-batch"

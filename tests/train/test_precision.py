@@ -170,6 +170,39 @@ def test_gradients_of_a_step_are_not_unscaled_again_after_it(accelerator_of, bet
     assert scales == [64.0, 64.0, 64.0, 128.0, 128.0]
 
 
+@pytest.mark.parametrize("by_the_scaler", [False, True])
+def test_an_optimizer_that_was_not_prepared_steps_no_scaled_gradients(accelerator_of, by_the_scaler):
+    """One of two optimizers was left out."""
+    accelerator, model = fp16(accelerator_of, init_scale=1024.0), net()
+    first, *_, last = model.children()
+    own = SGD(last.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, SGD(first.parameters(), lr=0.1))
+    before = last.weight.detach().clone()
+    accelerator.backward(model(X).float().mean())
+    if by_the_scaler:
+        accelerator.run.units[0].scaler.step(own)
+        optimizer.step()
+        assert not torch.equal(last.weight, before)
+    else:
+        with pytest.raises(AccelError, match="multiplied by the loss scale until .*\nprepare the optimizer"):
+            own.step()
+        assert torch.equal(last.weight, before)
+
+
+@pytest.mark.parametrize("windows", [False, True])
+def test_a_model_without_a_prepared_optimizer_gets_gradients_that_are_not_scaled(accelerator_of, windows):
+    """Nothing unscales them. In a window they were scaled."""
+    accelerator, plain = fp16(accelerator_of, init_scale=1024.0), net()
+    model = accelerator.prepare(net())
+    with accelerator.accumulate(model) if windows else contextlib.nullcontext():
+        accelerator.backward(model(X).float().mean())
+    with torch.autocast("cpu", dtype=torch.float16):
+        loss = plain(X).float().mean()
+    loss.backward()
+    for ours, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, expected.grad)
+
+
 def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator_of):
     accelerator = fp16(accelerator_of, init_scale=1024.0)
     model = net()

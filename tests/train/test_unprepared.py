@@ -12,9 +12,7 @@ from accel_testing.processes import run_processes
 def test_where_nothing_else_reduces_its_gradients_its_step_is_an_error(toy_plugin, made_before):
     toy_plugin("tardy", source=unprepared_job.CARD)
     for said, first, *_ in run_processes(unprepared_job.stepped, "tardy", made_before):
-        assert said.startswith(
-            "the SGD steps weights of unit 'unit0', which was prepared without an optimizer"
-        )
+        assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer holds")
         assert "strategy 'tardy' reduces gradients when a prepared one steps" in said
         assert first == 0.0
 
@@ -28,3 +26,11 @@ def test_once_it_is_prepared_it_steps_by_all_ranks_gradients(toy_plugin):
 def test_a_parameter_in_the_memory_of_one_that_was_replaced_is_somebody_elses(toy_plugin):
     toy_plugin("tardy", source=unprepared_job.CARD)
     assert run_processes(unprepared_job.stepped_in_the_place_of_another) == [(True, 0.0)] * 2
+
+
+def test_weights_that_the_prepared_optimizer_does_not_hold_are_stepped_by_no_other(toy_plugin):
+    """One of two optimizers was not prepared. The prepared one may step by another, as Lookahead does."""
+    toy_plugin("tardy", source=unprepared_job.CARD)
+    for said, weights in run_processes(unprepared_job.stepped_beside_a_prepared_one, "tardy"):
+        assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer holds, and")
+        assert weights == [1.0 - 1.5, 1.0]

@@ -22,7 +22,8 @@ class Tardy:
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit, model):
-        model.weight = nn.Parameter(model.weight.detach().clone())  # as what shards a weight does
+        for layer in [each for each in model.modules() if isinstance(each, nn.Linear)]:
+            layer.weight = nn.Parameter(layer.weight.detach().clone())  # as what shards a weight does
         return model
 
     @implements(hooks.reduce_gradients)
@@ -74,3 +75,34 @@ def stepped_in_the_place_of_another():
     others[-1].grad = torch.ones(1)
     torch.optim.SGD(others[-1:], lr=1.0).step()
     return gone == id(others[-1]), others[-1].item()
+
+
+class Twice(torch.optim.Optimizer):
+    """An optimizer that steps by another one, as Lookahead does."""
+
+    def __init__(self, parameters):
+        parameters = list(parameters)
+        self.inner = torch.optim.SGD(parameters, lr=1.0)
+        super().__init__(parameters, dict(self.inner.defaults))
+        self.inner.param_groups = self.param_groups
+
+    def step(self, closure=None):
+        self.inner.step()
+
+
+def stepped_beside_a_prepared_one(strategy):
+    """What an optimizer of the second layer says, and both layers' weights after a step of both."""
+    accelerator = Accelerator(cpu=True, strategy=strategy)
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    own = torch.optim.SGD(model[1].parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, Twice(model[0].parameters()))
+    accelerator.backward(model(torch.full((1, 1), accelerator.process_index + 1.0)).sum())
+    optimizer.step()
+    try:
+        own.step()
+        said = ""
+    except AccelError as error:
+        said = str(error)
+    return said, [layer.weight.item() for layer in accelerator.unwrap_model(model)]

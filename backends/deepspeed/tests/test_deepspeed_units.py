@@ -76,7 +76,7 @@ def stepped_by_hand(stage: int) -> tuple[str, bool]:
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_an_optimizer_that_was_not_prepared_is_refused_before_each_rank_trains_alone(stage: int) -> None:
     for said, trains in run_processes(stepped_by_hand, stage):
-        assert said.startswith("the SGD steps weights of unit 'unit0', which was prepared without")
+        assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer")
         assert trains
 
 
