@@ -228,6 +228,23 @@ def trained(kind, options, steps=50):
     }
 
 
+def trained_by_two_windows(options, steps=3):
+    """Norms of gradients that are clipped after each window, and applied after each second."""
+    accelerator = accelerator_of(**options)
+    model = Gpt(tied=True)
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
+    norms = []
+    for step in range(2 * steps):
+        batches = mine_of(window(step), accelerator)
+        accelerator.forward_backward(model, batches, loss_of, microbatches=4)
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    accelerator.end_training()
+    return norms
+
+
 def saved(options, folder, steps=3, tied=False):
     """Losses after a save."""
     accelerator = accelerator_of(**options)

@@ -78,6 +78,12 @@ def test_tied_weights_stay_one_weight(native_tied):
         assert_same(found, native_tied)
 
 
+def test_what_stages_have_summed_is_counted_once_where_another_window_adds_to_it():
+    (expected,) = run_processes(problem.trained_by_two_windows, {}, world=1)
+    for norms in run_processes(problem.trained_by_two_windows, {"pp_size": 2}, world=2, timeout=100):
+        assert norms == pytest.approx(expected, rel=1e-3)
+
+
 def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path):
     ((loss, weights),) = run_processes(problem.begun_apart, {}, str(tmp_path / "one"), world=1)
     for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, str(tmp_path / "two"), world=2):

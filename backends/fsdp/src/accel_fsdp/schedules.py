@@ -112,8 +112,8 @@ class Pipe:
                 "install torch 2.9 or newer"
             )
         last = self.rank == self.last
-        # A backward leaves gradients of tied weights that are still to be summed.
-        self.ties.summed &= forward_only
+        if not forward_only:
+            self.ties.expect()
         try:
             with (
                 torch.no_grad() if forward_only else nullcontext(),

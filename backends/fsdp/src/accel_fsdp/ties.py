@@ -29,7 +29,7 @@ class Ties:
         self, pieces: Mapping[int, Sequence[nn.Module]], group: dist.ProcessGroup, device: torch.device
     ) -> None:
         self.group, self.device, self.rank = group, device, dist.get_rank(group)
-        self.summed = True
+        self._summed = True
         """True if nothing came to sum since the last time."""
         self._places = _places(pieces)
         self._tied: list[tuple[nn.Parameter, list[int]]] = []
@@ -56,11 +56,19 @@ class Ties:
                 _local(parameter).copy_(self._everyones(parameter, having)[0])
 
     @torch.no_grad()
+    def expect(self) -> None:
+        """Leave a sum to the tie's first rank: a backward adds to it before the next."""
+        for weight, ranks in self._tied if self._summed else ():
+            if weight.grad is not None and ranks[0] != self.rank:
+                weight.grad.zero_()
+        self._summed = False
+
+    @torch.no_grad()
     def sum(self) -> None:
         """Sum the gradients of each tie over its ranks, once per window. Collective."""
-        if self.summed:
+        if self._summed:
             return
-        self.summed = True
+        self._summed = True
         for weight, ranks in self._tied:
             if weight.requires_grad:
                 weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
