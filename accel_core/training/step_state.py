@@ -58,11 +58,6 @@ class StepState:
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, steps.after_step, mark_step)
         return cls(needs_finish=any(hook is not None for hook in finishing))
 
-    @property
-    def has_reduced(self) -> bool:
-        """True if gradients were reduced since the last backward, applied or not."""
-        return bool(self.reduced or self.unscaled)
-
     def has_shared_gradients(self) -> bool:
         """Return True while there are gradients of a loss that other units share."""
         return any(map(_has_gradients, self.sharing))

@@ -41,7 +41,7 @@ def refuse_unfinished_steps(unit: Unit, parameters: ParameterIndex) -> None:
 
 def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     """Return why the unit's gradients are not final; no text if they are."""
-    if unit.window.items is not None and not unit.step_state.has_reduced:
+    if unit.window.items is not None and not unit.step_state.is_reduced(None):
         return "and accumulate(items=...) divides its gradients when a prepared one steps"
     scaler = unit.scaler if unit.optimizers else None
     if scaler is not None and scaler.is_enabled() and not scaler._found_inf_per_device(optimizer):

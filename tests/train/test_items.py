@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -499,3 +500,20 @@ def test_an_optimizer_that_was_not_prepared_steps_no_sums(accelerator, divided):
         with pytest.raises(AccelError, match=r"divides its gradients when .*\nprepare the optimizer"):
             optimizer.step()
         assert model.weight.item() == before
+
+
+@pytest.mark.parametrize("divided", [True, False])
+def test_one_of_two_optimizers_that_was_not_prepared_steps_no_sums(accelerator, divided):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    own = SGD(model[1].parameters(), lr=1.0)
+    model, optimizer = accelerator.prepare(model, SGD(model[0].parameters(), lr=1.0))
+    with accelerator.accumulate(model, items=4):
+        accelerator.backward(model(torch.ones(4, 1)).sum())
+    if divided:
+        accelerator.clip_grad_norm_(model.parameters(), 1e9)
+    with nullcontext() if divided else pytest.raises(AccelError, match="holds, and accumulate"):
+        own.step()
+    optimizer.step()
+    assert [layer.weight.item() for layer in model] == pytest.approx([0.0, 0.0 if divided else 1.0])
