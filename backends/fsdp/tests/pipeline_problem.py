@@ -128,6 +128,35 @@ class Copied(Gpt):
         return self.head(self.norm(x + before))
 
 
+class Triple(Block):
+    def forward(self, x):
+        return super().forward(x), None, None
+
+
+class Several(Gpt):
+    """Layers that give several values, as those of encoder-decoders do."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Triple() for _ in range(4))
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x, _, _ = block(x)
+        return self.head(self.norm(x))
+
+
+class ByKeyword(Gpt):
+    """Activations are no positional argument."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x=x)
+        return self.head(self.norm(x))
+
+
 class Recomputed(Gpt):
     """Computes its blocks again in backward, from what it scales between them."""
 

@@ -252,6 +252,18 @@ def test_what_skips_a_stage_is_refused(kind, schedule):
     assert any("beside the one tensor that stages send" in each for each in said)
 
 
+def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it():
+    _, said = run_processes(problem.unprepared, problem.Several, {"pp_size": 2}, world=2)
+    assert said.startswith("pipeline: stage 1 cannot pass over the modules before it in Several")
+    assert "ValueError: not enough values to unpack" in said
+    assert "fsdp.pp_split_points" in said.splitlines()[-1]
+
+
+def test_activations_that_go_by_keyword_are_refused_by_the_stage_before():
+    said, _ = run_processes(problem.unprepared, problem.ByKeyword, {"pp_size": 2}, world=2)
+    assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called without a positional")
+
+
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
 def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)

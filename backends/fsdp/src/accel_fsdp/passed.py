@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_core import AccelError
 
-__all__ = ["Passed", "Running", "received_by", "refusal"]
+__all__ = ["Passed", "Running", "received_by", "refusal", "unpassable"]
 
 NUMBERS: Final = frozenset({"item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "__contains__"}) | {
     f"__{kind}__" for kind in ("array", "bool", "complex", "float", "index", "int")
@@ -92,6 +92,19 @@ def refusal(running: Running, use: str) -> AccelError:
         f"pipeline: stage {running.stage} uses ({use}) what an earlier stage computed, beside the one tensor"
         " that stages send: a skip connection, or a second input\n"
         "compute it again in this stage, or have one stage do all of it (fsdp.pp_split_points)"
+    )
+
+
+def unpassable(running: Running, kind: str, error: Exception) -> AccelError:
+    """Return the error for a forward of a `kind` that fails before its stage begins.
+
+    Until then it has met nothing but stand-ins, and modules without weights.
+    """
+    return AccelError(
+        f"pipeline: stage {running.stage} cannot pass over the modules before it in {kind}, each of which"
+        f" gives one tensor here: {type(error).__name__}: {error}\n"
+        "layers that give several values, and an encoder beside a decoder, cannot be cut; split the model"
+        " elsewhere (fsdp.pp_split_points), or not at all (fsdp.pp_size)"
     )
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
-from accel_fsdp.passed import Passed, Running, received_by, refusal
+from accel_fsdp.passed import Passed, Running, received_by, refusal, unpassable
 
 __all__ = ["Left", "absent", "cut", "is_cut", "points_of"]
 
@@ -49,9 +49,7 @@ class _Piece:
             running.entered = True
             return super().__call__(running.received, *args[1:], **kwargs)  # type: ignore[misc]
         if self._stage == running.stage + 1 and self._entry and running.entered:
-            if isinstance(args[0], Passed):
-                raise refusal(running, "sends")
-            raise Left(args[0])
+            raise self._left_with(args)
         if self._stage < running.stage and not running.entered:
             return running.received if torch.compiler.is_compiling() else running.passed
         raise AccelError(
@@ -59,6 +57,18 @@ class _Piece:
             f" comes in stage {running.stage}\nregister modules in the order in which forward calls them, or"
             " split the model elsewhere (fsdp.pp_split_points)"
         )
+
+    def _left_with(self, args: Sequence[Any]) -> Left:
+        """Return the way out of the stage before this module's."""
+        if not args:
+            raise AccelError(
+                f"pipeline: {self._name}, where stage {self._stage} begins, is called without a positional"
+                " argument, which is what stages send\n"
+                "pass activations first and by position, or split the model elsewhere (fsdp.pp_split_points)"
+            )
+        if isinstance(args[0], Passed):
+            raise refusal(self._running, "sends")
+        return Left(args[0])
 
 
 class _Root:
@@ -73,6 +83,10 @@ class _Root:
         except Left as left:  # the hooks of what is sharded must see what is sent
             self._left = left.activation
             return left.activation
+        except Exception as error:
+            if self._running.entered or isinstance(error, AccelError):
+                raise
+            raise unpassable(self._running, type(self).__name__, error) from error
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._running.stage is None:
