@@ -56,7 +56,8 @@ def prepare_pippy(
     """Cut a model into stages, one a process, and have its call run them. Collective.
 
     All processes call the model: the first gives the inputs, the last gets the output, of as many rows as
-    the inputs have. One process has one stage, the model as it is.
+    the inputs have. One process has one stage, the model as it is. Stages send one tensor, so the first call
+    of an encoder-decoder, or of another model whose layers give several values, is an error.
 
     split_points: names of the modules at which stages but the first begin; "auto" balances their sizes.
     example_args, example_kwargs: mean nothing here, as nothing is traced.
