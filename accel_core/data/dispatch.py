@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -47,27 +47,37 @@ class Round:
     failure: str | None = None
 
 
-def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
-    """Yield the rounds of map-style data, from the batches of all readers in turn."""
+def rounds_of_samples(
+    batches: Iterator[Callable[[], Any]], progress: Progress, readers: int
+) -> Iterator[Round]:
+    """Yield the rounds of map-style data.
+
+    batches: of all readers in turn, as `keep` gives them.
+    """
     first = progress.count + 1
-    for number, group in enumerate(batched(batches, readers), start=first):
+    for number, kept in enumerate(batched(batches, readers), start=first):
+        group = [each() for each in kept]
         following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
         real_samples = progress.padded.get(number, NO_PADDING)
         told = (progress.drawn, progress.streams) if number == first else (None, ())
         yield Round(group, real_samples, following, *told)
 
 
-def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Round]:
+def rounds_of_iterable(
+    stated: Iterator[tuple[Any, Any]], progress: Progress, keep: Callable[[Any], Callable[[], Any]]
+) -> Iterator[Round]:
     """Yield an iterable dataset's rounds from (shares, loader state after them).
 
     Its end is known only by reading one ahead.
     """
-    end: Any = (([], NO_PADDING), None)
+    read = ((keep(shares), len(shares[0]), state) for shares, state in stated)
+    end: Any = (None, 0, None)
     first = progress.count + 1
-    for number, now_and_next in enumerate(pairwise(chain(stated, [end])), start=first):
-        ((batches, real_samples), progress.state), ((following, _), _) = now_and_next
+    for number, now_and_next in enumerate(pairwise(chain(read, [end])), start=first):
+        (kept, _, progress.state), (_, following, _) = now_and_next
+        batches, real_samples = kept()
         streams = progress.streams if number == first else ()
-        yield Round(batches, real_samples, len(following), streams=streams)
+        yield Round(batches, real_samples, following, streams=streams)
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:

@@ -5,14 +5,14 @@ An epoch begins at its beginning or in the middle.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
 
-from accel_core.data.ahead import with_last_kept
+from accel_core.data.ahead import keep, with_last_kept
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
 from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
 from accel_core.data.sharding import NO_PADDING, with_last
@@ -49,6 +49,7 @@ class EpochSource:
         """
         plan, batches_per_round = self._plan, self._plan.sharding.batches
         inner: Any = plan.inner
+        hold = _as_it_is if inner.num_workers else keep  # what a worker read is in memory of its own
         if not plan.reads:
             self._follow(progress)
             return None
@@ -61,7 +62,7 @@ class EpochSource:
             plan.sampler.progress = progress
             readers = plan.sharding.readers
             batches = islice(self._begin(progress), left_out * (readers if plan.dispatches else 1), None)
-            return rounds_of_samples(batches, progress, readers) if plan.dispatches else batches
+            return rounds_of_samples(map(hold, batches), progress, readers) if plan.dispatches else batches
         if plan.is_sharded_iterable:
             inner.dataset.skip = progress.start % batches_per_round
         if plan.kind == "replay" and not inner.num_workers:
@@ -71,7 +72,9 @@ class EpochSource:
         if plan.is_sharded_iterable:
             inner.dataset.skip = 0
         stated = ((item, self.state()) for item in items)
-        return rounds_of_iterable(stated, progress) if plan.dispatches else self._own(stated, progress)
+        if plan.dispatches:
+            return rounds_of_iterable(stated, progress, hold)
+        return self._own(stated, progress)
 
     def state(self) -> Any:
         """Return the own position of a stateful loader."""
@@ -181,3 +184,7 @@ class EpochSource:
             torch.empty((), dtype=torch.int64).random_(generator=plan.inner.generator)
         if plan.sampler is not None:
             plan.shuffle.open(progress, 0)
+
+
+def _as_it_is(item: Any) -> Callable[[], Any]:
+    return lambda: item

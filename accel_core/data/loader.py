@@ -13,7 +13,7 @@ import torch
 from attrs import evolve
 from torch.utils.data import DataLoader
 
-from accel_core.data.ahead import with_last_kept
+from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
 from accel_core.data.epoch import EpochSource
 from accel_core.data.options import plan_loader
@@ -21,7 +21,7 @@ from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
 from accel_core.data.process_streams import decode, encode
 from accel_core.data.sampler import PinnableCollate
-from accel_core.data.sharding import NO_PADDING
+from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
@@ -260,8 +260,8 @@ class PreparedLoader(DataLoader[Any]):
         The epoch begins with the first, as Accelerate's does.
         """
         source: Any = self._source.open(progress, skipped)
-        for batch, _ in with_last_kept(source):
-            yield batch
+        for kept, _ in with_last(map(keep, source)):
+            yield kept()
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         active, cursor = self._run.active_loaders, self._cursor

@@ -11,6 +11,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
+from accel_core.data.ahead import keep
 from accel_core.data.position import Progress
 from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
@@ -92,7 +93,10 @@ class ShareCollate:
 
     def __call__(self, found: Shares) -> Shares:
         shares, real = found
-        return [self.collate(samples[0] if self.single else samples) for samples in shares], real
+        collated = (self.collate(samples[0] if self.single else samples) for samples in shares)
+        if len(shares) == 1:
+            return [*collated], real
+        return [kept() for kept in [*map(keep, collated)]], real
 
 
 @frozen

@@ -77,7 +77,7 @@ def leaves(data: Any, operation: str) -> tuple[list[Tensor], tuple[Any, ...]]:
     shape: list[Any] = []
 
     def visit(value: Any) -> None:
-        found = _children(value)
+        found = children_of(value)
         if found is None:
             if value is not None:
                 raise TypeError(_refusal(data, operation, value))
@@ -225,7 +225,7 @@ def walk(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
     """Yield (place, value) for a structure and for each value in it."""
     yield place, value
     if not isinstance(value, Tensor):
-        for key, child in zip(*(_children(value) or ((), ())), strict=True):
+        for key, child in zip(*(children_of(value) or ((), ())), strict=True):
             yield from walk(child, f"{place}[{key!r}]")
 
 
@@ -236,11 +236,11 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
         return {key: change(child) for key, child in value.items()}
     if kind is list:
         return [change(child) for child in value]
-    found = _children(value)
+    found = children_of(value)
     return _LEAF if found is None else _like(value, list(zip(found[0], map(change, found[1]), strict=True)))
 
 
-def _children(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
+def children_of(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
     """Return the keys and the children of a structure; None for a leaf.
 
     The keys of a sequence are a range.

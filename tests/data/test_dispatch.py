@@ -213,6 +213,33 @@ def test_whatever_pickles_arrives_as_it_was_read(world):
     assert run_processes(structures, True, world=world) == run_processes(structures, False, world=world)
 
 
+class OneBuffer:
+    """Collate into one buffer, which each batch overwrites."""
+
+    def __init__(self):
+        self.memory = torch.zeros(2)
+
+    def __call__(self, samples):
+        self.memory[: len(samples)] = torch.tensor(samples).float()
+        return self.memory[: len(samples)]
+
+
+def read_into_one_buffer(data):
+    configuration = DataLoaderConfiguration(dispatch_batches=True)
+    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
+    loader = accelerator.prepare(DataLoader(data, 2, collate_fn=OneBuffer()))
+    return [batch.tolist() for batch in loader]
+
+
+@pytest.mark.together
+@pytest.mark.parametrize("kind", [Numbers, Stream])
+def test_each_rank_gets_its_own_batch_of_those_that_are_read_into_one_buffer(kind):
+    """All ranks got the one that was read last."""
+    own, other = run_processes(read_into_one_buffer, kind(12))
+    assert own == [[0, 1], [4, 5], [8, 9]]
+    assert other == [[2, 3], [6, 7], [10, 11]]
+
+
 def metrics(options):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     found = []

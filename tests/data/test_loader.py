@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import random
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -293,28 +294,62 @@ def test_an_iterable_without_a_batch_size_deals_its_items():
     assert [batches for batches, _, _ in found] == [[0, 1], [2, 3], [4, 0]]
 
 
+@dataclass
+class Box:
+    """A batch of a class of the user's own."""
+
+    x: torch.Tensor
+
+
 class Buffered:
     """Collate into one buffer, which each batch overwrites."""
 
     def __init__(self):
-        self.memory = np.zeros(4, dtype=np.float32)
+        self.memory, self.batch, self.count = np.zeros(4, dtype=np.float32), {}, 0
 
     def __call__(self, samples):
         self.memory[: len(samples)] = samples
-        return {"x": [torch.from_numpy(self.memory)[: len(samples)]], "first": samples[0]}
+        return self.made(torch.from_numpy(self.memory)[: len(samples)], samples)
+
+    def made(self, part, samples):
+        """The batch, of this part of the buffer."""
+        return {"x": [part], "first": samples[0]}
 
 
-@pytest.mark.parametrize(("data", "options"), [(Stream(11), {}), (Numbers(11), {"order": "accelerate"})])
-def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is_read(data, options):
-    """The end of a stream is found by reading one ahead, which overwrote the first batch."""
+class Boxed(Buffered):
+    def made(self, part, samples):
+        return Box(part), (part[:1],)
 
-    def seen(loader):
-        return [(batch["x"][0].tolist(), batch["first"]) for batch in loader]
 
-    plain_loader = DataLoader(data, 4, collate_fn=Buffered())
-    (loader,) = prepared(lambda _: DataLoader(data, 4, collate_fn=Buffered()), **options)
+class Arrays(Buffered):
+    def made(self, part, samples):
+        return part.numpy(), part[:0], part[:1].expand(2, 1), torch.ones(4, 4)[::4, ::4]
+
+
+class OneDict(Buffered):
+    """The batch itself is used again."""
+
+    def made(self, part, samples):
+        self.batch["first"] = str(samples[0])
+        return self.batch
+
+
+class Later(Buffered):
+    """The buffer is used from the second batch on, as one is that grows."""
+
+    def made(self, part, samples):
+        self.count += 1
+        return part if self.count > 1 else part.clone()
+
+
+@pytest.mark.parametrize("collate", [Buffered, Boxed, Arrays, OneDict, Later])
+@pytest.mark.parametrize(("data", "options"), [(Stream(19), {}), (Numbers(19), {"order": "accelerate"})])
+def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is_read(data, options, collate):
+    """The end of a stream is found by reading one ahead, which overwrote the batch before."""
+    plain_loader = DataLoader(data, 4, collate_fn=collate())
+    (loader,) = prepared(lambda _: DataLoader(data, 4, collate_fn=collate()), **options)
     for _ in range(2):
-        assert seen(loader) == seen(plain_loader)
+        assert [*map(repr, loader)] == [*map(repr, plain_loader)]
 
 
 def test_batches_that_are_read_ahead_are_the_users_own():
