@@ -69,3 +69,22 @@ def test_a_step_after_no_backward_is_an_error_and_moves_nothing(config: dict[str
         assert is_still_again
         assert not moves_not
         assert not moves_not_again
+
+
+def dropped(stage: int) -> list[float]:
+    """Return weights after a step whose window came after a backward that was cleared."""
+    ours = accelerator(DeepSpeedPlugin(hf_ds_config={"zero_optimization": {"stage": stage, **OFFLOADED}}))
+    model: Any = nn.Linear(2, 1, bias=False)
+    nn.init.ones_(model.weight)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(model(torch.full((1, 2), 8.0)).sum())
+    optimizer.zero_grad()
+    ours.backward(model(torch.ones(1, 2)).sum())
+    optimizer.step()
+    return [float(each) for _, weight in ours.iter_weights(model) for each in weight.flatten()]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_offloaded_gradients_that_were_cleared_are_not_added_to(stage: int) -> None:
+    for weights in run_processes(dropped, stage, world=2, timeout=200):
+        assert weights == pytest.approx([0.9, 0.9])

@@ -281,6 +281,8 @@ class WholeWeights(Gradients):
         optimizer.zero_grad()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
+            optimizer.micro_step_id = -1  # as before a first backward, else the next one adds to these
+            optimizer._offload_accumulated_param_ids = set()
             self._clear_offloaded()
         for held in (optimizer.averaged_gradients, optimizer.all_grad_tensors):
             held.update(dict.fromkeys(held))
