@@ -104,6 +104,48 @@ def test_what_a_step_does_not_use_is_not_stepped_by_an_older_gradient(stage: int
             torch.testing.assert_close(found[name], each)
 
 
+def summed_by_hand(
+    backward: Any, clip: Any, model: nn.Module, optimizer: Any, readers: int, reader: int
+) -> None:
+    """Clip after each backward, and step after each second."""
+    for step in range(4):
+        data = torch.linspace(-1, 2, 32).reshape(8, 4) * (step + 1)
+        backward(model(data[reader::readers]).square().mean())
+        clip(model.parameters(), 0.3)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def clipped_each_time(stage: int, offload: str) -> dict[str, torch.Tensor] | str:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage, offload_optimizer_device=offload))
+    torch.manual_seed(0)
+    model: nn.Module = nn.Linear(4, 3)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        clip = ours.clip_grad_norm_
+        summed_by_hand(ours.backward, clip, model, optimizer, ours.num_processes, ours.process_index)
+    except AccelError as error:
+        return str(error)
+    return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize(
+    ("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
+)
+def test_a_backward_adds_to_gradients_that_were_clipped_or_that_is_refused(stage: int, offload: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    summed_by_hand(torch.Tensor.backward, nn.utils.clip_grad_norm_, model, optimizer, 1, 0)
+    for found in run_processes(clipped_each_time, stage, offload):
+        if offload == "cpu":
+            assert "overwrites offloaded gradients\nclip or unscale once" in found
+            continue
+        for name, each in model.state_dict().items():
+            torch.testing.assert_close(found[name], each)
+
+
 def apart(stage: int) -> str:
     ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
     model = Turns()
@@ -210,7 +252,7 @@ def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     module: Any = SimpleNamespace(
         parameters=lambda: [parameter], named_parameters=lambda: [("weight", parameter)]
     )
-    engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None)
+    engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None, _backward_prologue=None)
 
     Gradients(engine, 0.0, fixed=False).clamp(4.0)
 

@@ -9,7 +9,7 @@ here reducing is a step of its own, so that the norm is known when `clip_grad_no
 from __future__ import annotations
 
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
@@ -24,6 +24,11 @@ if TYPE_CHECKING:
     from accel_core import Collectives
 
 __all__ = ["Gradients", "enter_once", "of", "refuse_others_unused"]
+
+_OVERWRITTEN: Final = (
+    "DeepSpeed: backward came after clipping or unscaling, before optimizer.step(), and the engine overwrites"
+    " offloaded gradients\nclip or unscale once, just before optimizer.step()"
+)
 
 
 def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
@@ -100,6 +105,9 @@ def refuse_others_unused(engine: Any, control: Collectives) -> None:
 class Gradients:
     """Stage 0: whole gradients on each rank, in the parameters."""
 
+    _is_reduced = False
+    """True between a reduction and the next backward, step or clearing."""
+
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = self.asked = max_norm
         self.fixed = fixed
@@ -110,6 +118,8 @@ class Gradients:
         self._reduce = self._take_over()
         # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
+        self._enter = engine._backward_prologue
+        engine._backward_prologue = self._begin
 
     def _take_over(self) -> Any:
         # Else `step` would reduce a second time.
@@ -137,6 +147,25 @@ class Gradients:
         self.engine._running_engine_step = True  # says to DeepSpeed: this is the boundary
         self._reduce()
         self.engine._running_engine_step = False
+        self._is_reduced = True
+
+    def _begin(self) -> None:
+        """Begin a backward, which may add to gradients that are reduced."""
+        if self._is_reduced:
+            self._is_reduced = False
+            self._settle()
+        self._enter()
+
+    def _settle(self) -> None:
+        """Clip now what the step was to clip."""
+        if self.asked != self.configured:
+            self._clip_now(self.asked)
+            self.asked = self.configured
+
+    def _clip_now(self, max_norm: float) -> None:
+        norm = self.norm()
+        if norm.isfinite():
+            self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's reduced gradients, times the scale."""
@@ -183,6 +212,7 @@ class Gradients:
         self.asked = self.configured
         with _scale_kept(self.optimizer):
             self.engine.step()
+        self._is_reduced = False
         return bool(self.engine.was_step_applied())
 
     def _refuse_unfrozen(self) -> None:
@@ -203,6 +233,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget gradients that are not to be applied."""
+        self._is_reduced = False
         self.engine.zero_grad()
 
 
@@ -220,6 +251,7 @@ class Masters(Gradients):
         return list(self.optimizer.fp32_groups_gradients_flat)
 
     def drop(self) -> None:
+        self._is_reduced = False
         self.optimizer.zero_grad()
 
 
@@ -231,6 +263,8 @@ class WholeWeights(Gradients):
 
     No step has applied them yet.
     """
+    _before: list[Tensor] | None = None
+    """Gradients that were reduced before, which DeepSpeed overwrites."""
 
     def _take_over(self) -> Any:
         if self.engine.zero_optimization_stage() == 1:
@@ -258,6 +292,20 @@ class WholeWeights(Gradients):
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         super().reduce()
+        if self._before:
+            for tensor, before in zip(self.tensors(), self._before, strict=True):
+                tensor.add_(before)
+            self._before = None
+
+    def _settle(self) -> None:
+        super()._settle()
+        self._keep()
+
+    def _keep(self) -> None:
+        """Keep gradients that the next reduction overwrites."""
+        if self.optimizer.cpu_offload:
+            raise AccelError(_OVERWRITTEN)
+        self._before = [tensor.clone() for tensor in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
@@ -273,11 +321,12 @@ class WholeWeights(Gradients):
 
     def step(self) -> bool:
         applied = super().step()
-        self._taken = False
+        self._taken, self._before = False, None
         return applied
 
     def drop(self) -> None:
         optimizer, self._taken = self.optimizer, False
+        self._is_reduced, self._before = False, None
         optimizer.zero_grad()
         if optimizer.cpu_offload:
             optimizer.reset_cpu_buffers()
@@ -299,6 +348,14 @@ class WholeWeights(Gradients):
 class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
 
+    def _keep(self) -> None:
+        return None  # a backward adds to them
+
+    def _clip_now(self, max_norm: float) -> None:
+        if self.optimizer.offload_optimizer:
+            raise AccelError(_OVERWRITTEN)
+        super()._clip_now(max_norm)
+
     def tensors(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:
             return [group.grad for group in self.optimizer.fp32_partitioned_groups_flat]
@@ -311,7 +368,7 @@ class Sharded(WholeWeights):
         return norm
 
     def drop(self) -> None:
-        self._taken = False
+        self._taken = self._is_reduced = False
         self.optimizer.zero_grad()
         self.optimizer.grad_partitions_flat_buffer.zero_()  # else applied again to what is not used next
         if self.optimizer.offload_optimizer:
