@@ -94,3 +94,33 @@ def by_one_rank() -> list[float]:
 
 def test_a_rank_without_a_backward_adds_zeros_to_those_of_others() -> None:
     assert run_processes(by_one_rank) == [[-0.5, -0.5]] * 2
+
+
+def clipped_before_another_backward(steps: bool) -> tuple[str, bool]:
+    """Return what clipping again or a step says then, and if weights move after gradients are cleared."""
+    ours = accelerator()
+    model: Any = nn.Linear(2, 1, bias=False)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    before = weights_of(ours, model)
+
+    def backward() -> None:
+        ours.backward(model(torch.ones(1, 2)).sum())
+
+    backward()
+    ours.clip_grad_norm_(model.parameters(), 1.0)
+    backward()
+    with pytest.raises(AccelError) as caught:
+        optimizer.step() if steps else ours.clip_grad_norm_(model.parameters(), 1.0)
+    assert torch.equal(weights_of(ours, model), before)
+    optimizer.zero_grad()
+    backward()
+    optimizer.step()
+    return str(caught.value), not torch.equal(weights_of(ours, model), before)
+
+
+@pytest.mark.parametrize("steps", [True, False])
+def test_a_backward_after_clipping_is_refused_before_its_gradients_are_lost(steps: bool) -> None:
+    for said, moves in run_processes(clipped_before_another_backward, steps):
+        assert said.startswith("megatron: backward came after clipping or unscaling")
+        assert "once, just before optimizer.step()" in said.splitlines()[-1]
+        assert moves

@@ -32,6 +32,11 @@ _NO_GRADIENT: Final = (
     " then, which moves weights by their moments and decay\n"
     "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
 )
+_ADDED: Final = (
+    "megatron: backward came after clipping or unscaling, before optimizer.step() or zero_grad(), and"
+    " megatron-core cannot reduce gradients twice\n"
+    "clip or unscale once, just before optimizer.step()"
+)
 
 
 def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
@@ -132,6 +137,8 @@ class Stepper:
         """
         from megatron.core.distributed import finalize_model_grads
 
+        if self.ready is not None:
+            raise AccelError(_ADDED)
         chunks, is_empty = self.chunks.run, not self._has_gradients()
         if is_empty and chunks[0].ddp_config.overlap_grad_reduce:
             raise AccelError(_NO_GRADIENT)
