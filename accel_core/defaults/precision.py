@@ -158,8 +158,6 @@ class Float16(_Autocast):
                 "mixed_precision fp16: optimizer.step() was called twice after one backward; gradients are"
                 " unscaled already\ncall accelerator.backward(loss) before each step"
             )
-        if stepper.stage == "unscaled" and scaler.is_enabled():
-            self._share_overflow(scaler, stepper)
         stepper.applied = False
         self.below.mark_step("host_read")
         with _named(unit), self._unscaling(scaler, stepper):
@@ -207,18 +205,6 @@ class Float16(_Autocast):
             if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
                 stepper.stage = "unscaled"
                 self._due.add(scaler)
-
-    def _share_overflow(self, scaler: GradScaler, stepper: _Stepper) -> None:
-        """Have this one skip its step as well where another's gradients overflowed.
-
-        They may have been clipped together since, by a norm that was not finite.
-        """
-        mine = scaler._found_inf_per_device(stepper)  # type: ignore[arg-type]
-        for other in self._sharing(scaler):
-            if other is not stepper:
-                for found in scaler._found_inf_per_device(other).values():  # type: ignore[arg-type]
-                    for overflow in mine.values():
-                        overflow.add_(found.to(overflow.device))
 
     def _update(self, scaler: GradScaler) -> None:
         """Update the scale, if that is due, and that of gradients that wait."""
