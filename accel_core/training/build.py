@@ -60,7 +60,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     if group.models and (not unit.optimizers or prepared.parameters.leave_out(unit, trained)):
         from accel_core.training.unprepared import refuse_unfinished_steps  # late: few runs need it
 
-        refuse_unfinished_steps(unit, prepared.parameters)
+        refuse_unfinished_steps(unit)
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:

@@ -12,31 +12,31 @@ from accel_core.errors import AccelError
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.contract.prepared import ParameterIndex
     from accel_core.contract.unit import Unit
 
 
-def refuse_unfinished_steps(unit: Unit, parameters: ParameterIndex) -> None:
+def refuse_unfinished_steps(unit: Unit) -> None:
     """Raise where an optimizer steps by gradients of a unit that are not final.
 
     Not reduced, not divided by items, or scaled, where no prepared optimizer holds their parameters. Each
     rank would train a model of its own, or by gradients of another scale, silently.
     """
-    found = ref(unit)
 
     def check(optimizer: Optimizer, *call: Any) -> None:
         unit = found()
         if unit is None or optimizer in unit.optimizers:
             return
-        reason = _why_not_final(unit, optimizer)
-        if reason and any(parameters.leave_out(unit, group["params"]) for group in optimizer.param_groups):
+        reason, known = _why_not_final(unit, optimizer), unit.run.prepared.parameters
+        if reason and any(known.leave_out(unit, group["params"]) for group in optimizer.param_groups):
             raise AccelError(
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} that no prepared"
                 f" optimizer holds, {reason}\n"
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
-    unit.detach.append(register_optimizer_step_pre_hook(check).remove)
+    handle = register_optimizer_step_pre_hook(check)
+    found = ref(unit, lambda gone: handle.remove())  # which torch keeps: it must not keep the run
+    unit.detach.append(handle.remove)
 
 
 def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import unprepared_job
+from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from accel_core import Accelerator
 from accel_testing.processes import run_processes
 
 
@@ -34,3 +40,15 @@ def test_weights_that_the_prepared_optimizer_does_not_hold_are_stepped_by_no_oth
     for said, weights in run_processes(unprepared_job.stepped_beside_a_prepared_one, "tardy"):
         assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer holds, and")
         assert weights == [1.0 - 1.5, 1.0]
+
+
+def test_the_watch_for_such_steps_keeps_no_run_and_ends_with_it():
+    before = len(_global_optimizer_pre_hooks)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(nn.Linear(1, 1))
+    assert len(_global_optimizer_pre_hooks) == before + 1
+    run = weakref.ref(accelerator.run)
+    del accelerator
+    gc.collect()
+    assert run() is None
+    assert len(_global_optimizer_pre_hooks) == before
