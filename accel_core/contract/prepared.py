@@ -207,10 +207,7 @@ class ParameterIndex:
                 entry.is_held = True
 
     def leave_out(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return whether one of these trains in the unit and no optimizer holds it.
-
-        None that was prepared.
-        """
+        """Return whether one of these trains in the unit, held by no prepared optimizer."""
         mine = [each for each in parameters if each.requires_grad and self._units.get(id(each)) is unit]
         return not all(self._entries[id(each)].is_held for each in mine)
 
