@@ -320,10 +320,10 @@ class Run:
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups.
 
-        No unit is in a step any more afterwards.
+        No unit is in a step any more afterwards. The end of the run has done so already.
         """
         self.drop_accumulations()
-        for unit in self.units:
+        for unit in () if self.ended else self.units:
             _release(unit)
         self.windows = ()
         self.prepared.refuse_steps(_forgotten)
