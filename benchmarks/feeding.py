@@ -75,7 +75,7 @@ def contend(name: str) -> None:
     make = makers[name]()
     on = device()
     sync = torch.accelerator.synchronize if on.type != "cpu" else lambda: None
-    side, dtype = (128, torch.float32) if on.type == "cpu" else (2048, torch.bfloat16)
+    side, dtype = (128, torch.float32) if on.type == "cpu" else (4096, torch.bfloat16)
     weight = torch.randn(side, side, device=on, dtype=dtype)
 
     def product() -> None:
