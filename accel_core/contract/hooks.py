@@ -651,7 +651,7 @@ def device_health(device: torch.device) -> Mapping[str, Json]:
 
 @spec("owner")
 def empty_cache() -> None:
-    """Give unused cached device memory back."""
+    """Give cached memory that is not used back, the device's and the host's."""
 
 
 @spec("owner")

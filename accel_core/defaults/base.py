@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -339,6 +340,8 @@ class Base(BaseState):
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
         if empty_host_cache is not None and can_pin(self.run.device):
             empty_host_cache()  # pinned memory, of saves above all
+        with suppress(AttributeError, OSError):  # the C library of Linux keeps pages between what is in use
+            ctypes.CDLL(None).malloc_trim(0)
 
     @implements(hooks.set_affinity)
     def set_affinity(self, world: World) -> None:

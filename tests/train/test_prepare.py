@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import platform
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -273,6 +276,32 @@ def test_free_memory_collects_what_is_in_a_cycle(accelerator):
     del model
     accelerator.free_memory()
     assert gone() is None
+
+
+HOST_MEMORY = """
+import torch
+from accel_core import Accelerator
+
+def pages():
+    status = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in status if line.startswith("RssAnon"))
+
+accelerator = Accelerator(cpu=True)
+before = pages()
+small, last = [torch.zeros(64) for _ in range(50_000)], torch.zeros(64)
+most = pages()
+del small
+accelerator.free_memory()
+print((pages() - before) / (most - before))
+"""
+
+
+@pytest.mark.skipif(
+    platform.libc_ver()[0] != "glibc", reason="only glibc keeps such pages and gives them back"
+)
+def test_free_memory_gives_pages_of_the_host_back_that_small_tensors_lay_in():
+    share = subprocess.check_output([sys.executable, "-c", HOST_MEMORY], text=True, timeout=120)
+    assert float(share) < 0.5
 
 
 def test_what_was_prepared_before_free_memory_is_prepared_anew(accelerator_of):
