@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
@@ -94,8 +92,3 @@ class LocalSGD:
         self._steps = 0
         self.unit.hooks.average_parameters(self.unit)
         self.unit.hooks.parameters_averaged(self.unit)
-        scaler: Any = self.unit.scaler
-        if scaler is not None and scaler.is_enabled():  # once gradients are shared again, so is their scale
-            scale = torch.tensor(scaler.get_scale(), device="cpu")
-            self.unit.run.collectives("control").all_reduce(scale, "min")
-            scaler.load_state_dict({**scaler.state_dict(), "scale": scale.item()})

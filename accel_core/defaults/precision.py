@@ -182,7 +182,18 @@ class Float16(_Autocast):
         if unit.scaler is not None and "scaler" in entries:
             self._update(unit.scaler)
             state: Any = entries["scaler"].value
-            unit.scaler.load_state_dict(state)
+            self._change(unit.scaler, partial(unit.scaler.load_state_dict, state))
+
+    @implements(hooks.parameters_averaged)
+    def parameters_averaged(self, unit: Unit) -> None:
+        """Go on with the smallest scale: gradients are shared again, and their scale with them."""
+        scaler = unit.scaler
+        if scaler is not None and scaler.is_enabled():
+            self._update(scaler)
+            scale = torch.tensor(scaler.get_scale(), device="cpu")
+            self.run.collectives("control").all_reduce(scale, "min")
+            state = {**scaler.state_dict(), "scale": scale.item()}
+            self._change(scaler, partial(scaler.load_state_dict, state))
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
@@ -208,13 +219,16 @@ class Float16(_Autocast):
 
     def _update(self, scaler: GradScaler) -> None:
         """Update the scale, if that is due, and that of gradients that wait."""
-        if scaler not in self._due:
-            return
+        if scaler in self._due:
+            self._change(scaler, scaler.update)  # which forgets what is unscaled
+            self._due.discard(scaler)
+
+    def _change(self, scaler: GradScaler, change: Callable[[], object]) -> None:
+        """Change the scale, and that of gradients that wait."""
         others = [each for each in self._sharing(scaler) if each.stage != "stepped"]
         waiting = [each for each in others if each.has_gradients()]
         before = scaler.get_scale() if waiting else 1.0
-        scaler.update()  # which forgets what is unscaled
-        self._due.discard(scaler)
+        change()
         for each in waiting:
             each.multiply(scaler.get_scale() / (1.0 if each.stage == "unscaled" else before))
         for each in others:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from attrs import evolve
 from local_sgd_problem import TIMEOUT, net, ours, plainly
+from torch import nn
 
 from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
 from accel_core.distributed import collectives
@@ -84,6 +85,40 @@ def in_fp16(overflows):
 def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest(overflows):
     """Also where the last step has overflowed on one of them."""
     assert run_processes(in_fp16, overflows) == [(1024.0, 512.0), (512.0, 512.0)]
+
+
+class Sum(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+    def forward(self, x):
+        return (self.first + self.second) * x
+
+
+def at_two_rates_in_fp16():
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[TIMEOUT, SCALE])
+    model = Sum()
+    model, each, every_third = accelerator.prepare(
+        model, torch.optim.SGD([model.first], lr=1.0), torch.optim.SGD([model.second], lr=1.0)
+    )
+    with LocalSGD(accelerator, model, 2) as local:
+        for step in range(3):
+            overflow = float("inf") if accelerator.process_index == 1 and step == 0 else 1.0
+            accelerator.backward(model(torch.ones(1)).sum() * overflow)
+            each.step()
+            each.zero_grad()
+            if step == 2:
+                every_third.step()
+                stepped = accelerator.unwrap_model(model).second.item()
+            local.step()
+    accelerator.end_training()
+    return stepped
+
+
+@together
+def test_a_gradient_that_waits_for_its_step_follows_the_smallest_loss_scale():
+    assert run_processes(at_two_rates_in_fp16) == [-3.0, 0.0]
 
 
 def raises_inside():
