@@ -186,7 +186,7 @@ class Float16(_Autocast):
 
     @implements(hooks.parameters_averaged)
     def parameters_averaged(self, unit: Unit) -> None:
-        """Go on with the smallest scale: gradients are shared again, and their scale with them."""
+        """Go on with the smallest scale, as gradients are shared again."""
         scaler = unit.scaler
         if scaler is not None and scaler.is_enabled():
             self._update(scaler)
