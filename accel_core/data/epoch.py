@@ -16,10 +16,11 @@ from accel_core.data.ahead import keep, with_last_kept
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
 from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
 from accel_core.data.sharding import NO_PADDING, with_last
+from accel_core.data.stateful import is_stateful, state_of
 
 if TYPE_CHECKING:
     from accel_core.data.options import LoaderPlan
-    from accel_core.data.position import Progress, Streams
+    from accel_core.data.position import Position, Progress, Streams
 
 
 class EpochSource:
@@ -39,8 +40,8 @@ class EpochSource:
 
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
-        self._seeded = False
-        """Workers that persist have drawn their seed, once for all epochs."""
+        self.begun = False
+        """An epoch was begun: workers that persist have drawn their seed, once for all epochs."""
 
     def open(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not.
@@ -50,8 +51,9 @@ class EpochSource:
         plan, batches_per_round = self._plan, self._plan.sharding.batches
         inner: Any = plan.inner
         hold = _as_it_is if inner.num_workers else keep  # what a worker read is in memory of its own
+        seeded, self.begun = plan.persists and self.begun, True
         if not plan.reads:
-            self._follow(progress)
+            self._follow(progress, seeded)
             return None
         left_out = progress.start // batches_per_round if plan.kind == "replay" else 0
         if plan.kind == "stateful":
@@ -61,14 +63,16 @@ class EpochSource:
         if plan.sampler is not None:
             plan.sampler.progress = progress
             readers = plan.sharding.readers
-            batches = islice(self._begin(progress), left_out * (readers if plan.dispatches else 1), None)
+            batches = islice(
+                self._begin(progress, seeded), left_out * (readers if plan.dispatches else 1), None
+            )
             return rounds_of_samples(map(hold, batches), progress, readers) if plan.dispatches else batches
         if plan.is_sharded_iterable:
             inner.dataset.skip = progress.start % batches_per_round
         if plan.kind == "replay" and not inner.num_workers:
             items = self._read_here(progress, left_out)
         else:
-            items = islice(self._begin(progress), left_out, None)
+            items = islice(self._begin(progress, seeded), left_out, None)
         if plan.is_sharded_iterable:
             inner.dataset.skip = 0
         stated = ((item, self.state()) for item in items)
@@ -81,13 +85,30 @@ class EpochSource:
         inner: Any = self._plan.inner
         return inner.state_dict() if self._plan.kind == "stateful" else None
 
-    def restart(self, *, seeded: bool) -> None:
-        """Have the next epoch start workers anew.
+    def untouched(self) -> Any:
+        """Return the state of a dataset that keeps its place, before anything was read."""
+        return state_of(self._dataset) if self.keeps_its_place and not self.begun else None
 
-        seeded: the workers before have drawn their seed.
-        """
+    def restart(self, position: Position) -> None:
+        """Have the next epoch start workers anew, as it begins or goes on at this position."""
         self._plan.inner.__dict__["_iterator"] = None
-        self._seeded = self._plan.persists and seeded
+        if self.begun and not position.begun and position.dataset is not None:
+            self._dataset.load_state_dict(position.dataset)
+        self.begun = position.begun
+
+    @property
+    def keeps_its_place(self) -> bool:
+        """True if a stateful loader reads, in this process, a dataset that has a state."""
+        plan = self._plan
+        if plan.kind != "stateful" or not plan.reads or plan.inner.num_workers:
+            return False
+        return is_stateful(self._dataset)
+
+    @property
+    def _dataset(self) -> Any:
+        """The user's own."""
+        dataset: Any = self._plan.inner.dataset
+        return dataset.dataset if self._plan.is_sharded_iterable else dataset
 
     def _own(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
         """Yield an iterable dataset's batches; reading one ahead finds the end.
@@ -150,16 +171,16 @@ class EpochSource:
             streams.restore(before)
         yield from chain(held, items)
 
-    def _begin(self, progress: Progress) -> Iterator[Any]:
+    def _begin(self, progress: Progress, seeded: bool) -> Iterator[Any]:
+        """Begin an epoch of the inner loader; seeded: its workers have drawn their seed."""
         plan, inner = self._plan, self._plan.inner
         generator = inner.generator or torch.default_generator
         starts_workers = inner.__dict__["_iterator"] is None
-        if self._seeded and starts_workers and not progress.resumed:
+        if seeded and starts_workers and not progress.resumed:
             # Only the order is drawn here: workers that persist would have drawn nothing more.
             if plan.sampler is not None:
                 plan.shuffle.open(progress, 0)
             progress.resumed = True
-        self._seeded = plan.persists
         if not progress.resumed:
             if inner.num_workers and starts_workers:
                 progress.workers = encode(generator.get_state())
@@ -175,9 +196,9 @@ class EpochSource:
         plan.shuffle.draw_until(progress, due)
         return batches
 
-    def _follow(self, progress: Progress) -> None:
+    def _follow(self, progress: Progress, seeded: bool) -> None:
         """Draw as the process that reads does: streams seeded alike stay alike."""
-        plan, seeded, self._seeded = self._plan, self._seeded, self._plan.persists
+        plan = self._plan
         if progress.resumed:
             return
         if not seeded:

@@ -163,8 +163,10 @@ class PreparedLoader(DataLoader[Any]):
         for role, generator in self._plan.generators.items():
             if role in position.generators:
                 generator.set_state(decode(position.generators[role]))
-        midway = position.consumed > 0
+        midway, now = position.consumed > 0, self._position()
         cursor, over = self._cursor, position.is_over(self._plan.sharding)
+        if over or not midway:
+            self._tell_of_dataset(position, now)
         cursor.cut_off(
             "load_state has moved the dataloader that this loop reads\nleave the loop (break) after loading,"
             " and begin a new one: it goes on where the checkpoint was taken"
@@ -172,7 +174,7 @@ class PreparedLoader(DataLoader[Any]):
         if over:  # the next loop is that of the next epoch, as it would have been
             cursor.plan(Progress(epoch=position.following, draws=-1 if position.left else position.draws))
         else:
-            same = position.dealt == self._position().dealt
+            same = position.dealt == now.dealt
             cursor.plan(
                 Progress(
                     epoch=position.epoch,
@@ -188,7 +190,7 @@ class PreparedLoader(DataLoader[Any]):
             cursor.following = position.following
             if midway:
                 self._tell(position)
-        self._source.restart(seeded=cursor.progress.epoch > 0 or cursor.progress.resumed)
+        self._source.restart(position)
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
         """Return the position that was saved. Nothing is changed.
@@ -325,6 +327,8 @@ class PreparedLoader(DataLoader[Any]):
             following=max(cursor.following, progress.epoch + 1),
             ended=progress.count > 0 and self._is_over(progress),
             left=not cursor.running,
+            begun=self._source.begun,
+            dataset=self._source.untouched(),
         )
 
     def _is_over(self, progress: Progress) -> bool:
@@ -336,6 +340,15 @@ class PreparedLoader(DataLoader[Any]):
         # Each of several workers shares out its own stream, and knows the end of that stream only.
         alike = alike or (progress.is_last_of_all and self.num_workers <= 1)
         return alike and progress.count == progress.total
+
+    def _tell_of_dataset(self, position: Position, now: Position) -> None:
+        """Warn of a dataset that may not begin the epoch to come at its beginning."""
+        if position.begun and now.consumed and not now.ended and self._source.keeps_its_place:
+            _logger.warning(
+                "the dataset %s keeps its own state, and that of the start of an epoch was not saved: the next"
+                " epoch may go on where this process has read to; load in a new process, or reset the dataset",
+                type(self.dataset).__name__,
+            )
 
     def _tell(self, position: Position) -> None:
         """Warn of an epoch that was left early, or may go on in another order."""

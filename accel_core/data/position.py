@@ -42,6 +42,7 @@ class Position:
     following: number of the next epoch.
     ended: the epoch's last batch was handed out, of all readers.
     left: no loop over the loader was running any more.
+    begun: an epoch was begun. dataset: until then, the state of a `stateful` loader's dataset.
     """
 
     kind: Kind
@@ -58,6 +59,12 @@ class Position:
     following: int = 1
     ended: bool = False
     left: bool = False
+    begun: bool = field(
+        default=Factory(
+            lambda self: self.epoch > 0 or self.drawn is not None or self.consumed > 0, takes_self=True
+        )
+    )
+    dataset: Any = None
 
     def to_json(self) -> dict[str, Any]:
         """Return a dict of values that JSON can hold; `state` is as its loader gave it."""

@@ -123,12 +123,13 @@ class StatefulShares(Iterator["Shares"]):
         dataset: Any = self._sharded.dataset
         source = self._source
         return {
-            "dataset": None if dataset is source else _state(dataset),
-            "iterator": _state(source),
+            "dataset": None if dataset is source else state_of(dataset),
+            "iterator": state_of(source),
         }
 
 
-def _state(thing: Any) -> Any:
+def state_of(thing: Any) -> Any:
+    """Return the object's own position, None if it cannot tell one."""
     return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
 
 

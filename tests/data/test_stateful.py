@@ -262,3 +262,41 @@ def test_a_checkpoint_holds_its_state(tmp_path):
     whole = run_processes(train, str(tmp_path / "saved"), False)
     assert [seen[12:] for seen in whole] == run_processes(train, str(tmp_path / "saved"), True)
     assert len(whole[0]) == 23
+
+
+def gone_on(loader, saved_after):
+    """(batches of the epoch after so many, the same after a load in the middle of the next epoch)."""
+    for _ in range(saved_after):
+        list(loader)
+    position = loader.state_dict()
+    found = []
+    for _ in range(2):
+        found.append([])
+        for batch in loader:
+            found[-1].append(batch)
+            if len(found[-1]) == 3:
+                break
+        loader.load_state_dict(position)
+    return found
+
+
+class Standing(Walk):
+    """It goes on where it stands, and starts over only after its end."""
+
+    def __iter__(self):
+        while self.at < self.length:
+            self.at += 1
+            yield self.at - 1
+        self.at = 0
+
+
+@pytest.mark.parametrize("saved_after", [0, 1])
+def test_a_dataset_that_keeps_its_place_goes_back_before_its_first_batch(saved_after, caplog):
+    (loader,) = prepared(lambda _: stateful.StatefulDataLoader(Standing(9), 2, collate_fn=plain), 1)
+    first, second = gone_on(loader, saved_after)
+    assert first == [[0, 1], [2, 3], [4, 5]]
+    # Of a later epoch nobody knows whether its state is that of the epoch's end.
+    assert (second == first, "Standing keeps its own state" in caplog.text) == (
+        not saved_after,
+        bool(saved_after),
+    )

@@ -141,3 +141,22 @@ def test_who_follows_a_reader_whose_workers_persist_draws_what_it_draws():
     for _ in range(3):
         rounds([reads, follows])
         assert torch.equal(reads.generator.get_state(), follows.generator.get_state())
+
+
+def test_an_epoch_that_is_named_before_the_first_loop_finds_no_seed_of_workers_drawn():
+    def make():
+        user = DataLoader(
+            Numbers(8), 2, shuffle=True, num_workers=1, collate_fn=plain, persistent_workers=True
+        )
+        return prepared(lambda _: user)[0]
+
+    torch.manual_seed(3)
+    loader = make()
+    loader.set_epoch(3)
+    state, random = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+    expected = list(loader), torch.get_rng_state().tolist()
+
+    again = make()
+    again.load_state_dict(state)
+    torch.set_rng_state(random)
+    assert (list(again), torch.get_rng_state().tolist()) == expected
