@@ -20,6 +20,14 @@ S = TypeVar("S")
 T = TypeVar("T")
 
 _CONSTANT: Final = {bool, bytes, float, int, NoneType, str}
+_ARRAYS: Final = {np.ndarray, np.memmap}
+"""Arrays that are their memory. Others may have more than that: a mask."""
+_NUMPYS: Final = {
+    *(torch.float64, torch.float32, torch.float16, torch.int64, torch.int32, torch.int16),
+    *(torch.int8, torch.uint8, torch.bool),
+}
+_SMALL: Final = 1 << 16
+"""Bytes below which a copy of them costs less than NumPy's comparison."""
 
 
 def with_last_kept(pairs: Iterable[tuple[T, S]]) -> Iterator[tuple[tuple[T, S], bool]]:
@@ -42,8 +50,10 @@ def keep(item: T) -> Callable[[], T]:
 
 
 def _copy(value: Any) -> Any:
-    """Copy containers, tensors and arrays."""
+    """Copy containers and memory."""
     kind = type(value)
+    if kind is Tensor and _is_plain(value):
+        return value.clone()
     if kind is dict:
         return {key: child if type(child) in _CONSTANT else _copy(child) for key, child in value.items()}
     if kind is list or kind is tuple:
@@ -52,28 +62,69 @@ def _copy(value: Any) -> Any:
 
 
 def _is_alike(value: Any, copy: Any) -> bool:
-    """Return whether a value is what it was when it was copied."""
+    """Return whether a value is what it was when it was copied; False where nobody can tell."""
     if value is copy:
         return True
+    kind = type(value)
+    if kind is not type(copy) and not (isinstance(value, Tensor) and isinstance(copy, Tensor)):
+        return False
+    if kind is Tensor and _is_plain(value):
+        same = value.dtype is copy.dtype and value.shape == copy.shape
+        return same and _equals(value.numpy(), copy.numpy())
+    if kind is list or kind is tuple:
+        return len(value) == len(copy) and all(map(_is_alike, value, copy))
     if _is_memory(value):
-        return _is_memory(copy) and value.shape == copy.shape and np.array_equal(_words(value), _words(copy))
+        return _is_alike_memory(value, copy)
     found, copied = children_of(value), children_of(copy)
     if found is None or copied is None or [*found[0]] != [*copied[0]]:
         return False
-    return all(a is b or _is_alike(a, b) for a, b in zip(found[1], copied[1], strict=True))
+    return all(map(_is_alike, found[1], copied[1]))
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is one that NumPy can read as it is."""
+    if tensor.dtype not in _NUMPYS or not tensor.is_cpu or not tensor.is_contiguous():
+        return False
+    return not (tensor.requires_grad or tensor.is_neg())
 
 
 def _is_memory(value: Any) -> bool:
-    """Return whether the value is memory that can be read here."""
+    """Return whether the value is memory, which can be copied."""
     if isinstance(value, np.ndarray):
         return not value.dtype.hasobject
-    if not isinstance(value, Tensor) or not value.is_cpu or value.layout is not torch.strided:
+    if not isinstance(value, Tensor):
+        return isinstance(value, bytearray)
+    if value.layout is not torch.strided or value.is_nested or value.is_quantized or value.is_meta:
         return False
-    return not value.is_nested and not value.is_quantized
+    if not value.is_cpu:
+        return not value.requires_grad  # gradients are for the tensor itself
+    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__  # others wrap tensors
+
+
+def _is_alike_memory(value: Any, copy: Any) -> bool:
+    if isinstance(value, bytearray):
+        return bool(value == copy)
+    if value.dtype != copy.dtype or value.shape != copy.shape:
+        return False
+    if isinstance(value, Tensor):  # a device is not waited for, not even to compare
+        return value.is_cpu and _equals(_bytes(value), _bytes(copy))
+    return type(value) in _ARRAYS and _equals(np.ascontiguousarray(value), np.ascontiguousarray(copy))
+
+
+def _equals(array: Any, copy: Any) -> bool:
+    """Return whether contiguous arrays have the same bytes."""
+    if array.nbytes < _SMALL:
+        return bool(array.tobytes() == copy.tobytes())
+    return np.array_equal(*(_words(each.reshape(-1).view(np.uint8)) for each in (array, copy)))
+
+
+def _words(data: Any) -> Any:
+    """Return bytes as integers, as large ones as they fill: those are compared fast."""
+    return data if data.size % 8 else data.view(np.int64)
 
 
 def _copy_memory(value: Any) -> Any:
-    if isinstance(value, np.ndarray):
+    if not isinstance(value, Tensor):
         return value.copy()
     copy = _once(value).clone()
     copy = copy if copy.shape == value.shape else copy.expand_as(value)
@@ -88,12 +139,7 @@ def _once(tensor: Tensor) -> Tensor:
     return tensor[tuple(slice(None) if step else slice(1) for step in tensor.stride())]
 
 
-def _words(value: Any) -> Any:
-    """Return memory as integers, as large ones as it has: those are compared fast."""
-    if isinstance(value, Tensor):
-        dense = _once(value).resolve_conj().resolve_neg().contiguous()
-        # `reshape` would leave the stride of a single element as it is, which `view` refuses.
-        data = dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()
-    else:
-        data = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
-    return data if data.size % 8 else data.view(np.int64)
+def _bytes(tensor: Tensor) -> Any:
+    dense = _once(tensor).resolve_conj().resolve_neg().contiguous()
+    # `reshape` would leave the stride of a single element as it is, which `view` refuses.
+    return dense.as_strided((dense.numel(),), (1,)).view(torch.uint8).numpy()

@@ -345,8 +345,9 @@ class PreparedLoader(DataLoader[Any]):
         """Warn of a dataset that may not begin the epoch to come at its beginning."""
         if position.begun and now.consumed and not now.ended and self._source.keeps_its_place:
             _logger.warning(
-                "the dataset %s keeps its own state, and that of the start of an epoch was not saved: the next"
-                " epoch may go on where this process has read to; load in a new process, or reset the dataset",
+                "the dataset %s keeps its own state, and that of the start of an epoch was not saved: the"
+                " next epoch may go on where this process has read to; load in a new process, or reset the"
+                " dataset",
                 type(self.dataset).__name__,
             )
 
