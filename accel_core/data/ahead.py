@@ -6,6 +6,7 @@ A collate function or a dataset that has one buffer reads the next one into the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from types import NoneType
 from typing import Any, Final, TypeVar
 
@@ -37,6 +38,14 @@ def with_last_kept(pairs: Iterable[tuple[T, S]]) -> Iterator[tuple[tuple[T, S], 
     """
     for (kept, beside), last in with_last((keep(item), beside) for item, beside in pairs):
         yield (kept(), beside), last
+
+
+def with_first_kept(items: Iterable[T], count: int) -> Iterator[T]:
+    """Yield items, the first ones together: as they were when they were read."""
+    iterator = iter(items)
+    for kept in [*map(keep, islice(iterator, count))]:
+        yield kept()
+    yield from iterator
 
 
 def keep(item: T) -> Callable[[], T]:

@@ -93,8 +93,11 @@ class LoaderPlan:
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
+        dataset: Any = self.inner.dataset
         if name == "collate_fn":
-            value = ShareCollate(value, single=not batches) if self.is_sharded_iterable else value
+            if self.is_sharded_iterable:
+                value = ShareCollate(value, single=not batches)
+                dataset.hold = value.hold
             return PinnableCollate(value) if isinstance(self.inner.collate_fn, PinnableCollate) else value
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
@@ -277,12 +280,15 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     """Return the attributes that give an iterable loader this reader's share."""
     dataset: Any = loader.dataset
     size = loader.batch_size or 1
+    shares = ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful)
+    collate = ShareCollate(loader.collate_fn, single=loader.batch_size is None)
+    shares.hold = collate.hold
     return {
-        "dataset": ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful),
+        "dataset": shares,
         "batch_size": None,
         "batch_sampler": None,
         "drop_last": False,
-        "collate_fn": ShareCollate(loader.collate_fn, single=loader.batch_size is None),
+        "collate_fn": collate,
         "worker_init_fn": ShareWorker(loader.worker_init_fn),
     }
 

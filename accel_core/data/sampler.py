@@ -81,6 +81,15 @@ class ShardedSampler:
         return head if sharding.batch_size is None else list(chain(*head)), batches
 
 
+class Collated(list[Any]):
+    """Samples of a batch, with what the user's collate function makes of them.
+
+    collated: a function that gives it as it was made.
+    """
+
+    collated: Callable[[], Any]
+
+
 @frozen
 class ShareCollate:
     """Collate function for shares: the user's own, applied to each batch of a share.
@@ -91,12 +100,22 @@ class ShareCollate:
     collate: Callable[[Any], Any]
     single: bool
 
+    def hold(self, samples: Sequence[Any]) -> Collated:
+        """Return the samples of a batch, collated before others are read."""
+        held = Collated(samples)
+        held.collated = keep(self._collated(samples))
+        return held
+
     def __call__(self, found: Shares) -> Shares:
         shares, real = found
-        collated = (self.collate(samples[0] if self.single else samples) for samples in shares)
-        if len(shares) == 1:
-            return [*collated], real
-        return [kept() for kept in [*map(keep, collated)]], real
+        held = [
+            samples.collated if isinstance(samples, Collated) else keep(self._collated(samples))
+            for samples in shares
+        ]
+        return [collated() for collated in held], real
+
+    def _collated(self, samples: Sequence[Any]) -> Any:
+        return self.collate(samples[0] if self.single else samples)
 
 
 @frozen

@@ -7,7 +7,7 @@ the order never depends on how many readers there are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Final, TypeVar
 
@@ -64,25 +64,53 @@ class Sharding:
         return self.samples or self.batches
 
     def shares(
-        self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool = False
+        self,
+        batches: Iterable[Sequence[T]],
+        head: Sequence[T],
+        *,
+        everyone: bool = False,
+        hold: Callable[[Sequence[T]], Sequence[T]] | None = None,
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
         """Return ([this reader's batch], real samples in its round), round by round.
 
         everyone: the batches of all readers that take part, instead.
         head: the first `wanted` samples of the order (without a batch size: batches).
+        hold: takes each of those batches that is whole before the next one is read, with several readers.
         The second is NO_PADDING, PARTIAL_ROUND or LAST_ROUND, unless the round is padded.
         """
         if self.readers == 1:  # the way of each batch: no frame of ours is on it
             return zip(zip(batches, strict=True), repeat(NO_PADDING), strict=False)
-        return self._shares(batches, head, everyone=everyone)
+        own = slice(None) if everyone else slice(self.reader, self.reader + 1)
+        return self._shares(self._rounds(batches, own, hold), head, own)
+
+    def _rounds(
+        self,
+        batches: Iterable[Sequence[T]],
+        own: slice,
+        hold: Callable[[Sequence[T]], Sequence[T]] | None,
+    ) -> Iterator[tuple[list[Sequence[T]], list[Sequence[T]]]]:
+        """Yield the batches of each round, and the shares that they are for the readers."""
+        if hold is not None and not self.split:
+            mine = range(self.batches)[own]
+            batches = (
+                hold(batch) if number in mine and len(batch) == self.batch_size else batch
+                for number, batch in zip(cycle(range(self.batches)), batches, strict=False)
+            )
+        for group in batched(batches, self.batches):
+            shares = self._slices(group[0]) if self.split else group
+            if hold is not None and self.split and self._is_complete(group):
+                shares[own] = map(hold, shares[own])
+            yield group, shares
 
     def _shares(
-        self, batches: Iterable[Sequence[T]], head: Sequence[T], *, everyone: bool
+        self,
+        rounds: Iterator[tuple[list[Sequence[T]], list[Sequence[T]]]],
+        head: Sequence[T],
+        own: slice,
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
-        own = slice(None) if everyone else slice(self.reader, self.reader + 1)
-        for group, last in with_last(batched(batches, self.batches)):
+        for (group, parts), last in with_last(rounds):
             self._check(group)
-            shares, real_samples = self._slices(group[0]) if self.split else group, NO_PADDING
+            shares, real_samples = parts, NO_PADDING
             if (last or self.split) and not self._is_complete(group):
                 if self.drop_last:
                     continue
@@ -136,7 +164,9 @@ class Sharding:
         """
         samples = list(chain(*group))
         if self.samples is not None and len(samples) <= self.samples:
-            return self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
+            shares = self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
+            whole = 0 if self.split else len(samples) // self._slice
+            return group[:whole] + shares[whole:]  # these may be held
         more = head if self.samples is None else group
         return list(islice(chain(group, cycle(more)), self.readers))  # type: ignore[arg-type]
 

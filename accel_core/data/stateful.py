@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
+from accel_core.data.ahead import with_first_kept
 from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
@@ -144,8 +145,11 @@ class ShardedIterable(IterableDataset[Any]):
 
     Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
     round for a process that reads for all; collated by `ShareCollate`.
-    skip: batches that the next iteration leaves out, of all readers.
+    skip: batches that the next iteration leaves out, of all readers. hold: as in `Sharding.shares`. A dataset
+    may give a few buffers again and again, as many as a batch has samples.
     """
+
+    hold: Callable[[Sequence[Any]], Sequence[Any]] | None = None
 
     def __init__(
         self,
@@ -161,13 +165,14 @@ class ShardedIterable(IterableDataset[Any]):
 
     def __iter__(self) -> Iterator[Shares]:
         skip, self.skip = self.skip, 0
-        source = iter(self.dataset)
+        source: Iterator[Any] = iter(self.dataset)
         if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
             return StatefulShares(self, source)
-        head, samples = split_head(source, self.sharding.wanted, skip * self.batch_size)
+        wanted = self.sharding.wanted
+        head, samples = split_head(with_first_kept(source, wanted), wanted, skip * self.batch_size)
         return self.share(samples, head)
 
     def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
         """Return the shares of these samples."""
         batches = batched(samples, self.batch_size, drop_last=self.sharding.drop_last)
-        return self.sharding.shares(batches, head, everyone=self.everyone)
+        return self.sharding.shares(batches, head, everyone=self.everyone, hold=self.hold)

@@ -352,6 +352,44 @@ def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is
         assert [*map(repr, loader)] == [*map(repr, plain_loader)]
 
 
+class Ring(Stream):
+    """Samples in as many buffers as a batch needs, which those of the next batch overwrite."""
+
+    def __init__(self, length, size):
+        super().__init__(length)
+        self.size = size
+
+    def __iter__(self):
+        memory = [np.zeros(2) for _ in range(self.size)]
+        for number in range(self.length):
+            sample = memory[number % self.size]
+            sample[:] = number
+            yield sample
+
+
+def first_column(samples):
+    return [int(sample[0]) for sample in samples]
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
+@pytest.mark.parametrize(("size", "length"), [(1, 7), (2, 13), (4, 19)])
+def test_readers_share_out_samples_that_the_next_batch_overwrites(size, length, options, dispatch):
+    """All batches of a round were read before the first was collated."""
+    size = max(size, 2) if options.get("split_batches") else size
+    options = {"dispatch_batches": dispatch, **options}
+    made = [DataLoader(Ring(length, size), size, collate_fn=first_column) for _ in range(2)]
+    found, _ = rounds(prepared(made.__getitem__, 2, **options))
+    assert real(found) == list(range(length))
+
+
+def test_a_collate_function_that_is_set_later_collates_all_batches():
+    loaders = prepared(lambda _: DataLoader(Stream(10), 2, collate_fn=plain), 2, dispatch_batches=False)
+    for loader in loaders:
+        loader.collate_fn = lambda samples: [-sample for sample in samples]
+    assert real(rounds(loaders)[0]) == [-number for number in range(10)]
+
+
 def test_batches_that_are_read_ahead_are_the_users_own():
     batches = [torch.arange(4.0) + number for number in range(3)]
 
