@@ -6,11 +6,14 @@ These are torchdata's, and others with the same two methods.
 from __future__ import annotations
 
 import copy
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
+import numpy as np
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.data.ahead import with_first_kept
@@ -18,6 +21,8 @@ from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
+
+_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def is_stateful(thing: object) -> bool:
@@ -67,9 +72,17 @@ def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
         return True
     before = streams.states()
     try:
-        return not is_stateful(iter(dataset))
+        return not is_stateful(iter(_probe(dataset)))
     finally:
         streams.restore(before)
+
+
+def _probe(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
+    """Return a copy of a dataset. To begin it leaves the dataset's own counters and generators as they are."""
+    probe = copy.copy(dataset)
+    own = {name: value for name, value in vars(probe).items() if isinstance(value, _GENERATORS)}
+    vars(probe).update(copy.deepcopy(own))
+    return probe
 
 
 class StatefulShares(Iterator["Shares"]):

@@ -164,6 +164,28 @@ def test_a_dataset_without_a_state_goes_on_where_it_was_time_and_again(dataset, 
     assert real(found) == real(expected)
 
 
+class Reshuffled(Stream):
+    """A stream whose order changes each time that it is begun, and comes from its own generator."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.begun, self.generator = 0, torch.Generator().manual_seed(5)
+
+    def __iter__(self):
+        self.begun += 1
+        order = torch.randperm(self.length, generator=self.generator)
+        return iter((order + 100 * self.begun).tolist())
+
+
+def test_prepare_does_not_begin_a_dataset_without_a_state():
+    def make(_=0):
+        return stateful.StatefulDataLoader(Reshuffled(8), 2, collate_fn=plain)
+
+    expected, (loader,) = make(), prepared(make, 1)
+    for _ in range(2):
+        assert list(loader) == list(expected)
+
+
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("readers", [1, 2, 3])
 @pytest.mark.parametrize("dispatch", [False, True])
