@@ -52,8 +52,9 @@ class EpochSource:
         inner: Any = plan.inner
         hold = _as_it_is if inner.num_workers else keep  # what a worker read is in memory of its own
         seeded, self.begun = plan.persists and self.begun, True
+        anew, progress.opened = not (progress.resumed or progress.opened), True
         if not plan.reads:
-            self._follow(progress, seeded)
+            self._follow(progress, seeded, anew=anew)
             return None
         left_out = progress.start // batches_per_round if plan.kind == "replay" else 0
         if plan.kind == "stateful":
@@ -64,7 +65,7 @@ class EpochSource:
             plan.sampler.progress = progress
             readers = plan.sharding.readers
             batches = islice(
-                self._begin(progress, seeded), left_out * (readers if plan.dispatches else 1), None
+                self._begin(progress, seeded, anew=anew), left_out * (readers if plan.dispatches else 1), None
             )
             return rounds_of_samples(map(hold, batches), progress, readers) if plan.dispatches else batches
         if plan.is_sharded_iterable:
@@ -72,7 +73,7 @@ class EpochSource:
         if plan.kind == "replay" and not inner.num_workers:
             items = self._read_here(progress, left_out)
         else:
-            items = islice(self._begin(progress, seeded), left_out, None)
+            items = islice(self._begin(progress, seeded, anew=anew), left_out, None)
         if plan.is_sharded_iterable:
             inner.dataset.skip = 0
         stated = ((item, self.state()) for item in items)
@@ -171,17 +172,20 @@ class EpochSource:
             streams.restore(before)
         yield from chain(held, items)
 
-    def _begin(self, progress: Progress, seeded: bool) -> Iterator[Any]:
-        """Begin an epoch of the inner loader; seeded: its workers have drawn their seed."""
+    def _begin(self, progress: Progress, seeded: bool, *, anew: bool) -> Iterator[Any]:
+        """Begin an epoch of the inner loader, anew or as it was begun before the save.
+
+        seeded: its workers have drawn their seed.
+        """
         plan, inner = self._plan, self._plan.inner
         generator = inner.generator or torch.default_generator
         starts_workers = inner.__dict__["_iterator"] is None
-        if seeded and starts_workers and not progress.resumed:
+        if seeded and starts_workers and anew:
             # Only the order is drawn here: workers that persist would have drawn nothing more.
             if plan.sampler is not None:
                 plan.shuffle.open(progress, 0)
-            progress.resumed = True
-        if not progress.resumed:
+            progress.resumed, anew = True, False
+        if anew:
             if inner.num_workers and starts_workers:
                 progress.workers = encode(generator.get_state())
             return iter(inner)
@@ -196,10 +200,10 @@ class EpochSource:
         plan.shuffle.draw_until(progress, due)
         return batches
 
-    def _follow(self, progress: Progress, seeded: bool) -> None:
+    def _follow(self, progress: Progress, seeded: bool, *, anew: bool) -> None:
         """Draw as the process that reads does: streams seeded alike stay alike."""
         plan = self._plan
-        if progress.resumed:
+        if not anew:
             return
         if not seeded:
             torch.empty((), dtype=torch.int64).random_(generator=plan.inner.generator)

@@ -182,6 +182,7 @@ class PreparedLoader(DataLoader[Any]):
                     drawn=position.drawn,
                     draws=position.draws,
                     resumed=midway or position.drawn is not None or bool(position.streams),
+                    opened=position.opened,
                     workers=position.workers if same or position.kind == "replay" else None,
                     streams=position.streams,
                     state=position.state,
@@ -238,7 +239,7 @@ class PreparedLoader(DataLoader[Any]):
         progress = cursor.begin(skipped * plan.units_per_round)
         if plan.compare_epoch is not None:
             plan.compare_epoch(progress.epoch)
-        if not progress.resumed:
+        if not (progress.resumed or progress.opened):
             synchronize_rng_states(plan.synchronized, run=self._run)
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
         if plan.kind == "stateful":  # the loader's own state says where to go on
@@ -327,6 +328,7 @@ class PreparedLoader(DataLoader[Any]):
             following=max(cursor.following, progress.epoch + 1),
             ended=progress.count > 0 and self._is_over(progress),
             left=not cursor.running,
+            opened=progress.opened,
             begun=self._source.begun,
             dataset=self._source.untouched(),
         )

@@ -42,7 +42,8 @@ class Position:
     following: number of the next epoch.
     ended: the epoch's last batch was handed out, of all readers.
     left: no loop over the loader was running any more.
-    begun: an epoch was begun. dataset: until then, the state of a `stateful` loader's dataset.
+    opened: as in `Progress`.
+    begun: any epoch was. dataset: until then, the state of a `stateful` loader's dataset.
     """
 
     kind: Kind
@@ -59,6 +60,7 @@ class Position:
     following: int = 1
     ended: bool = False
     left: bool = False
+    opened: bool = False
     begun: bool = field(
         default=Factory(
             lambda self: self.epoch > 0 or self.drawn is not None or self.consumed > 0, takes_self=True
@@ -120,6 +122,7 @@ class Progress:
     """One iteration over a loader, while it happens. Mutable, and cheap to advance.
 
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
+    opened: it was begun, and a loader's numbers drawn, if perhaps not the order's.
     draws: as in `Position`; until it begins, those of the iteration before.
     workers, streams, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
@@ -136,6 +139,7 @@ class Progress:
     drawn: Drawn = None
     draws: int = -1
     resumed: bool = False
+    opened: bool = False
     workers: str | None = None
     streams: Sequence[Streams] = ()
     state: Any = None

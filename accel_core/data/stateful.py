@@ -78,7 +78,7 @@ def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
 
 
 def _probe(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
-    """Return a copy of a dataset. To begin it leaves the dataset's own counters and generators as they are."""
+    """Return a copy of a dataset, which does not share its counters and generators."""
     probe = copy.copy(dataset)
     own = {name: value for name, value in vars(probe).items() if isinstance(value, _GENERATORS)}
     vars(probe).update(copy.deepcopy(own))

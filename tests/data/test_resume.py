@@ -350,3 +350,23 @@ def test_an_order_that_is_not_random_is_not_read_up_to_the_position(readers, ski
     found, _ = rounds(loaders, 1)
     assert found[0][0] == [[far + 2 * reader, far + 2 * reader + 1] for reader in range(readers)]
     assert saved(loaders[0])["consumed"] == far + 2 * readers
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_epoch_whose_first_batch_is_not_asked_for_yet_is_not_begun_again(workers):
+    """As of an evaluation whose iterator is held from the start: each resume drew a number more."""
+
+    def make():
+        (loader,) = prepared(lambda _: DataLoader(Numbers(6), 2, num_workers=workers, collate_fn=plain))
+        return loader
+
+    torch.manual_seed(3)
+    loader = make()
+    batches = iter(loader)
+    state, stream = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
+    again = make()
+    torch.manual_seed(77)
+    again.load_state_dict(state)
+    torch.set_rng_state(stream)
+    assert list(again) == list(batches)
+    assert torch.equal(torch.get_rng_state(), stream)
