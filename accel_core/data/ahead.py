@@ -71,7 +71,7 @@ def _copy(value: Any) -> Any:
 
 
 def _is_alike(value: Any, copy: Any) -> bool:
-    """Return whether a value is what it was when it was copied; False where nobody can tell."""
+    """Return whether a value is what it was when copied; False if nobody can tell."""
     if value is copy:
         return True
     kind = type(value)

@@ -41,7 +41,7 @@ class EpochSource:
     def __init__(self, plan: LoaderPlan) -> None:
         self._plan = plan
         self.begun = False
-        """An epoch was begun: workers that persist have drawn their seed, once for all epochs."""
+        """An epoch was begun: workers that persist have drawn their only seed."""
 
     def open(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not.
@@ -91,7 +91,7 @@ class EpochSource:
         return state_of(self._dataset) if self.keeps_its_place and not self.begun else None
 
     def restart(self, position: Position) -> None:
-        """Have the next epoch start workers anew, as it begins or goes on at this position."""
+        """Have the next epoch, from this position on, start workers anew."""
         self._plan.inner.__dict__["_iterator"] = None
         if self.begun and not position.begun and position.dataset is not None:
             self._dataset.load_state_dict(position.dataset)
