@@ -182,7 +182,8 @@ class PreparedLoader(DataLoader[Any]):
                     drawn=position.drawn,
                     draws=position.draws,
                     resumed=midway or position.drawn is not None or bool(position.streams),
-                    opened=position.opened,
+                    # Other workers may draw the order as they start, which must not be undone.
+                    opened=position.opened and position.dealt[-1] == self.num_workers,
                     workers=position.workers if same or position.kind == "replay" else None,
                     streams=position.streams,
                     state=position.state,
