@@ -120,6 +120,42 @@ def test_the_documented_train_step_judges_by_its_own_loss() -> None:
         assert found == pytest.approx(wanted, rel=1e-4)
 
 
+def over_other_data() -> tuple[list[float], list[float], float]:
+    """(Losses of training, of evaluation, plain PyTorch's mean of the evaluation), as documented."""
+    accelerator = accelerate(gradient_clipping=0.0)
+    batch = batches(1)[0]
+    rows = [{name: each[row] for name, each in batch.items()} for row in range(8)]
+    model, plain = MODELS["gpt2"](), MODELS["gpt2"]()
+    loaders = [torch.utils.data.DataLoader(rows, batch_size=2) for _ in range(2)]
+    model, optimizer, loader, tests = accelerator.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.0), *loaders
+    )
+    trained, losses = [], []
+    for batch in loader:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        trained.append(float(loss.detach()))
+    model.eval()
+    for batch in tests:
+        with torch.no_grad():
+            losses.append(float(model(**batch).loss))  # averaged already, says the guide
+    parts = [
+        {name: torch.stack([row[name] for row in rows[at : at + 2]]) for name in rows[0]}
+        for at in (0, 2, 4, 6)
+    ]
+    wanted = [float(plain(**part).loss.detach()) for part in parts]
+    return trained, losses, sum(wanted) / 4
+
+
+def test_the_loss_is_that_of_all_data_as_megatron_lms() -> None:
+    """Each rank had the loss of its own rows, which the documented evaluation takes for the whole."""
+    for trained, losses, wanted in run_processes(over_other_data):
+        assert trained == pytest.approx(losses, rel=1e-4)
+        assert sum(losses) / len(losses) == pytest.approx(wanted, rel=1e-4)
+
+
 def judged(kind: str) -> tuple[float, float, int]:
     """The loss of a function in Megatron-LM's words, three times plain PyTorch's, and of how many ranks."""
 

@@ -74,6 +74,9 @@ class MegatronLMPlugin(KwargsHandler):
     )
     lr_mult: float = option(1.0, help="What scale_lr_cond multiplies rates by.")
     return_logits: bool = option(False, help="model(**batch) gives logits too where it is given labels.")
+    average_losses: bool = option(
+        False, help="The loss of model(**batch) is the mean over ranks of other data, as in Megatron-LM."
+    )
     custom_model_provider_function: Any = option(
         None, python_only=True, help="(pre_process, post_process, vp_stage) -> a megatron-core model."
     )

@@ -125,7 +125,7 @@ class Engine(nn.Module):
 
         The schedule cuts the batch into micro-batches.
 
-        Collective. In training backward runs with it, and all ranks get the mean loss; in evaluation
+        Collective. In training backward runs with it, and all stages get the mean loss; in evaluation
         logits too, where there are no labels or `return_logits` is set.
         """
         if args:
@@ -164,12 +164,22 @@ class Engine(nn.Module):
         given = self._everywhere(found)
         parts = [logits for logits in given if logits is not None]
         logits = None if given[0] is None else torch.cat(parts).detach()
-        loss = found.loss if has_loss else None
+        loss = self._shown(found.loss) if has_loss else None
         if training:
             # The gradients exist already: backward of this loss only tells how it was scaled.
             anchor = torch.empty((), device=found.loss.device, requires_grad=True)
-            loss = _with_known_gradients(found.loss, anchor, self)
+            loss = _with_known_gradients(loss, anchor, self)
         return self.adapter.make_output(loss, logits)
+
+    def _shown(self, loss: Tensor) -> Tensor:
+        """Return the loss that the caller sees. Collective if it is averaged."""
+        if self.plugin.average_losses:
+            from megatron.core import parallel_state
+
+            readers = parallel_state.get_data_parallel_group()
+            dist.all_reduce(loss, group=readers)  # gloo has no mean
+            loss = loss / dist.get_world_size(readers)
+        return loss
 
     def _computed_loss(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Loss and logits of a micro-batch; zero where nothing says what the loss is."""

@@ -91,6 +91,7 @@ class MegatronLMPlugin(Translated):
         """Return the given fields, defaults too: accel-megatron has other defaults."""
         given = {**super().translation(), **{name: getattr(self, name) for name in self._given}}
         given.setdefault("gradient_clipping", self.gradient_clipping)  # Accelerate clips unasked
+        given["average_losses"] = True  # Megatron-LM's loss is that of the whole batch
         if any(getattr(self, name) is not None for name in _STEPS):
             given = {name: value for name, value in given.items() if name not in _STEPS}
             given["custom_train_step_class"] = self._chosen()
