@@ -29,6 +29,7 @@ custom_loss_function other_megatron_args
 def test_every_option_people_know_is_there() -> None:
     assert {each.name for each in fields(MegatronLMPlugin)} == {
         *SEEDS,
+        "average_losses",
         "context_parallel_size",
         "expert_model_parallel_size",
     }

@@ -164,10 +164,12 @@ class Engine(nn.Module):
         given = self._everywhere(found)
         parts = [logits for logits in given if logits is not None]
         logits = None if given[0] is None else torch.cat(parts).detach()
-        loss = self._shown(found.loss) if has_loss else None
+        if not has_loss:
+            return self.adapter.make_output(None, logits)
+        loss = self._shown(found.loss)
         if training:
             # The gradients exist already: backward of this loss only tells how it was scaled.
-            anchor = torch.empty((), device=found.loss.device, requires_grad=True)
+            anchor = torch.empty((), device=loss.device, requires_grad=True)
             loss = _with_known_gradients(loss, anchor, self)
         return self.adapter.make_output(loss, logits)
 
