@@ -39,6 +39,7 @@ def test_megatron_is_told_what_was_given_only():
 
     told = plugin.translation()
     assert told.pop("gradient_clipping") == 1.0, "Accelerate clips unasked"
+    assert told.pop("average_losses"), "Megatron-LM's loss is that of all data"
     assert told == {"tp_degree": 2, "context_parallel_size": 2, "lr_decay_style": "cosine"}
 
 
