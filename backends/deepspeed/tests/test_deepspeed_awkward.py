@@ -252,7 +252,9 @@ def test_offloaded_gradients_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> 
     module: Any = SimpleNamespace(
         parameters=lambda: [parameter], named_parameters=lambda: [("weight", parameter)]
     )
-    engine = SimpleNamespace(module=module, optimizer=None, allreduce_gradients=None, _backward_prologue=None)
+    engine = SimpleNamespace(
+        module=module, optimizer=None, allreduce_gradients=None, _backward_prologue=None, zero_grad=None
+    )
 
     Gradients(engine, 0.0, fixed=False).clamp(4.0)
 

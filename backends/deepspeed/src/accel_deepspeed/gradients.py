@@ -8,6 +8,7 @@ here reducing is a step of its own, so that the norm is known when `clip_grad_no
 
 from __future__ import annotations
 
+import math
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -107,9 +108,13 @@ class Gradients:
 
     _is_reduced = False
     """True between a reduction and the next backward, step or clearing."""
+    _is_edited = False
+    """True if gradients were changed since they were reduced."""
+    _asked: float | None = None
+    """Norm to which `clip_grad_norm_` has the coming step clip; 0: no more than it has clipped already."""
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
-        self.configured = self.asked = max_norm
+        self.configured = max_norm
         self.fixed = fixed
         self.engine, self.optimizer = engine, engine.optimizer
         named = dict(engine.module.named_parameters())
@@ -118,8 +123,9 @@ class Gradients:
         self._reduce = self._take_over()
         # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
-        self._enter = engine._backward_prologue
+        self._enter, self._clear = engine._backward_prologue, engine.zero_grad
         engine._backward_prologue = self._begin
+        engine.zero_grad = lambda set_to_none=True: self.drop()  # its own leaves what is reduced
 
     def _take_over(self) -> Any:
         # Else `step` would reduce a second time.
@@ -147,25 +153,36 @@ class Gradients:
         self.engine._running_engine_step = True  # says to DeepSpeed: this is the boundary
         self._reduce()
         self.engine._running_engine_step = False
-        self._is_reduced = True
+        self._is_reduced, self._is_edited, self._asked = True, False, None
 
     def _begin(self) -> None:
         """Begin a backward, which may add to gradients that are reduced."""
         if self._is_reduced:
-            self._is_reduced = False
             self._settle()
+            self._keep()
+            self._is_reduced = False
         self._enter()
+
+    def _keep(self) -> None:
+        """Keep reduced gradients through a backward: here it adds to them."""
 
     def _settle(self) -> None:
         """Clip now what the step was to clip."""
-        if self.asked != self.configured:
-            self._clip_now(self.asked)
-            self.asked = self.configured
+        if self._asked:
+            norm = self.norm()
+            if norm.isfinite():
+                self.multiply((self._asked / (norm + 1e-6)).clamp(max=1.0))
+            self._asked = 0.0
 
-    def _clip_now(self, max_norm: float) -> None:
-        norm = self.norm()
-        if norm.isfinite():
-            self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
+    def ask(self, max_norm: float) -> Tensor:
+        """Have the coming step clip to this norm; return the norm now. Collective.
+
+        inf: clip no more than was asked for before.
+        """
+        self._settle()
+        if math.isfinite(max_norm):
+            self._asked = max_norm
+        return self.norm()
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's reduced gradients, times the scale."""
@@ -173,6 +190,7 @@ class Gradients:
 
     def multiply(self, factor: Tensor) -> None:
         """Multiply all of them."""
+        self._is_edited = True
         for device, tensors in self._by_device().items():
             torch._foreach_mul_(tensors, factor.to(device))
         norms = getattr(self.optimizer, "norm_for_param_grads", None)
@@ -181,6 +199,8 @@ class Gradients:
 
     def clamp(self, value: float) -> None:
         """Clamp each to [-value, value]."""
+        self._settle()
+        self._is_edited = True
         limit = value * self.scale
         for tensors in self._by_device().values():
             torch._foreach_clamp_max_(tensors, limit)
@@ -208,11 +228,12 @@ class Gradients:
     def step(self) -> bool:
         """Clip as was asked, and have the engine step; whether it did. Collective."""
         self._refuse_unfrozen()
-        self.clip(self.asked)
-        self.asked = self.configured
+        if not self._is_reduced:  # the model's own `zero_grad` came after
+            self.reduce()
+        self.clip(self.configured if self._asked is None else self._asked)
         with _scale_kept(self.optimizer):
             self.engine.step()
-        self._is_reduced = False
+        self._is_reduced, self._asked = False, None
         return bool(self.engine.was_step_applied())
 
     def _refuse_unfrozen(self) -> None:
@@ -234,7 +255,7 @@ class Gradients:
     def drop(self) -> None:
         """Forget gradients that are not to be applied."""
         self._is_reduced = False
-        self.engine.zero_grad()
+        self._clear()
 
 
 class Masters(Gradients):
@@ -297,10 +318,6 @@ class WholeWeights(Gradients):
                 tensor.add_(before)
             self._before = None
 
-    def _settle(self) -> None:
-        super()._settle()
-        self._keep()
-
     def _keep(self) -> None:
         """Keep gradients that the next reduction overwrites."""
         if self.optimizer.cpu_offload:
@@ -349,12 +366,8 @@ class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
 
     def _keep(self) -> None:
-        return None  # a backward adds to them
-
-    def _clip_now(self, max_norm: float) -> None:
-        if self.optimizer.offload_optimizer:
+        if self.optimizer.offload_optimizer and self._is_edited:
             raise AccelError(_OVERWRITTEN)
-        super()._clip_now(max_norm)
 
     def tensors(self) -> list[Tensor]:
         if self.optimizer.offload_optimizer:

@@ -271,8 +271,7 @@ class DeepSpeed(SharedSequences, EngineState):
                 f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
                 f' {held.configured}\nset gradient_clipping to "auto", or leave clip_grad_norm_ out'
             )
-        held.asked = max_norm if math.isfinite(max_norm) else held.configured
-        return held.norm()
+        return held.ask(max_norm)
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:

@@ -1,0 +1,129 @@
+"""Clipping and clearing in other orders than the usual one: judged by the loop in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from deepspeed_problem import accelerator
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from accel_core import AccelError
+from accel_deepspeed import DeepSpeedPlugin
+from accel_testing import run_processes
+
+
+def clip_to_two_norms(loop: Any) -> None:
+    loop.backward()
+    loop.clip_norm(0.05)
+    loop.clip_norm(100.0)
+    loop.step()
+
+
+def clip_and_measure(loop: Any) -> None:
+    loop.backward()
+    loop.clip_norm(0.05)
+    loop.clip_norm(float("inf"))
+    loop.step()
+
+
+def clamp_after_clipping(loop: Any) -> None:
+    loop.backward()
+    loop.clip_norm(0.2)
+    loop.clip_value(0.02)
+    loop.step()
+
+
+def drop_what_is_clipped(loop: Any) -> None:
+    loop.backward()
+    loop.clip_norm(0.05)
+    loop.optimizer.zero_grad()
+    loop.backward()
+    loop.step()
+
+
+def clear_by_the_model(loop: Any) -> None:
+    loop.backward()
+    loop.model.zero_grad()
+    loop.backward()
+    loop.clip_norm(100.0)
+    loop.model.zero_grad()
+    loop.backward()
+    loop.step()
+
+
+PROGRAMS = [
+    clip_to_two_norms,
+    clip_and_measure,
+    clamp_after_clipping,
+    drop_what_is_clipped,
+    clear_by_the_model,
+]
+
+
+def small() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def loop_of(
+    model: nn.Module, optimizer: Any, backward: Any, norm: Any, value: Any, part: slice
+) -> SimpleNamespace:
+    data = torch.linspace(-1, 2, 32).reshape(8, 4)
+    return SimpleNamespace(
+        model=model,
+        optimizer=optimizer,
+        backward=lambda: backward(model(data[part]).square().mean()),
+        clip_norm=lambda limit: norm(model.parameters(), limit),
+        clip_value=lambda limit: value(model.parameters(), limit),
+        step=optimizer.step,
+    )
+
+
+def trained(stage: int, program: Callable[[Any], None]) -> dict[str, torch.Tensor]:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = small()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    part = slice(ours.process_index, None, ours.num_processes)
+    program(loop_of(model, optimizer, ours.backward, ours.clip_grad_norm_, ours.clip_grad_value_, part))
+    found = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    ours.free_memory()
+    return found
+
+
+def trained_by_each(stage: int) -> list[dict[str, torch.Tensor]]:
+    return [trained(stage, program) for program in PROGRAMS]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_and_clearing_take_effect_in_the_order_of_their_calls(stage: int) -> None:
+    for each_found in run_processes(trained_by_each, stage, timeout=100):
+        for program, found in zip(PROGRAMS, each_found, strict=True):
+            model = small()
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            backward = torch.Tensor.backward
+            program(loop_of(model, optimizer, backward, clip_grad_norm_, clip_grad_value_, slice(None)))
+            for name, each in model.state_dict().items():
+                torch.testing.assert_close(found[name], each, msg=lambda said, of=program: f"{of}: {said}")
+
+
+def stepped_after_the_model_was_cleared(stage: int) -> str:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = small()
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ours.backward(model(torch.ones(2, 4)).sum())
+    ours.clip_grad_norm_(model.parameters(), 1.0)
+    model.zero_grad()
+    with pytest.raises(AccelError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_a_step_after_the_model_was_cleared_is_one_after_no_backward(stage: int) -> None:
+    for said in run_processes(stepped_after_the_model_was_cleared, stage):
+        assert said.startswith("DeepSpeed: no gradient since the last optimizer.step() or zero_grad()")
