@@ -15,6 +15,7 @@ from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.run import current
 from accel_core.errors import AccelError, ConfigError
+from accel_core.training import unprepared
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -112,6 +113,8 @@ class Float16(_Autocast):
         self._due: WeakSet[GradScaler] = WeakSet()
         """Scalers that have unscaled gradients since their last update."""
         self._steppers: dict[Optimizer, _Stepper] = {}
+        self._rests: dict[Unit, _Stepper] = {}
+        """Unit -> stand-in for what its optimizers do not hold, which is clipped with the rest."""
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -127,6 +130,7 @@ class Float16(_Autocast):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         if not unit.optimizers:  # none that unscales
+            unprepared.note_cleared(unit)
             self.below.backward(unit, loss, boundary, options)
             return
         scaler = self._scaler(unit)
@@ -136,14 +140,14 @@ class Float16(_Autocast):
                 if stepper.has_gradients():  # that were not cleared: this adds to them
                     stepper.multiply(scaler.get_scale())
                 stepper.stage = "scaled"
-        self.below.backward(unit, scaler.scale(loss), boundary, options)
+        beside = [each for each in self.run.units if not each.optimizers]
+        with unprepared.scaled(beside) if beside and scaler.is_enabled() else nullcontext():
+            self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
-        scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
-        if stepper.stage == "scaled":
-            with _named(unit), self._unscaling(scaler, stepper):
-                scaler.unscale_(stepper)  # type: ignore[arg-type]
+        self._unscale(self._stepper(unit, optimizer))
+        self._unscale(self._rest(unit))
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -160,8 +164,11 @@ class Float16(_Autocast):
             )
         stepper.applied = False
         self.below.mark_step("host_read")
-        with _named(unit), self._unscaling(scaler, stepper):
-            scaler.step(stepper)  # type: ignore[arg-type]
+        self._unscale(stepper)
+        if stepper.stage == "scaled":  # there are no gradients, which is no error in plain PyTorch
+            applied: bool = self.below.optimizer_step(unit, optimizer, None)
+            return applied
+        scaler.step(stepper)  # type: ignore[arg-type]
         stepper.stage = "stepped"
         sharing = self._sharing(scaler)
         if all(each.unit is unit and each.stage == "stepped" for each in sharing):
@@ -197,6 +204,7 @@ class Float16(_Autocast):
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
+        self._rests.pop(unit, None)
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
 
@@ -204,18 +212,23 @@ class Float16(_Autocast):
         assert unit.scaler is not None
         return unit.scaler
 
-    @contextmanager
-    def _unscaling(self, scaler: GradScaler, stepper: _Stepper) -> Iterator[None]:
-        """Note that gradients are unscaled once they are, also if this fails then.
+    def _unscale(self, stepper: _Stepper) -> None:
+        """Divide gradients by the scale, unless they are already.
 
-        The scaler unscales no others until its update.
+        Note that they are once they are, also if this fails then.
         """
+        if stepper.stage != "scaled" or not stepper.param_groups:
+            return
+        scaler = self._scaler(stepper.unit)
         try:
-            yield
+            with _named(stepper.unit):
+                scaler.unscale_(stepper)  # type: ignore[arg-type]
         finally:
             if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
                 stepper.stage = "unscaled"
-                self._due.add(scaler)
+                self._due.add(scaler)  # until its update it unscales no others
+            else:  # there were none: those that come are to be unscaled
+                scaler._per_optimizer_states.pop(id(stepper), None)
 
     def _update(self, scaler: GradScaler) -> None:
         """Update the scale, if that is due, and that of gradients that wait."""
@@ -226,6 +239,7 @@ class Float16(_Autocast):
     def _change(self, scaler: GradScaler, change: Callable[[], object]) -> None:
         """Change the scale, and that of gradients that wait."""
         others = [each for each in self._sharing(scaler) if each.stage != "stepped"]
+        others += [rest for unit, rest in self._rests.items() if unit.scaler is scaler]
         waiting = [each for each in others if each.has_gradients()]
         before = scaler.get_scale() if waiting else 1.0
         change()
@@ -238,6 +252,12 @@ class Float16(_Autocast):
         """Return the steppers of all optimizers that step by losses of this scale."""
         units = [unit for unit in self.run.units if unit.scaler is scaler]
         return [self._stepper(unit, optimizer) for unit in units for optimizer in unit.optimizers]
+
+    def _rest(self, unit: Unit) -> _Stepper:
+        rest = self._rests.get(unit)
+        if rest is None:
+            rest = self._rests[unit] = _Stepper(self.below, unit, _Unheld(unit))
+        return rest
 
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)
@@ -285,7 +305,7 @@ class _Stepper:
     stage: of the gradients since the last backward. stepped: unscaled, and applied or skipped.
     """
 
-    def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
+    def __init__(self, below: Hooks, unit: Unit, optimizer: Any) -> None:
         self.unit = unit
         self._below, self._optimizer = below, optimizer
         self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
@@ -293,7 +313,8 @@ class _Stepper:
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        return self._optimizer.param_groups
+        groups: list[dict[str, Any]] = self._optimizer.param_groups
+        return groups
 
     def step(self) -> None:
         self.applied = self._below.optimizer_step(self.unit, self._optimizer, None)
@@ -310,3 +331,27 @@ class _Stepper:
     def _gradients(self) -> Iterator[Tensor]:
         parameters = (each for group in self.param_groups for each in group["params"])
         return (each.grad for each in parameters if each.grad is not None)
+
+
+class _Unheld:
+    """The parameters of a unit that none of its optimizers holds, as an optimizer has them.
+
+    No group where it has none. Those that are frozen at first have no gradients until an optimizer gets them.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        held = self._held()
+        trained = (each for each in unit.named_parameters().values() if each.requires_grad)
+        self._parameters = [each for each in trained if id(each) not in held]
+
+    def _held(self) -> set[int]:
+        groups = (group for optimizer in self._unit.optimizers for group in optimizer.param_groups)
+        return {id(parameter) for group in groups for parameter in group["params"]}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        if not self._parameters:
+            return []
+        held = self._held()
+        return [{"params": [each for each in self._parameters if id(each) not in held]}]

@@ -38,6 +38,7 @@ class StepState:
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
+    has_scaled: a loss of another unit has left scaled gradients, and this unit has no optimizer.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
     """
@@ -49,6 +50,7 @@ class StepState:
     undivided: tuple[int, Versions] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
+    has_scaled: bool = False
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
 
@@ -81,6 +83,10 @@ class StepState:
         """Keep all ranks' items of the window that is reduced; return them."""
         self.items = items
         return items
+
+    def note_scaled(self) -> None:
+        """Note that a scaled loss has left gradients to this unit, which has no optimizer."""
+        self.has_scaled = True
 
     def begin_window(self) -> None:
         """Forget what was done to the gradients of a window that ended without a step."""

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-from weakref import ref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, ref
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.contract.unit import Unit
+
+_MARK: Final = "_accel_scaled"
+"""Attribute of a gradient that a scaled loss left to a unit without optimizers."""
+_NAMED: Final = "; or name the model of a loss of its own: accelerator.backward(loss, model=model)"
+_trained: WeakKeyDictionary[Unit, list[nn.Parameter]] = WeakKeyDictionary()
+"""Unit without optimizers -> its parameters that required a gradient at its first backward."""
 
 
 def refuse_unfinished_steps(unit: Unit) -> None:
@@ -32,6 +41,7 @@ def refuse_unfinished_steps(unit: Unit) -> None:
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} that no prepared"
                 f" optimizer holds, {reason}\n"
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
+                + (_NAMED if unit.step_state.has_scaled else "")
             )
 
     handle = register_optimizer_step_pre_hook(check)
@@ -43,6 +53,8 @@ def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     """Return why the unit's gradients are not final; no text if they are."""
     if unit.window.items is not None and not unit.step_state.is_reduced(None):
         return "and accumulate(items=...) divides its gradients when a prepared one steps"
+    if unit.step_state.has_scaled and _steps_by_scaled(optimizer):
+        return "and its gradients are those of a loss that was scaled for the optimizer of another unit"
     scaler = unit.scaler if unit.optimizers else None
     if scaler is not None and scaler.is_enabled() and not scaler._found_inf_per_device(optimizer):
         return "and its gradients are multiplied by the loss scale until a prepared one steps"
@@ -54,3 +66,49 @@ def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     if always or unit.window.boundary or unit.is_in_no_sync:
         return ""
     return f"in a window of {unit.window.size}, whose gradients are reduced in the last micro-batch"
+
+
+# -- gradients of a scaled loss in units without optimizers, whose precision unscales none of them -----
+
+
+@contextmanager
+def scaled(units: Sequence[Unit]) -> Iterator[None]:
+    """Mark the gradients of these units that a backward inside changes."""
+    before = [(unit, each, each.grad, _version(each.grad)) for unit in units for each in _trained_in(unit)]
+    try:
+        yield
+    finally:
+        for unit, parameter, gradient, version in before:
+            now = parameter.grad
+            if now is not None and (now is not gradient or _version(now) != version):
+                setattr(now, _MARK, True)
+                unit.step_state.note_scaled()
+
+
+def note_cleared(unit: Unit) -> None:
+    """Take the mark off gradients that were set to zero, before a backward that does not scale."""
+    for parameter in _trained_in(unit) if unit.step_state.has_scaled else ():
+        if _is_scaled(parameter.grad) and not _local(parameter.grad).any():
+            delattr(parameter.grad, _MARK)
+
+
+def _steps_by_scaled(optimizer: Optimizer) -> bool:
+    return any(_is_scaled(each.grad) for group in optimizer.param_groups for each in group["params"])
+
+
+def _is_scaled(gradient: Tensor | None) -> bool:
+    return hasattr(gradient, _MARK)
+
+
+def _trained_in(unit: Unit) -> list[nn.Parameter]:
+    if unit not in _trained:
+        _trained[unit] = [each for each in unit.named_parameters().values() if each.requires_grad]
+    return _trained[unit]
+
+
+def _version(gradient: Tensor | None) -> int:
+    return -1 if gradient is None else _local(gradient)._version
+
+
+def _local(gradient: Any) -> Any:
+    return getattr(gradient, "_local_tensor", gradient)

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 from training_problems import FEATURES
 
-from accel_core import GradScalerKwargs
+from accel_core import AccelError, GradScalerKwargs
 
 LR = 0.05
 
@@ -162,3 +162,80 @@ def test_a_step_that_fails_after_its_gradients_were_divided_may_be_done_again(ac
         SGD(each.parameters(), lr=LR).step()
     expected = [parameter for each in reference for parameter in each.parameters()]
     assert_alike([parameter for each in made for parameter in each.parameters()], expected)
+
+
+@pytest.mark.parametrize("growth_interval", [1, 1000])
+def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growth_interval):
+    """And grows: only the model's own `zero_grad` would clear it."""
+
+    def run(model, first, optimizer, backward, clip):
+        for number in range(6):
+            x, y = batch_of(number)
+            backward((model(x).float() - y).square().mean())
+            clip(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*first.parameters()]
+
+    made, expected = parts(), parts()
+    accelerator, model = scaled(accelerator_of, growth_interval), nn.Sequential(*made)
+    model, optimizer = accelerator.prepare(model, SGD(made[0].parameters(), lr=LR))
+    ours = run(model, made[0], optimizer, accelerator.backward, accelerator.clip_grad_norm_)
+    by_hand, clip = SGD(expected[0].parameters(), lr=LR), nn.utils.clip_grad_norm_
+    assert_alike(ours, run(nn.Sequential(*expected), expected[0], by_hand, torch.Tensor.backward, clip))
+
+
+def test_an_optimizer_without_gradients_steps_nothing_and_holds_up_no_other(accelerator_of):
+    """Each part trains alone, and both are clipped and stepped each time."""
+
+    def run(made, optimizers, backward, clip):
+        for number in range(4):
+            part = made[number % 2]
+            backward(part(torch.ones(1, part.in_features)).float().sum())
+            for each, optimizer in zip(made, optimizers, strict=True):
+                clip(each.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return [parameter for each in made for parameter in each.parameters()]
+
+    accelerator, made, expected = scaled(accelerator_of), parts(), parts()
+    _, *optimizers = accelerator.prepare(
+        nn.Sequential(*made), *(SGD(each.parameters(), lr=LR, momentum=0.9) for each in made)
+    )
+    ours = run(made, optimizers, accelerator.backward, accelerator.clip_grad_norm_)
+    by_hand = [SGD(each.parameters(), lr=LR, momentum=0.9) for each in expected]
+    assert_alike(ours, run(expected, by_hand, torch.Tensor.backward, nn.utils.clip_grad_norm_))
+
+
+@pytest.mark.parametrize("named", [True, False])
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_loss_that_is_scaled_for_another_units_optimizer_steps_no_model_without(
+    accelerator_of, named, set_to_none
+):
+    """As that of a discriminator whose optimizer was not prepared, unless the loss's model is named."""
+
+    def run(generator, critic, first, own, backward, options):
+        for _ in range(3):
+            backward(critic(generator(torch.ones(1, FEATURES))).float().sum())
+            first.step()
+            first.zero_grad()
+            own.zero_grad(set_to_none)
+            backward(critic(generator(torch.ones(1, FEATURES)).detach()).float().sum(), **options)
+            own.step()
+        return [*generator.parameters(), *critic.parameters()]
+
+    (generator, critic), expected = parts(), parts()
+    own = SGD(critic.parameters(), lr=LR)
+    by_hand = [SGD(each.parameters(), lr=LR) for each in expected]
+    accelerator = scaled(accelerator_of)
+    generator, first = accelerator.prepare(generator, SGD(generator.parameters(), lr=LR))
+    critic = accelerator.prepare(critic)
+    options = {"model": critic} if named else {}
+    if named:
+        ours = run(generator, critic, first, own, accelerator.backward, options)
+        assert_alike(ours, run(*expected, *by_hand, torch.Tensor.backward, {}))
+    else:
+        before = critic.weight.detach().clone()
+        with pytest.raises(AccelError, match=r"scaled for the optimizer of another unit\nprepare .* model="):
+            run(generator, critic, first, own, accelerator.backward, options)
+        assert torch.equal(critic.weight, before)
