@@ -113,8 +113,6 @@ class Float16(_Autocast):
         self._due: WeakSet[GradScaler] = WeakSet()
         """Scalers that have unscaled gradients since their last update."""
         self._steppers: dict[Optimizer, _Stepper] = {}
-        self._rests: dict[Unit, _Stepper] = {}
-        """Unit -> stand-in for what its optimizers do not hold, which is clipped with the rest."""
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -147,7 +145,6 @@ class Float16(_Autocast):
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         self._unscale(self._stepper(unit, optimizer))
-        self._unscale(self._rest(unit))
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -170,6 +167,8 @@ class Float16(_Autocast):
             return applied
         scaler.step(stepper)  # type: ignore[arg-type]
         stepper.stage = "stepped"
+        if not stepper.applied:
+            stepper.drop_unheld()
         sharing = self._sharing(scaler)
         if all(each.unit is unit and each.stage == "stepped" for each in sharing):
             self._update(scaler)
@@ -204,7 +203,6 @@ class Float16(_Autocast):
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
-        self._rests.pop(unit, None)
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
 
@@ -217,7 +215,7 @@ class Float16(_Autocast):
 
         Note that they are once they are, also if this fails then.
         """
-        if stepper.stage != "scaled" or not stepper.param_groups:
+        if stepper.stage != "scaled":
             return
         scaler = self._scaler(stepper.unit)
         try:
@@ -239,7 +237,6 @@ class Float16(_Autocast):
     def _change(self, scaler: GradScaler, change: Callable[[], object]) -> None:
         """Change the scale, and that of gradients that wait."""
         others = [each for each in self._sharing(scaler) if each.stage != "stepped"]
-        others += [rest for unit, rest in self._rests.items() if unit.scaler is scaler]
         waiting = [each for each in others if each.has_gradients()]
         before = scaler.get_scale() if waiting else 1.0
         change()
@@ -252,12 +249,6 @@ class Float16(_Autocast):
         """Return the steppers of all optimizers that step by losses of this scale."""
         units = [unit for unit in self.run.units if unit.scaler is scaler]
         return [self._stepper(unit, optimizer) for unit in units for optimizer in unit.optimizers]
-
-    def _rest(self, unit: Unit) -> _Stepper:
-        rest = self._rests.get(unit)
-        if rest is None:
-            rest = self._rests[unit] = _Stepper(self.below, unit, _Unheld(unit))
-        return rest
 
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)
@@ -300,21 +291,40 @@ def _named(unit: Unit) -> Iterator[None]:
 class _Stepper:
     """Stand-in for an optimizer, which torch's scaler steps.
 
-    It steps through the layers below, and notes whether it did.
+    It steps through the layers below, and notes whether it did. The first of a unit also stands for the
+    parameters that no optimizer of the unit holds: they are clipped with the others.
 
     stage: of the gradients since the last backward. stepped: unscaled, and applied or skipped.
     """
 
-    def __init__(self, below: Hooks, unit: Unit, optimizer: Any) -> None:
+    def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
         self.unit = unit
         self._below, self._optimizer = below, optimizer
         self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
         self.applied = False
+        held = self._held()
+        # What is frozen has no gradients until an optimizer gets it.
+        trained = [each for each in unit.named_parameters().values() if each.requires_grad]
+        is_first = unit.optimizers[0] is optimizer
+        self._unheld = [each for each in trained if is_first and id(each) not in held]
+
+    def _held(self) -> set[int]:
+        groups = (group for optimizer in self.unit.optimizers for group in optimizer.param_groups)
+        return {id(parameter) for group in groups for parameter in group["params"]}
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        return groups
+        if not self._unheld:
+            return groups
+        held = self._held()  # now: `add_param_group` may have been called
+        self._unheld = [each for each in self._unheld if id(each) not in held]
+        return [*groups, {"params": self._unheld}]
+
+    def drop_unheld(self) -> None:
+        """Clear what overflowed, where no optimizer clears it."""
+        for parameter in self._unheld:
+            parameter.grad = None
 
     def step(self) -> None:
         self.applied = self._below.optimizer_step(self.unit, self._optimizer, None)
@@ -331,27 +341,3 @@ class _Stepper:
     def _gradients(self) -> Iterator[Tensor]:
         parameters = (each for group in self.param_groups for each in group["params"])
         return (each.grad for each in parameters if each.grad is not None)
-
-
-class _Unheld:
-    """The parameters of a unit that none of its optimizers holds, as an optimizer has them.
-
-    No group where it has none. Those that are frozen at first have no gradients until an optimizer gets them.
-    """
-
-    def __init__(self, unit: Unit) -> None:
-        self._unit = unit
-        held = self._held()
-        trained = (each for each in unit.named_parameters().values() if each.requires_grad)
-        self._parameters = [each for each in trained if id(each) not in held]
-
-    def _held(self) -> set[int]:
-        groups = (group for optimizer in self._unit.optimizers for group in optimizer.param_groups)
-        return {id(parameter) for group in groups for parameter in group["params"]}
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        if not self._parameters:
-            return []
-        held = self._held()
-        return [{"params": [each for each in self._parameters if id(each) not in held]}]

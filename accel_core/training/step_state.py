@@ -85,7 +85,7 @@ class StepState:
         return items
 
     def note_scaled(self) -> None:
-        """Note that a scaled loss has left gradients to this unit, which has no optimizer."""
+        """Note gradients that a scaled loss left: this unit has no optimizer."""
         self.has_scaled = True
 
     def begin_window(self) -> None:

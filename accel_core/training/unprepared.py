@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 _MARK: Final = "_accel_scaled"
-"""Attribute of a gradient that a scaled loss left to a unit without optimizers."""
+"""Attribute of gradients of a scaled loss, in units without optimizers."""
 _NAMED: Final = "; or name the model of a loss of its own: accelerator.backward(loss, model=model)"
 _trained: WeakKeyDictionary[Unit, list[nn.Parameter]] = WeakKeyDictionary()
-"""Unit without optimizers -> its parameters that required a gradient at its first backward."""
+"""Unit -> its parameters that required a gradient at its first backward."""
 
 
 def refuse_unfinished_steps(unit: Unit) -> None:
@@ -86,7 +86,10 @@ def scaled(units: Sequence[Unit]) -> Iterator[None]:
 
 
 def note_cleared(unit: Unit) -> None:
-    """Take the mark off gradients that were set to zero, before a backward that does not scale."""
+    """Take the mark off gradients that were set to zero.
+
+    For before a backward that does not scale.
+    """
     for parameter in _trained_in(unit) if unit.step_state.has_scaled else ():
         if _is_scaled(parameter.grad) and not _local(parameter.grad).any():
             delattr(parameter.grad, _MARK)

@@ -165,13 +165,17 @@ def test_a_step_that_fails_after_its_gradients_were_divided_may_be_done_again(ac
 
 
 @pytest.mark.parametrize("growth_interval", [1, 1000])
-def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growth_interval):
-    """And grows: only the model's own `zero_grad` would clear it."""
+@pytest.mark.parametrize("overflows", [True, False])
+def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growth_interval, overflows):
+    """And grows: only the model's own `zero_grad`, or an overflow, would clear it."""
 
     def run(model, first, optimizer, backward, clip):
         for number in range(6):
             x, y = batch_of(number)
-            backward((model(x).float() - y).square().mean())
+            if number == 0 and overflows and optimizer is by_hand:
+                continue
+            loss = (model(x).float() - y).square().mean()
+            backward(loss * float("inf") if number == 0 and overflows else loss)
             clip(model.parameters(), 0.5)
             optimizer.step()
             optimizer.zero_grad()
@@ -179,9 +183,9 @@ def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growt
 
     made, expected = parts(), parts()
     accelerator, model = scaled(accelerator_of, growth_interval), nn.Sequential(*made)
+    by_hand, clip = SGD(expected[0].parameters(), lr=LR), nn.utils.clip_grad_norm_
     model, optimizer = accelerator.prepare(model, SGD(made[0].parameters(), lr=LR))
     ours = run(model, made[0], optimizer, accelerator.backward, accelerator.clip_grad_norm_)
-    by_hand, clip = SGD(expected[0].parameters(), lr=LR), nn.utils.clip_grad_norm_
     assert_alike(ours, run(nn.Sequential(*expected), expected[0], by_hand, torch.Tensor.backward, clip))
 
 

@@ -111,7 +111,10 @@ class Gradients:
     _is_edited = False
     """True if gradients were changed since they were reduced."""
     _asked: float | None = None
-    """Norm to which `clip_grad_norm_` has the coming step clip; 0: no more than it has clipped already."""
+    """Norm to which `clip_grad_norm_` has the coming step clip.
+
+    0: no more, as they are clipped already.
+    """
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = max_norm
