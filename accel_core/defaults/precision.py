@@ -15,7 +15,6 @@ from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.run import current
 from accel_core.errors import AccelError, ConfigError
-from accel_core.training import unprepared
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -128,7 +127,9 @@ class Float16(_Autocast):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         if not unit.optimizers:  # none that unscales
-            unprepared.note_cleared(unit)
+            from accel_core.training.unprepared import note_cleared  # late: few runs need it
+
+            note_cleared(unit)
             self.below.backward(unit, loss, boundary, options)
             return
         scaler = self._scaler(unit)
@@ -138,8 +139,7 @@ class Float16(_Autocast):
                 if stepper.has_gradients():  # that were not cleared: this adds to them
                     stepper.multiply(scaler.get_scale())
                 stepper.stage = "scaled"
-        beside = [each for each in self.run.units if not each.optimizers]
-        with unprepared.scaled(beside) if beside and scaler.is_enabled() else nullcontext():
+        with self._marking(scaler):
             self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
@@ -205,6 +205,15 @@ class Float16(_Autocast):
     def release(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
+
+    def _marking(self, scaler: GradScaler) -> AbstractContextManager[Any]:
+        """Mark scaled gradients that a backward leaves where nothing unscales them."""
+        beside = [each for each in self.run.units if not each.optimizers]
+        if not beside or not scaler.is_enabled():
+            return nullcontext()
+        from accel_core.training.unprepared import scaled  # late: few runs need it
+
+        return scaled(beside)
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None
