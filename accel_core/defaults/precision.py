@@ -262,7 +262,7 @@ class Float16(_Autocast):
     def _stepper(self, unit: Unit, optimizer: Optimizer) -> _Stepper:
         stepper = self._steppers.get(optimizer)
         if stepper is None:
-            stepper = self._steppers[optimizer] = _Stepper(self.below, unit, optimizer)
+            stepper = self._steppers[optimizer] = _Stepper(self.below, self.run, unit, optimizer)
         return stepper
 
 
@@ -306,9 +306,9 @@ class _Stepper:
     stage: of the gradients since the last backward. stepped: unscaled, and applied or skipped.
     """
 
-    def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
+    def __init__(self, below: Hooks, run: Run, unit: Unit, optimizer: Optimizer) -> None:
         self.unit = unit
-        self._below, self._optimizer = below, optimizer
+        self._below, self._run, self._optimizer = below, run, optimizer
         self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
         self.applied = False
         held = self._held()
@@ -318,8 +318,12 @@ class _Stepper:
         self._unheld = [each for each in trained if is_first and id(each) not in held]
 
     def _held(self) -> set[int]:
-        groups = (group for optimizer in self.unit.optimizers for group in optimizer.param_groups)
-        return {id(parameter) for group in groups for parameter in group["params"]}
+        """Return ids of what an optimizer of the run holds, or an earlier unit has."""
+        units = [unit for unit in self._run.units if unit.optimizers]
+        groups = [group for unit in units for each in unit.optimizers for group in each.param_groups]
+        held = {id(parameter) for group in groups for parameter in group["params"]}
+        earlier = units[: units.index(self.unit)] if self.unit in units else ()
+        return held.union(id(each) for unit in earlier for each in unit.named_parameters().values())
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from contextlib import suppress
 
 import pytest
@@ -187,6 +188,41 @@ def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growt
     model, optimizer = accelerator.prepare(model, SGD(made[0].parameters(), lr=LR))
     ours = run(model, made[0], optimizer, accelerator.backward, accelerator.clip_grad_norm_)
     assert_alike(ours, run(nn.Sequential(*expected), expected[0], by_hand, torch.Tensor.backward, clip))
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize("holds", [True, False])
+def test_a_weight_that_is_tied_into_another_unit_is_unscaled_once(accelerator_of, holds, late):
+    """holds: the second unit's optimizer steps it. late: that is prepared after a backward."""
+
+    def run(made, optimizers, backward):
+        found = []
+        for number in range(4):
+            x, _ = batch_of(number)
+            backward(sum(each(x).float().square().mean() for each in made))
+            for optimizer in optimizers:
+                optimizer.step()
+            found.append(made[0].weight.grad.clone())
+            for each in made:
+                each.zero_grad()
+        return [*found, *(parameter for each in made for parameter in each.parameters())]
+
+    def tied():
+        first, second = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
+        second.weight = first.weight
+        stepped = [second.weight, second.bias] if holds else [second.bias]
+        return [first, second], [SGD([first.bias], lr=LR), SGD(stepped, lr=LR)]
+
+    torch.manual_seed(0)
+    made, optimizers = tied()
+    expected, by_hand = copy.deepcopy((made, optimizers))
+    accelerator = scaled(accelerator_of)
+    made[0], optimizers[0] = accelerator.prepare(made[0], optimizers[0])
+    if late:
+        accelerator.backward(made[0](torch.ones(1, FEATURES)).float().sum())
+        made[0].zero_grad()
+    made[1], optimizers[1] = accelerator.prepare(made[1], optimizers[1])
+    assert_alike(run(made, optimizers, accelerator.backward), run(expected, by_hand, torch.Tensor.backward))
 
 
 def test_an_optimizer_without_gradients_steps_nothing_and_holds_up_no_other(accelerator_of):
