@@ -135,7 +135,7 @@ class Float16(_Autocast):
         scaler = self._scaler(unit)
         self._update(scaler)
         for stepper in self._sharing(scaler):
-            if stepper.stage == "stepped":
+            if stepper.stage != "scaled":  # but stepped, or unscaled by a scaler of before
                 if stepper.has_gradients():  # that were not cleared: this adds to them
                     stepper.multiply(scaler.get_scale())
                 stepper.stage = "scaled"
@@ -311,11 +311,9 @@ class _Stepper:
         self._below, self._run, self._optimizer = below, run, optimizer
         self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
         self.applied = False
-        held = self._held()
-        # What is frozen has no gradients until an optimizer gets it.
-        trained = [each for each in unit.named_parameters().values() if each.requires_grad]
-        is_first = unit.optimizers[0] is optimizer
-        self._unheld = [each for each in trained if is_first and id(each) not in held]
+        held, is_first = self._held(), unit.optimizers[0] is optimizer
+        named = unit.named_parameters() if is_first else {}
+        self._beside = [each for each in named.values() if id(each) not in held]
 
     def _held(self) -> set[int]:
         """Return ids of what an optimizer of the run holds, or an earlier unit has."""
@@ -328,16 +326,19 @@ class _Stepper:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         groups: list[dict[str, Any]] = self._optimizer.param_groups
-        if not self._unheld:
-            return groups
-        held = self._held()  # now: `add_param_group` may have been called
-        self._unheld = [each for each in self._unheld if id(each) not in held]
-        return [*groups, {"params": self._unheld}]
+        unheld = self._unheld()
+        return [*groups, {"params": unheld}] if unheld else groups
 
     def drop_unheld(self) -> None:
         """Clear what overflowed, where no optimizer clears it."""
-        for parameter in self._unheld:
+        for parameter in self._unheld():
             parameter.grad = None
+
+    def _unheld(self) -> list[nn.Parameter]:
+        """Return what has gradients and no optimizer now: `add_param_group` may have been called."""
+        trained = [each for each in self._beside if each.grad is not None]
+        held = self._held() if trained else ()
+        return [each for each in trained if id(each) not in held]
 
     def step(self) -> None:
         self.applied = self._below.optimizer_step(self.unit, self._optimizer, None)

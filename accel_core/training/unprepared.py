@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 _MARK: Final = "_accel_scaled"
 """Attribute of gradients of a scaled loss, in units without optimizers."""
 _NAMED: Final = "; or name the model of a loss of its own: accelerator.backward(loss, model=model)"
-_trained: WeakKeyDictionary[Unit, list[nn.Parameter]] = WeakKeyDictionary()
-"""Unit -> its parameters that required a gradient at its first backward."""
+_parameters: WeakKeyDictionary[Unit, list[nn.Parameter]] = WeakKeyDictionary()
+"""Unit -> its parameters: to name them takes longer than to ask each if it trains now."""
 
 
 def refuse_unfinished_steps(unit: Unit) -> None:
@@ -104,9 +104,9 @@ def _is_scaled(gradient: Tensor | None) -> bool:
 
 
 def _trained_in(unit: Unit) -> list[nn.Parameter]:
-    if unit not in _trained:
-        _trained[unit] = [each for each in unit.named_parameters().values() if each.requires_grad]
-    return _trained[unit]
+    if unit not in _parameters:
+        _parameters[unit] = [*unit.named_parameters().values()]
+    return [each for each in _parameters[unit] if each.requires_grad]
 
 
 def _version(gradient: Tensor | None) -> int:

@@ -165,6 +165,27 @@ def test_a_step_that_fails_after_its_gradients_were_divided_may_be_done_again(ac
     assert_alike([parameter for each in made for parameter in each.parameters()], expected)
 
 
+def test_what_is_unfrozen_later_and_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of):
+    def run(model, backward, clip, optimizer):
+        norms = []
+        for number in range(3):
+            model[1].requires_grad_(number > 0)
+            x, y = batch_of(number)
+            backward((model(x).float() - y).square().mean())
+            norms.append(clip(model.parameters(), 0.5))
+            optimizer.step()
+            model.zero_grad()
+        return norms
+
+    made, expected = parts(), parts()
+    accelerator = scaled(accelerator_of)
+    model, optimizer = accelerator.prepare(nn.Sequential(*made), SGD(made[0].parameters(), lr=LR))
+    ours = run(model, accelerator.backward, accelerator.clip_grad_norm_, optimizer)
+    by_hand = SGD(expected[0].parameters(), lr=LR)
+    plain = run(nn.Sequential(*expected), torch.Tensor.backward, nn.utils.clip_grad_norm_, by_hand)
+    torch.testing.assert_close(torch.stack(ours), torch.stack(plain), rtol=0.01, atol=0.0)
+
+
 @pytest.mark.parametrize("growth_interval", [1, 1000])
 @pytest.mark.parametrize("overflows", [True, False])
 def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growth_interval, overflows):
@@ -279,3 +300,46 @@ def test_a_loss_that_is_scaled_for_another_units_optimizer_steps_no_model_withou
         with pytest.raises(AccelError, match=r"scaled for the optimizer of another unit\nprepare .* model="):
             run(generator, critic, first, own, accelerator.backward, options)
         assert torch.equal(critic.weight, before)
+
+
+def test_a_model_that_is_frozen_at_first_is_not_stepped_by_scaled_gradients_either(accelerator_of):
+    """As a discriminator is while the generator trains."""
+    generator, critic = parts()
+    own = SGD(critic.parameters(), lr=LR)
+    accelerator = scaled(accelerator_of)
+    generator, first = accelerator.prepare(generator, SGD(generator.parameters(), lr=LR))
+    critic = accelerator.prepare(critic)
+    critic.requires_grad_(False)
+    accelerator.backward(critic(generator(torch.ones(1, FEATURES))).float().sum())
+    first.step()
+    critic.requires_grad_(True)
+    accelerator.backward(critic(generator(torch.ones(1, FEATURES)).detach()).float().sum())
+    with pytest.raises(AccelError, match="scaled for the optimizer of another unit"):
+        own.step()
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+def test_gradients_that_were_clipped_before_units_share_a_loss_count_in_its_step(accelerator_of, cleared):
+    """The units have one scale from then on."""
+
+    def run(made, optimizers, backward, clip, options):
+        backward(made[1](torch.ones(1, 8)).float().sum(), **options)
+        clip(made[1].parameters(), 0.5)
+        if cleared:
+            optimizers[1].zero_grad()
+        backward(made[1](made[0](torch.ones(1, FEATURES))).float().sum())
+        norms = [clip(each.parameters(), 100.0) for each in made]
+        for optimizer in optimizers:
+            optimizer.step()
+        return [*norms, *(parameter for each in made for parameter in each.parameters())]
+
+    made, expected = [*parts()], parts()
+    accelerator = scaled(accelerator_of)
+    optimizers = [SGD(each.parameters(), lr=LR) for each in made]
+    for number in range(2):
+        made[number], optimizers[number] = accelerator.prepare(made[number], optimizers[number])
+    ours = run(made, optimizers, accelerator.backward, accelerator.clip_grad_norm_, {"model": made[1]})
+    by_hand = [SGD(each.parameters(), lr=LR) for each in expected]
+    plain = run(expected, by_hand, torch.Tensor.backward, nn.utils.clip_grad_norm_, {})
+    torch.testing.assert_close(ours[:2], plain[:2], rtol=0.01, atol=0.0)
+    assert_alike(ours[2:], plain[2:])
