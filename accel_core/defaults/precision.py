@@ -335,7 +335,7 @@ class _Stepper:
             parameter.grad = None
 
     def _unheld(self) -> list[nn.Parameter]:
-        """Return what has gradients and no optimizer now: `add_param_group` may have been called."""
+        """Return what has gradients and, by now, no optimizer."""
         trained = [each for each in self._beside if each.grad is not None]
         held = self._held() if trained else ()
         return [each for each in trained if id(each) not in held]

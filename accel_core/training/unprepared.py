@@ -21,7 +21,7 @@ _MARK: Final = "_accel_scaled"
 """Attribute of gradients of a scaled loss, in units without optimizers."""
 _NAMED: Final = "; or name the model of a loss of its own: accelerator.backward(loss, model=model)"
 _parameters: WeakKeyDictionary[Unit, list[nn.Parameter]] = WeakKeyDictionary()
-"""Unit -> its parameters: to name them takes longer than to ask each if it trains now."""
+"""Unit -> its parameters, which take long to name."""
 
 
 def refuse_unfinished_steps(unit: Unit) -> None:
