@@ -331,3 +331,28 @@ def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
     for said in found:
         assert said.startswith("True DeepSpeed: 2 parameter(s) were frozen")
         assert "(0.weight)" in said
+
+
+def lowered(kind: str) -> tuple[list[float], torch.Tensor]:
+    from deepspeed.ops.adam import FusedAdam
+
+    ours = accelerator(DeepSpeedPlugin(zero_stage=0), mixed_precision="bf16")
+    torch.manual_seed(0)
+    model = nn.Linear(8, 4)
+    kinds = {"its own": FusedAdam, "torch's": torch.optim.AdamW}
+    model, optimizer = ours.prepare(model, kinds[kind](model.parameters(), lr=0.01, weight_decay=0.01))
+    norms = []
+    for _ in range(3):
+        ours.backward(model(torch.ones(2, 8, dtype=torch.bfloat16)).float().square().sum())
+        norms.append(float(ours.clip_grad_norm_(model.parameters(), 1.0)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, ours.get_state_dict(model)["weight"].float()
+
+
+@pytest.mark.slow  # DeepSpeed compiles its optimizer
+def test_deepspeeds_own_adam_trains_in_bf16_in_stage_0_as_torchs_does() -> None:
+    ((norms, weight),) = run_processes(lowered, "its own", world=1, timeout=300)
+    ((of_torch, expected),) = run_processes(lowered, "torch's", world=1, timeout=300)
+    assert norms == pytest.approx(of_torch, rel=1e-2)
+    torch.testing.assert_close(weight, expected, rtol=1e-2, atol=1e-3)

@@ -137,8 +137,8 @@ class Gradients:
 
     @property
     def scale(self) -> float:
-        """By which the loss, and so the gradients, are multiplied."""
-        return float(getattr(self.optimizer, "loss_scale", 1.0))
+        """By which the loss, and so the gradients, are multiplied; some of its optimizers say None for 1."""
+        return float(getattr(self.optimizer, "loss_scale", None) or 1.0)
 
     @property
     def has_any(self) -> bool:
