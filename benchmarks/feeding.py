@@ -1,7 +1,7 @@
 """How long a device waits for batches from the host, beside epochs over batches that are there already.
 
 `python feeding.py [--peers PYTHON] [--rounds N]` prints the row: percent of a step of one millisecond, whose
-work is matrix products. Two workers read; plain PyTorch pins their batches and moves them without waiting.
+work is matrix products. Four workers read; plain PyTorch pins their batches and moves them without waiting.
 `python feeding.py NAME` is one contender. Without an accelerator it computes on the CPU, where nothing moves.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from arena import Row, contest, median, rounds, serve, table
 
-STEPS, ROWS, WIDTH = 500, 64, 1024
+STEPS, ROWS, WIDTH, WORKERS = 1000, 64, 1024, 4
 
 
 def measure(peers: str | None, count: int = 10) -> list[Row]:
@@ -31,8 +31,8 @@ def loader(**options: Any) -> Any:
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    data = TensorDataset(torch.randn(STEPS * ROWS, WIDTH))
-    return DataLoader(data, ROWS, num_workers=2, persistent_workers=True, **options)
+    data = TensorDataset(torch.zeros(STEPS * ROWS, WIDTH))
+    return DataLoader(data, ROWS, num_workers=WORKERS, persistent_workers=True, **options)
 
 
 def device() -> Any:

@@ -16,14 +16,16 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from arena import Contender, free_port, serve
 
-CONTENDERS = {"by hand": "here", "accelerate": "peers", "accel-core": "here"}
+AUTOCAST = "by hand, autocast"
+"""Norms and losses are float32's, as under Accelerate and under us; in bfloat16 only, so on a GPU."""
+CONTENDERS = {"by hand": "here", AUTOCAST: "here", "accelerate": "peers", "accel-core": "here"}
 CPU = {"width": 128, "layers": 4, "heads": 4, "vocabulary": 512, "length": 64, "batch": 2}
 GPU = {"width": 2048, "layers": 16, "heads": 16, "vocabulary": 32_000, "length": 2048, "batch": 4}
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -92,7 +94,8 @@ class Loop:
             for block in self.model.blocks:
                 block.compile()
         started = time.perf_counter()
-        {"by hand": self.by_hand, "accelerate": self.accelerate, "accel-core": self.accel_core}[name]()
+        makes = {"by hand": self.by_hand, AUTOCAST: self.by_hand_under_autocast}
+        (makes | {"accelerate": self.accelerate, "accel-core": self.accel_core})[name]()
         self.wrapped = (time.perf_counter() - started) * 1e3
         if not all(hasattr(parameter, "device_mesh") for parameter in self.model.parameters()):
             raise RuntimeError(f"{name} did not shard the model")
@@ -128,6 +131,12 @@ class Loop:
             save({"model": weights, "optimizer": state}, checkpoint_id=self.folder)
 
         self.step, self.write = step, write
+
+    def by_hand_under_autocast(self) -> None:
+        import torch
+
+        self.by_hand()
+        self.model.forward = torch.autocast(self.device.type, torch.bfloat16)(self.model.forward)
 
     def accelerate(self) -> None:
         from accelerate import Accelerator, FullyShardedDataParallelPlugin
@@ -233,14 +242,14 @@ def contender(name: str) -> None:
     )
 
 
-def contest(peers: str | None, ranks: int, cases: tuple[str, ...], count: int) -> str:
+def contest(names: Iterable[str], peers: str | None, ranks: int, cases: tuple[str, ...], count: int) -> str:
     """A table: contenders by figures, the medians of rounds, and the median ratio to the loop by hand."""
     pythons = {"here": sys.executable, "peers": peers}
     found: dict[str, dict[str, list[float]]] = {}
     with ExitStack() as ends:
         contenders = {}
-        for name, where in CONTENDERS.items():
-            if python := pythons[where]:
+        for name in names:
+            if python := pythons[CONTENDERS[name]]:
                 contenders[name] = Contender(name, python, "fsdp.py", ranks)
                 ends.callback(contenders[name].end)
         for each in contenders.values():
@@ -276,11 +285,12 @@ def main() -> None:
 
     if torch.accelerator.is_available():
         print("One GPU, a Llama-shaped model, bfloat16, compiled by blocks:\n")
-        print(contest(args.peers, 1, ("tokens", "mfu", "gpu", "wrap"), args.rounds))
+        print(contest(CONTENDERS, args.peers, 1, ("tokens", "mfu", "gpu", "wrap"), args.rounds))
     else:
         print("Two gloo ranks, 1 million weights, float32:\n")
         # Accelerate has no FSDP there: asked for it, it trains with DDP.
-        print(contest(None, 2, ("step", "work", "wrap", "memory", "save"), args.rounds))
+        names, cases = ("by hand", "accel-core"), ("step", "work", "wrap", "memory", "save")
+        print(contest(names, None, 2, cases, args.rounds))
     load = f", load {os.getloadavg()[0]:.1f}"
     print(f"\ntorch {torch.__version__}, {os.cpu_count()} CPUs{load}")
 

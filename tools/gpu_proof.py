@@ -64,7 +64,7 @@ def parts(device: str) -> list[Part]:
     benchmarks = (
         ("Llama", ("benchmarks/llama.py", *size, *peers), 150, (), False),
         ("FSDP 2", ("benchmarks/fsdp.py", *peers), 120, ("accel_fsdp",), True),
-        ("batches", ("benchmarks/feeding.py", *peers), 60, (), False),
+        ("batches", ("benchmarks/feeding.py", *peers), 120, (), False),
         ("checkpoints on the device", (*saves, *peers), 90, (), True),
         ("float8", ("benchmarks/llama.py", *size, "--float8"), 90, ("torchao",), True),
         *((name, ("benchmarks/run.py", *peers, name), 90, (), False) for name in ("step", "loader")),
