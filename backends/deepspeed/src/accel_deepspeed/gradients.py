@@ -137,7 +137,8 @@ class Gradients:
 
     @property
     def scale(self) -> float:
-        """By which the loss, and so the gradients, are multiplied; some of its optimizers say None for 1."""
+        """By which the loss, and so the gradients, are multiplied."""
+        # One of its optimizers says None where it does not scale.
         return float(getattr(self.optimizer, "loss_scale", None) or 1.0)
 
     @property
