@@ -16,7 +16,7 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.plan import Box, Declared, Group, Key, raise_problems
 from accel_core.checkpoint.staging import pieces
-from accel_core.distributed.tensor_bytes import bytes_of, copyable
+from accel_core.distributed.tensor_bytes import as_bytes, bytes_of, copyable
 
 if TYPE_CHECKING:
     from accel_core.contract.state import Leaf
@@ -158,7 +158,7 @@ def sums(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     signs of many words above all.
     """
     weights: Tensor | None = None
-    for parts in pieces(map(_flat, tensors), 8 * _CHUNK):
+    for parts in pieces(map(as_bytes, tensors), 8 * _CHUNK):
         data = parts[0] if len(parts) == 1 else torch.cat(parts)
         if missing := -data.numel() % 8:
             data = torch.nn.functional.pad(data, (0, missing))
@@ -181,10 +181,6 @@ def _weights(count: int, device: torch.device) -> Tensor:
         weights *= factor
         weights ^= weights >> shift
     return weights.bitwise_or_(1)
-
-
-def _flat(tensor: Tensor) -> Tensor:
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _name_differences(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from accel_core.distributed.nested import can_pin
+from accel_core.distributed.tensor_bytes import as_bytes
 
 PIECE_BYTES: Final = 64 << 20
 """Number of bytes copied at once.
@@ -103,7 +104,7 @@ def _flat(tensor: Tensor) -> Tensor:
     data = tensor.detach().resolve_conj().resolve_neg()
     if not data.is_contiguous() and data.nbytes > PIECE_BYTES:
         data = data.cpu()  # the device may have no room for another copy of it
-    return data.contiguous().reshape(-1).view(torch.uint8)
+    return as_bytes(data)
 
 
 def _stream(device: torch.device) -> torch.Stream:

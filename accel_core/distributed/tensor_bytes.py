@@ -50,8 +50,15 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
     Any dtype, device and strides. The view keeps the memory alive, which must not be written to meanwhile.
     """
-    data = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-    return data.reshape(-1).view(torch.uint8).numpy().data
+    return as_bytes(tensor.detach().cpu()).numpy().data
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return a tensor's elements, row-major, as uint8 (b,): a view if possible."""
+    data = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if data.stride() != (1,):  # torch calls a single element contiguous, and `view` refuses its stride
+        data = data.as_strided(data.shape, (1,))
+    return data.view(torch.uint8)
 
 
 def tensor_from(buffer: Any, dtype: str, shape: Sequence[int], start: int = 0) -> Tensor:

@@ -280,3 +280,11 @@ def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(CheckpointError, match=r"is not a checkpoint: manifest\.json is missing"):
             saved.accelerator.run.checkpoints.load(folder)
+
+
+@pytest.mark.parametrize(
+    "tensor", [torch.ones(4, 4)[::4, ::4], torch.ones(()).expand(1, 1), torch.ones(3, 1)[:, :0]]
+)
+def test_a_single_element_is_read_whatever_its_stride(tensor):
+    """torch calls it contiguous, and views it as bytes only where its stride is 1."""
+    assert bytes(bytes_of(tensor)) == tensor.numpy().tobytes()
