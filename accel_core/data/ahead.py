@@ -5,7 +5,8 @@ A collate function or a dataset that has one buffer reads the next one into the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from types import NoneType
 from typing import Any, Final, TypeVar
@@ -40,12 +41,20 @@ def with_last_kept(pairs: Iterable[tuple[T, S]]) -> Iterator[tuple[tuple[T, S], 
         yield (kept(), beside), last
 
 
-def with_first_kept(items: Iterable[T], count: int) -> Iterator[T]:
-    """Yield items, the first ones together: as they were when they were read."""
-    iterator = iter(items)
-    for kept in [*map(keep, islice(iterator, count))]:
-        yield kept()
-    yield from iterator
+def with_first_kept(items: Iterator[T], count: int) -> tuple[Sequence[T], Iterator[T]]:
+    """Return (copies of the first items, all items): as they were when they were read.
+
+    The first ones are read together, here and now. Nothing that is done to an item changes its copy.
+    """
+    first = deque((item, _copy(item)) for item in islice(items, count))
+
+    def all_items() -> Iterator[T]:
+        while first:
+            item, copy = first.popleft()
+            yield item if _is_alike(item, copy) else _copy(copy)
+        yield from items
+
+    return [copy for _, copy in first], all_items()
 
 
 def keep(item: T) -> Callable[[], T]:

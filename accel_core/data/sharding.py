@@ -160,11 +160,13 @@ class Sharding:
         """Return a batch for each reader, out of a round that is not complete.
 
         Where batches have a size, samples are added; else whole batches, from the start of the order, or
-        (where batches are larger than their sampler states) from the round itself.
+        (where batches are larger than their sampler states) from the round itself. Without a head, they are
+        the last samples that were read: the memory of earlier ones may hold others by now.
         """
-        samples = list(chain(*group))
-        if self.samples is not None and len(samples) <= self.samples:
-            shares = self._slices(list(islice(chain(samples, cycle(head or samples)), self.samples)))
+        samples, size = list(chain(*group)), self.batch_size
+        if size is not None and len(samples) <= size * self.batches:
+            filling = cycle(head or samples[-size:])
+            shares = self._slices(list(islice(chain(samples, filling), size * self.batches)))
             whole = 0 if self.split else len(samples) // self._slice
             return group[:whole] + shares[whole:]  # these may be held
         more = head if self.samples is None else group

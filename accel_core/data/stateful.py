@@ -6,14 +6,11 @@ These are torchdata's, and others with the same two methods.
 from __future__ import annotations
 
 import copy
-import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from inspect import isgeneratorfunction
-from typing import Any, Final, TypeAlias
+from typing import Any, TypeAlias
 
-import numpy as np
-import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core.data.ahead import with_first_kept
@@ -21,8 +18,6 @@ from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
-
-_GENERATORS: Final = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
 
 
 def is_stateful(thing: object) -> bool:
@@ -60,7 +55,8 @@ def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
     dataset again, without the random states that the epoch was begun with, and counts those batches twice if
     it is saved once more.
 
-    streams: of the process. They are left as they are: an iterator may draw its order when it is made.
+    streams: of the process. They are left as they are, and so is the dataset: a copy of it is begun, as an
+    iterator may draw its order, or read, when it is made.
     """
     dataset = loader.dataset
     told_by = getattr(getattr(type(loader), "state_dict", None), "__module__", "")
@@ -72,17 +68,13 @@ def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
         return True
     before = streams.states()
     try:
-        return not is_stateful(iter(_probe(dataset)))
+        probe = copy.deepcopy(dataset)
+    except Exception:  # whatever an attribute's class raises: a file or a generator has no copy
+        return True  # it is read again on a resume; nothing is lost if the iterator has a state
+    try:
+        return not is_stateful(iter(probe))
     finally:
         streams.restore(before)
-
-
-def _probe(dataset: IterableDataset[Any]) -> IterableDataset[Any]:
-    """Return a copy of a dataset, which does not share its counters and generators."""
-    probe = copy.copy(dataset)
-    own = {name: value for name, value in vars(probe).items() if isinstance(value, _GENERATORS)}
-    vars(probe).update(copy.deepcopy(own))
-    return probe
 
 
 class StatefulShares(Iterator["Shares"]):
@@ -181,8 +173,8 @@ class ShardedIterable(IterableDataset[Any]):
         source: Iterator[Any] = iter(self.dataset)
         if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
             return StatefulShares(self, source)
-        wanted = self.sharding.wanted
-        head, samples = split_head(with_first_kept(source, wanted), wanted, skip * self.batch_size)
+        head, items = with_first_kept(source, self.sharding.wanted)
+        _, samples = split_head(items, 0, skip * self.batch_size)
         return self.share(samples, head)
 
     def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:

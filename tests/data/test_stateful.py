@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
 
 import pytest
@@ -184,6 +185,73 @@ def test_prepare_does_not_begin_a_dataset_without_a_state():
     expected, (loader,) = make(), prepared(make, 1)
     for _ in range(2):
         assert list(loader) == list(expected)
+
+
+class Headed(Stream):
+    """A stream of lines, of which `__iter__` reads the first."""
+
+    def __init__(self, length):
+        self.lines = self.opened(length)
+
+    def opened(self, length):
+        return iter(["numbers", *map(str, range(length))])
+
+    def __iter__(self):
+        next(self.lines)
+        return map(int, self.lines)
+
+
+class Generated(Headed):
+    """The same, out of what nobody can copy."""
+
+    def opened(self, length):
+        yield from super().opened(length)
+
+
+class Inside(Stream):
+    """A stream whose `__iter__` shuffles a list in place."""
+
+    def __init__(self, length):
+        super().__init__(length)
+        self.parts = {"order": [*range(length)]}
+
+    def __iter__(self):
+        random.Random(3).shuffle(self.parts["order"])
+        return iter([*self.parts["order"]])
+
+
+@pytest.mark.parametrize("data", [Headed, Generated, Inside])
+def test_prepare_reads_and_changes_nothing_of_a_dataset_without_a_state(data):
+    """A shallow copy of it was begun, which read from the same stream."""
+
+    def make(_=0):
+        return stateful.StatefulDataLoader(data(8), 2, collate_fn=plain)
+
+    assert list(prepared(make, 1)[0]) == list(make())
+
+
+@pytest.mark.parametrize("length", [5, 7, 9])
+@pytest.mark.parametrize(("readers", "size"), [(2, 2), (3, 2), (4, 1)])
+def test_a_dataset_with_a_state_may_overwrite_the_samples_of_the_batch_before(length, readers, size):
+    """Rounds were filled up with samples that were overwritten."""
+
+    class Ring(Walk):
+        def __iter__(self):
+            memory = [torch.zeros(1) for _ in range(size)]
+            for number, sample in enumerate(super().__iter__()):
+                memory[number % size].fill_(sample)
+                yield memory[number % size]
+
+    class Apart(Ring):
+        def __iter__(self):
+            return map(torch.clone, super().__iter__())
+
+    found = []
+    for data in (Ring, Apart):
+        make = lambda _, data=data: stateful.StatefulDataLoader(data(length), size, collate_fn=torch.cat)  # noqa: E731
+        epoch, _ = rounds(prepared(make, readers, dispatch_batches=False))
+        found.append([[batch.tolist() for batch in batches] for batches, *_ in epoch])
+    assert found[0] == found[1]
 
 
 @pytest.mark.parametrize("kind", DATA)
