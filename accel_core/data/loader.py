@@ -5,8 +5,9 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +27,7 @@ from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
-from accel_core.errors import CheckpointError
+from accel_core.errors import AccelError, CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -35,6 +36,12 @@ _logger = get_logger(__name__)
 
 _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
+
+
+class _Loop(chain[Any]):
+    """A loop over a prepared loader: its batches, then what follows them."""
+
+    close: Callable[[], None]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -256,7 +263,24 @@ class PreparedLoader(DataLoader[Any]):
             batches = self._move(batches)
         done = progress.count + progress.start // plan.units_per_round - skipped
         batches = self._run.record.reads(batches, self, done)
-        return self._hand_out(batches, progress)
+        handed_out = self._hand_out(batches, progress)
+        loop = _Loop(handed_out, self._refuse_rest(progress))
+        loop.close = handed_out.close
+        return loop
+
+    def _refuse_rest(self, progress: Progress) -> Iterator[Any]:
+        """Raise instead of ending like an epoch where a loop is asked for more after an error.
+
+        torch's loader would give the next batch, but a generator cannot go on.
+        """
+        if progress.is_broken:
+            raise AccelError(
+                f"batch {progress.count + 1} of epoch {progress.epoch} of the dataloader of"
+                f" {type(self.dataset).__name__} could not be given, and the loop was asked for the next one:"
+                " a prepared dataloader cannot leave a batch out\n"
+                "catch the error in the dataset, or begin a new loop"
+            )
+        yield from ()
 
     def _read_ahead(self, progress: Progress, skipped: int) -> Iterator[Any]:
         """Yield a batch once the next one is read.
@@ -267,10 +291,11 @@ class PreparedLoader(DataLoader[Any]):
         for kept, _ in with_last(map(keep, source)):
             yield kept()
 
-    def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
+    def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Generator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
         finished, remove = False, _remove  # a name of its own: globals are gone at the interpreter's end
         windows = {unit.window: unit.window.position for unit in self._run.units}
+        first = progress.count
         try:
             active.append(self)
             cursor.hold(progress)
@@ -290,7 +315,12 @@ class PreparedLoader(DataLoader[Any]):
                 if progress.term != cursor.term:
                     cursor.check(progress)
             finished = True
+            if first < progress.count != progress.total:
+                self._tell_of_other_batches(progress.count)
             self._plan.shuffle.catch_up(progress)  # a process that reads for all stops at the last round
+        except BaseException as error:
+            progress.is_broken = not isinstance(error, GeneratorExit)
+            raise
         finally:  # on `break` too: the generator is closed, or collected
             try:
                 remove(active, self)
@@ -302,6 +332,15 @@ class PreparedLoader(DataLoader[Any]):
                 cursor.leave(progress, finished=finished)
                 for window, position in windows.items():
                     window.end_loop(position)
+
+    def _tell_of_other_batches(self, count: int) -> None:
+        _logger.warning(
+            "%s has an __iter__ of its own, which gave %d batches, not those of its sampler: neither the last"
+            " batch, nor padding, nor the position can be told; leave batches out, or add them, in the"
+            " sampler or the dataset",
+            type(self._plan.inner).__name__,
+            count,
+        )
 
     # -- its position -----------------------------------------------------------------------------
 

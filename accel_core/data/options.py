@@ -304,6 +304,12 @@ def _check(
             " replicas, and prepare shards the data itself\n"
             "give the DataLoader shuffle=True instead of that sampler"
         )
+    if skips := getattr(loader, "_skip", 0):
+        raise ConfigError(
+            f"skip_first_batches was called before prepare: this dataloader leaves out {skips} batches of its"
+            f" own, and a prepared one would leave out as many of each of {readers} readers\n"
+            "prepare the DataLoader first, and call skip_first_batches on what prepare returns"
+        )
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise ConfigError(
             "this dataloader has in_order=False: batches that come in any order can neither be counted for a"

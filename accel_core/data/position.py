@@ -131,7 +131,7 @@ class Progress:
     readers_with_batch: number of a round -> readers that have a batch in it, where not all do and this
         process reads for all.
     following: readers that have a batch in the next round, where the reading process tells; -1 elsewhere.
-    term: as in `Cursor`.
+    term: as in `Cursor`. is_broken: it ended with an error.
     """
 
     epoch: int = 0
@@ -149,6 +149,7 @@ class Progress:
     readers_with_batch: dict[int, int] = field(factory=dict)
     following: int = -1
     term: int = 0
+    is_broken: bool = False
 
     @property
     def is_unshared(self) -> bool:

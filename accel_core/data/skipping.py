@@ -19,18 +19,22 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     """Return the same loader; only its next iteration leaves out first batches.
 
     Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
-    does not skip on top. A prepared loader of map-style data does not read what
-    it skips.
+    does not skip on top. Of a loader that skips already, more are left out. A prepared loader of map-style
+    data does not read what it skips.
     """
     if num_batches < 0:
         raise ConfigError(f"skip_first_batches: {num_batches} batches cannot be left out\ngive 0 or more")
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
-        view._skip = num_batches
+        view._skip += num_batches
         return view
-    kind = type(loader)
-    skipping: L = object.__new__(type(kind.__name__, (_SkipsOnce, kind), {}))
-    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=num_batches, _skipped=0)
+    kind, skips = type(loader), 0
+    if isinstance(loader, _SkipsOnce):
+        skips = loader._skip
+    else:
+        kind = type(kind.__name__, (_SkipsOnce, kind), {})
+    skipping: L = object.__new__(kind)
+    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=skips + num_batches, _skipped=0)
     return skipping
 
 

@@ -23,7 +23,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_core import ConfigError, RunConfig, skip_first_batches
+from accel_core import AccelError, ConfigError, RunConfig, skip_first_batches
 from accel_core.data import loader as loader_module
 from accel_core.data.loader import PreparedLoader, prepare_loader
 
@@ -383,6 +383,42 @@ def test_readers_share_out_samples_that_the_next_batch_overwrites(size, length, 
     assert real(found) == list(range(length))
 
 
+class OfItsOwn(Ring):
+    """The same samples, each in memory of its own."""
+
+    def __iter__(self):
+        return map(np.copy, super().__iter__())
+
+
+@pytest.mark.parametrize("dispatch", [False, True])
+@pytest.mark.parametrize("options", [{}, {"split_batches": True}])
+@pytest.mark.parametrize(("readers", "size", "length"), [(2, 2, 5), (2, 2, 6), (3, 3, 7), (2, 4, 9)])
+def test_rounds_are_filled_up_with_first_samples_that_later_ones_overwrite(
+    readers, size, length, options, dispatch
+):
+    """The start of the order was kept, but not as it was read."""
+    size = size * readers if options else size
+    found = []
+    for data in (Ring, OfItsOwn):
+        made = [DataLoader(data(length, size), size, collate_fn=first_column) for _ in range(readers)]
+        found.append(rounds(prepared(made.__getitem__, readers, dispatch_batches=dispatch, **options))[0])
+    assert found[0] == found[1]
+
+
+def test_rounds_are_filled_up_with_first_samples_that_the_loop_has_changed():
+    """Rank 0, which reads for all, has its own batches in the memory that it read them into."""
+    loaders = prepared(lambda _: DataLoader(OfItsOwn(7, 1), None), 2, dispatch_batches=True)
+    iterators = [*map(iter, loaders)]
+    found = []
+    for _ in range(4):
+        found.append([])
+        for each in iterators:
+            batch = next(each)
+            found[-1].append(batch.tolist())
+            batch += 100
+    assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4], [5, 5]], [[6, 6], [0, 0]]]
+
+
 def test_a_collate_function_that_is_set_later_collates_all_batches():
     loaders = prepared(lambda _: DataLoader(Stream(10), 2, collate_fn=plain), 2, dispatch_batches=False)
     for loader in loaders:
@@ -577,6 +613,73 @@ def test_skip_first_batches_skips_once_and_keeps_every_option(kind):
     assert list(skipped) == list(loader) == [[0, 1], [2, 3], [4, 5]]
     assert isinstance(skipped, type(loader) if kind == "prepared" else DataLoader)
     assert (skipped.batch_size, skipped.drop_last) == (2, True)
+
+
+@pytest.mark.parametrize("kind", ["prepared", "plain"])
+def test_skipping_again_leaves_more_out(kind):
+    """A prepared loader left out as many as the last call said, and a plain one raised TypeError."""
+    make = numbers(7, 2)
+    loader = prepared(make)[0] if kind == "prepared" else make(0)
+    skipped = skip_first_batches(skip_first_batches(loader, 1), 2)
+    assert len(skipped) == 1
+    assert (list(skipped), len(list(skipped))) == ([[6]], 4)
+    assert list(skip_first_batches(skipped, 3)) == [[6]]
+
+
+def test_a_loader_that_skips_already_is_refused():
+    """Each reader left out as many, and no batch was the last."""
+    with pytest.raises(ConfigError, match="leaves out 2 batches") as caught:
+        prepared(lambda _: skip_first_batches(numbers(9, 2)(0), 2), 2)
+    assert "call skip_first_batches on what prepare returns" in str(caught.value)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_loop_that_goes_on_after_an_error_is_not_at_its_end(workers):
+    """torch's gives the next batch; here the epoch ended without a word."""
+
+    class Broken(Numbers):
+        def __getitem__(self, index):
+            if index == 3:
+                raise ValueError("sample 3")
+            return index
+
+    (loader,) = prepared(lambda _: DataLoader(Broken(8), 2, collate_fn=plain, num_workers=workers))
+    loop = iter(loader)
+    assert next(loop) == [0, 1]
+    with pytest.raises(ValueError, match="sample 3"):
+        next(loop)
+    with pytest.raises(AccelError, match="batch 2 of epoch 0 of the dataloader of Broken could not be given"):
+        next(loop)
+    assert next(iter(loader)) == [0, 1]
+
+
+class Halved(DataLoader):
+    """It leaves every second batch out."""
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 0, None, 2)
+
+
+class Cut(DataLoader):
+    """It ends early."""
+
+    def __iter__(self):
+        return itertools.islice(super().__iter__(), 2)
+
+
+class Same(DataLoader):
+    """It changes the batches."""
+
+    def __iter__(self):
+        return map(operator.neg, super().__iter__())
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Halved, 3), (Cut, 2), (Same, 5)])
+def test_a_loader_that_gives_others_than_its_samplers_batches_is_told(kind, count, caplog):
+    """No batch was the last one, so that a short window was never stepped."""
+    (loader,) = prepared(lambda _: kind(Numbers(9), 2))
+    assert len(list(loader)) == count
+    assert (f"gave {count} batches" in caplog.text) == (kind is not Same)
 
 
 def test_skipping_in_a_world_skips_rounds_and_pads_from_the_start_of_the_epoch():
