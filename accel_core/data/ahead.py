@@ -101,9 +101,9 @@ def _is_alike(value: Any, copy: Any) -> bool:
 
 def _is_plain(tensor: Tensor) -> bool:
     """Return whether a tensor is one that NumPy can read as it is."""
-    if tensor.dtype not in _NUMPYS or not tensor.is_cpu or not tensor.is_contiguous():
+    if tensor.dtype not in _NUMPYS or not tensor.is_cpu or tensor.layout is not torch.strided:
         return False
-    return not (tensor.requires_grad or tensor.is_neg())
+    return not (tensor.is_nested or tensor.requires_grad or tensor.is_neg()) and tensor.is_contiguous()
 
 
 def _is_memory(value: Any) -> bool:

@@ -257,6 +257,7 @@ def children_of(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
         names = [field.name for field in dataclasses.fields(value)]
     else:
         return None
+    names = [name for name in names if hasattr(value, name)]  # one that `__init__` leaves out may be unset
     return names, [getattr(value, name) for name in names]
 
 
@@ -264,7 +265,14 @@ def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
     """Copy a structure, its type included, with other children."""
     if isinstance(value, tuple):
         make = getattr(type(value), "_make", type(value))  # named tuples may have a constructor of their own
-        return make(child for _, child in children)
+        items = [child for _, child in children]
+        try:
+            return make(items)
+        except TypeError:  # so may other tuples
+            same = tuple.__new__(type(value), items)
+            if hasattr(value, "__dict__"):
+                same.__dict__.update(value.__dict__)
+            return same
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(children))  # type: ignore[call-arg]
     # A shallow copy keeps everything else: a default factory, a subclass's own attributes.

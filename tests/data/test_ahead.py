@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,21 @@ class Pair(NamedTuple):
 @frozen
 class Batch:
     values: torch.Tensor
+
+
+class Two(tuple):
+    """A tuple with a constructor of its own."""
+
+    def __new__(cls, first, second):
+        return super().__new__(cls, (first, second))
+
+
+@dataclass
+class Late:
+    """A dataclass with a field that is set later."""
+
+    values: torch.Tensor
+    found: torch.Tensor = field(init=False, repr=False)
 
 
 def flip_last_bit(tensor):
@@ -59,6 +75,8 @@ CHANGES = {
     "named tuple": (lambda: Pair(torch.zeros(1), None), lambda it: it.first.fill_(1)),
     "mapping": (lambda: UserDict(a=torch.zeros(1)), lambda it: it["a"].fill_(1)),
     "attrs class": (lambda: Batch(torch.zeros(1)), lambda it: it.values.fill_(1)),
+    "tuple with its own constructor": (lambda: Two(torch.zeros(1), None), lambda it: it[0].fill_(1)),
+    "field that is not set": (lambda: Late(torch.zeros(1)), lambda it: it.values.fill_(1)),
 }
 
 
@@ -78,6 +96,17 @@ def test_what_is_overwritten_is_handed_out_as_it_was_read(name):
 def test_what_stays_is_the_very_object(name):
     item = CHANGES[name][0]()
     assert keep(item)() is item
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.jagged, torch.strided])
+def test_a_tensor_without_plain_memory_is_the_very_object(layout):
+    """The question if it is contiguous raised."""
+    if layout in (torch.strided, torch.jagged):
+        item = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    else:
+        item = torch.eye(3).to_sparse(layout=layout)
+    assert keep([item])()[0] is item
 
 
 def one_buffer_on_a_device():
