@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import frozen
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
@@ -297,13 +297,15 @@ def _check(
     loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool, dispatches: bool
 ) -> None:
     """Refuse settings that do not work with this loader."""
-    sampler = getattr(_batch_sampler(loader), "sampler", loader.sampler)
-    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
-        raise ConfigError(
-            f"this dataloader is sharded already: its DistributedSampler is one of {sampler.num_replicas}"
-            " replicas, and prepare shards the data itself\n"
-            "give the DataLoader shuffle=True instead of that sampler"
-        )
+    batches = _batch_sampler(loader)
+    for sampler in (batches, getattr(batches, "sampler", loader.sampler)):
+        replicas = getattr(sampler, "num_replicas", None) or 1  # torch's word; not all inherit from its class
+        if replicas > 1:
+            raise ConfigError(
+                f"this dataloader is sharded already: its {type(sampler).__name__} is one of {replicas}"
+                " replicas, and prepare shards the data itself\n"
+                "give the DataLoader shuffle=True instead of that sampler"
+            )
     if skips := getattr(loader, "_skip", 0):
         raise ConfigError(
             f"skip_first_batches was called before prepare: this dataloader leaves out {skips} batches of its"

@@ -597,10 +597,34 @@ def test_split_batches_needs_a_batch_size_that_can_be_split(make):
         prepared(make, readers=2, split_batches=True)
 
 
-def test_a_loader_that_is_sharded_already_is_refused():
-    sampler = DistributedSampler(range(8), num_replicas=2, rank=0)
-    with pytest.raises(ConfigError, match="sharded already"):
-        prepared(lambda _: DataLoader(Numbers(8), sampler=sampler), readers=2)
+class Repeated(Sampler):
+    """A sampler of one rank, as several libraries have them: it is none of torch's."""
+
+    def __init__(self, num_replicas, batches=False):
+        self.num_replicas, self.batches = num_replicas, batches
+
+    def __iter__(self):
+        return iter([[0], [2]] if self.batches else [0, 2])
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sampler": DistributedSampler(range(8), num_replicas=2, rank=0)},
+        {"sampler": Repeated(2)},
+        {"batch_sampler": Repeated(2, batches=True)},
+        {"batch_size": None, "sampler": BatchSampler(Repeated(2), 2, drop_last=False)},
+    ],
+)
+def test_a_loader_that_is_sharded_already_is_refused(given):
+    """Each rank shared its own part out again, and read a part of that."""
+    with pytest.raises(ConfigError, match="sharded already: its .* is one of 2 replicas"):
+        prepared(lambda _: DataLoader(Numbers(8), **given), readers=2)
+
+
+def test_a_sampler_for_one_rank_is_not_sharded():
+    (loader,) = prepared(lambda _: DataLoader(Numbers(8), 2, sampler=Repeated(1), collate_fn=plain))
+    assert list(loader) == [[0, 2]]
 
 
 @pytest.mark.parametrize("kind", ["prepared", "plain"])
