@@ -9,10 +9,12 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
+import numpy as np
 import torch
 from attrs import evolve
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
 from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
@@ -119,6 +121,21 @@ class PreparedLoader(DataLoader[Any]):
     def total_dataset_length(self) -> int:
         """Samples of the whole dataset."""
         return len(self.dataset)  # type: ignore[arg-type]
+
+    @property
+    def data_in_words(self) -> str:
+        """What all ranks must have alike, to read shares of it; "" if unknown."""
+        dataset: Any = self.dataset
+        if self._plan.dispatches or self._plan.sampler is None:
+            return ""
+        try:
+            words = f"{len(dataset)} samples"
+        except (NotImplementedError, TypeError):  # a sampler of the user's own needs no length
+            return ""
+        if isinstance(dataset, Subset):  # one of a random split may be as long as those of other ranks
+            chosen = np.asarray(dataset.indices)
+            words += "" if chosen.dtype.hasobject else f" chosen by indices {crc32(chosen.tobytes()):08x}"
+        return words
 
     def __len__(self) -> int:
         return max(0, self._whole_length() - (self._skip or self._skipped))

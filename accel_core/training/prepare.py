@@ -41,14 +41,15 @@ def prepare(
             earlier = [other.unit for other in plan.groups[:number]]
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
-    brings = plan.in_words() + "".join(f", {word!r}" for word in (name, strategy) if word is not None)
+    brings = [plan.in_words(), *(f"{word!r}" for word in (name, strategy) if word is not None)]
     alike = plan.alike_models()
     loaders: dict[int, Any] = {
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
     if plan.groups:
-        assemble(run, "prepare", brings, alike)
+        brings += filter(None, (loader.data_in_words for loader in loaders.values()))
+        assemble(run, "prepare", ", ".join(brings), alike)
     for group in plan.groups:
         build_unit(group, plan, prepared)
         if prepared.trained:

@@ -30,6 +30,8 @@ class Batch:
 class Two(tuple):
     """A tuple with a constructor of its own."""
 
+    __slots__ = ()
+
     def __new__(cls, first, second):
         return super().__new__(cls, (first, second))
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 from accel_core import Accelerator
 from accel_core.distributed import watch
@@ -109,6 +109,8 @@ def prepare_other_objects(what):
         "schedule": [model, optimizer, *([torch.optim.lr_scheduler.StepLR(optimizer, 1)] if first else ())],
         "loader": [model, optimizer, *([DataLoader(range(4))] if first else ())],
         "name": [model, optimizer],
+        "length": [model, DataLoader(range(4 if first else 3))],
+        "split": [model, DataLoader(Subset(range(4), [0, 2] if first else [1, 3]))],
     }
     name = f"unit of rank {accelerator.process_index}" if what == "name" else None
     return said_by(lambda: accelerator.prepare(*objects[what], name=name))
@@ -275,6 +277,8 @@ def test_models_of_other_dtypes_are_not_prepared(strategy):
         ("schedule", [", StepLR", "SGD"]),
         ("loader", [", 1 dataloader(s)", "SGD"]),
         ("name", [", 'unit of rank 0'", ", 'unit of rank 1'"]),
+        ("length", [", 4 samples\n", ", 3 samples\n"]),
+        ("split", [", 2 samples chosen by indices ", ", 2 samples chosen by indices "]),
     ],
 )
 def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
