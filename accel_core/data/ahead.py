@@ -42,7 +42,7 @@ def with_last_kept(pairs: Iterable[tuple[T, S]]) -> Iterator[tuple[tuple[T, S], 
 
 
 def with_first_kept(items: Iterator[T], count: int) -> tuple[Sequence[T], Iterator[T]]:
-    """Return (copies of the first items, all items): as they were when they were read.
+    """Return (copies of the first items, all items), as they were when read.
 
     The first ones are read together, here and now. Nothing that is done to an item changes its copy.
     """

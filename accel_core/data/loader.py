@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from attrs import evolve
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
@@ -124,17 +124,18 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def data_in_words(self) -> str:
-        """What all ranks must have alike, to read shares of it; "" if unknown."""
+        """Data that all ranks must have alike, to read shares of it; "" if unknown."""
         dataset: Any = self.dataset
         if self._plan.dispatches or self._plan.sampler is None:
             return ""
         try:
             words = f"{len(dataset)} samples"
-        except (NotImplementedError, TypeError):  # a sampler of the user's own needs no length
+            if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
+                # A part of another, as torch's Subset is: parts of random splits are equally long.
+                chosen = np.asarray(dataset.indices)
+                words += "" if chosen.dtype.hasobject else f" chosen by indices {crc32(chosen.tobytes()):08x}"
+        except (NotImplementedError, TypeError, ValueError):  # no length, or no indices that can be compared
             return ""
-        if isinstance(dataset, Subset):  # one of a random split may be as long as those of other ranks
-            chosen = np.asarray(dataset.indices)
-            words += "" if chosen.dtype.hasobject else f" chosen by indices {crc32(chosen.tobytes()):08x}"
         return words
 
     def __len__(self) -> int:
@@ -286,7 +287,7 @@ class PreparedLoader(DataLoader[Any]):
         return loop
 
     def _refuse_rest(self, progress: Progress) -> Iterator[Any]:
-        """Raise instead of ending like an epoch where a loop is asked for more after an error.
+        """Raise where a loop is asked for more after an error, which ends no epoch.
 
         torch's loader would give the next batch, but a generator cannot go on.
         """
