@@ -127,10 +127,8 @@ class Float16(_Autocast):
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         if not unit.optimizers:  # none that unscales
-            from accel_core.training.unprepared import note_cleared  # late: few runs need it
-
-            note_cleared(unit)
-            self.below.backward(unit, loss, boundary, options)
+            with self._marking(unit, None):
+                self.below.backward(unit, loss, boundary, options)
             return
         scaler = self._scaler(unit)
         self._update(scaler)
@@ -139,7 +137,7 @@ class Float16(_Autocast):
                 if stepper.has_gradients():  # that were not cleared: this adds to them
                     stepper.multiply(scaler.get_scale())
                 stepper.stage = "scaled"
-        with self._marking(scaler):
+        with self._marking(unit, scaler):
             self.below.backward(unit, scaler.scale(loss), boundary, options)
 
     @implements(hooks.unscale)
@@ -154,7 +152,8 @@ class Float16(_Autocast):
                 " no loss scaler can follow\nuse mixed_precision bf16 or 'no' with this optimizer"
             )
         scaler, stepper = self._scaler(unit), self._stepper(unit, optimizer)
-        if stepper.stage == "stepped" and scaler.is_enabled():
+        is_second = stepper.stage == "stepped" and scaler.is_enabled()
+        if is_second and stepper.has_gradients():
             raise AccelError(
                 "mixed_precision fp16: optimizer.step() was called twice after one backward; gradients are"
                 " unscaled already\ncall accelerator.backward(loss) before each step"
@@ -162,9 +161,11 @@ class Float16(_Autocast):
         stepper.applied = False
         self.below.mark_step("host_read")
         self._unscale(stepper)
-        if stepper.stage == "scaled":  # there are no gradients, which is no error in plain PyTorch
+        if is_second or stepper.stage == "scaled":  # no gradients, which is no error in plain PyTorch
             applied: bool = self.below.optimizer_step(unit, optimizer, None)
             return applied
+        if optimizer in unit.step_state.norms:
+            self._note_overflow(stepper, unit.step_state.norms[optimizer])
         scaler.step(stepper)  # type: ignore[arg-type]
         stepper.stage = "stepped"
         if not stepper.applied:
@@ -206,14 +207,19 @@ class Float16(_Autocast):
         for optimizer in unit.optimizers:
             self._steppers.pop(optimizer, None)
 
-    def _marking(self, scaler: GradScaler) -> AbstractContextManager[Any]:
-        """Mark scaled gradients that a backward leaves where nothing unscales them."""
-        beside = [each for each in self.run.units if not each.optimizers]
-        if not beside or not scaler.is_enabled():
+    def _marking(self, unit: Unit, scaler: GradScaler | None) -> AbstractContextManager[Any]:
+        """Mark gradients that a backward leaves in units whose losses this scaler does not scale."""
+        if len(self.run.units) == 1 or not self._scaler(unit).is_enabled():
             return nullcontext()
-        from accel_core.training.unprepared import scaled  # late: few runs need it
+        from accel_core.training.unprepared import note_cleared, scaled  # late: few runs need it
 
-        return scaled(beside)
+        others = []
+        for each in self.run.units:
+            if (each.scaler if each.optimizers else None) is not scaler:
+                others.append(each)
+            elif each.step_state.has_scaled:
+                note_cleared(each)
+        return scaled(others) if others else nullcontext()
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None
@@ -228,7 +234,7 @@ class Float16(_Autocast):
             return
         scaler = self._scaler(stepper.unit)
         try:
-            with _named(stepper.unit):
+            with _named(stepper):
                 scaler.unscale_(stepper)  # type: ignore[arg-type]
         finally:
             if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
@@ -236,6 +242,14 @@ class Float16(_Autocast):
                 self._due.add(scaler)  # until its update it unscales no others
             else:  # there were none: those that come are to be unscaled
                 scaler._per_optimizer_states.pop(id(stepper), None)
+
+    def _note_overflow(self, stepper: _Stepper, norm: Tensor) -> None:
+        """Skip the step of gradients that were clipped by a norm that is not finite.
+
+        They are zeros or NaN then, whichever optimizer's have overflowed.
+        """
+        for found in self._scaler(stepper.unit)._found_inf_per_device(stepper).values():  # type: ignore[arg-type]
+            found.add_(norm.isfinite().logical_not().to(found))
 
     def _update(self, scaler: GradScaler) -> None:
         """Update the scale, if that is due, and that of gradients that wait."""
@@ -280,19 +294,24 @@ def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
 
 
 @contextmanager
-def _named(unit: Unit) -> Iterator[None]:
-    """Add the parameter, or the missing call, to errors of torch's scaler."""
+def _named(stepper: _Stepper) -> Iterator[None]:
+    """Add the parameter, or the missing call, to errors of torch's scaler.
+
+    Without gradients there is nothing to unscale, also before the first loss.
+    """
     try:
         yield
     except AssertionError as error:
         if "_scale is None" not in str(error):
             raise
+        if not stepper.has_gradients():
+            return
         raise AccelError(
             "mixed_precision fp16: gradients cannot be unscaled, as no loss was scaled; loss.backward() does"
             " not scale\ncall accelerator.backward(loss)"
         ) from error
     except ValueError as error:
-        for reason in _half(unit.named_parameters().items()):
+        for reason in _half(stepper.unit.named_parameters().items()):
             raise ConfigError(reason) from error
         raise
 

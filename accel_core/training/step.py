@@ -197,6 +197,10 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     of several optimizers one may have been left out, so its gradients are compared.
     """
     state = unit.step_state
+    if state.has_scaled and unit.optimizers:
+        from accel_core.training.unprepared import refuse_scaled  # late: few runs need it
+
+        refuse_scaled(unit, optimizer)
     if state.is_reduced(optimizer):
         return
     state.refuse_carried(unit.window)
@@ -268,6 +272,8 @@ def clip_norm(
         raise
     if unit.step_state.reduced:
         unit.step_state.note_edited()
+    if norm is not None and unit.scaler is not None and len(unit.optimizers) > 1:
+        unit.step_state.note_norm(norm, parameters, unit.optimizers)
     return norm
 
 

@@ -68,7 +68,7 @@ def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     return f"in a window of {unit.window.size}, whose gradients are reduced in the last micro-batch"
 
 
-# -- gradients of a scaled loss in units without optimizers, whose precision unscales none of them -----
+# -- gradients of a loss that was scaled otherwise than those of the unit ------------------------------
 
 
 @contextmanager
@@ -93,6 +93,19 @@ def note_cleared(unit: Unit) -> None:
     for parameter in _trained_in(unit) if unit.step_state.has_scaled else ():
         if _is_scaled(parameter.grad) and not _local(parameter.grad).any():
             delattr(parameter.grad, _MARK)
+
+
+def refuse_scaled(unit: Unit, optimizer: Optimizer | None) -> None:
+    """Raise if the optimizer's gradients, or any of the unit, are of a loss that was scaled otherwise."""
+    groups = () if optimizer is None else optimizer.param_groups
+    asked = [each for group in groups for each in group["params"]] or _trained_in(unit)
+    if any(_is_scaled(each.grad) and _local(each.grad).any() for each in asked):
+        raise AccelError(
+            f"unit {unit.name!r} has gradients of a loss for which backward(loss, model=...) or"
+            " accumulate(...) named other models only: it was scaled for those, and cannot be unscaled here\n"
+            "leave model= out, and name all models that the loss trains in accumulate; or call"
+            " optimizer.zero_grad() before this unit's own loss"
+        )
 
 
 def _steps_by_scaled(optimizer: Optimizer) -> bool:

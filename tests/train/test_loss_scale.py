@@ -343,3 +343,105 @@ def test_gradients_that_were_clipped_before_units_share_a_loss_count_in_its_step
     plain = run(expected, by_hand, torch.Tensor.backward, nn.utils.clip_grad_norm_, {})
     torch.testing.assert_close(ours[:2], plain[:2], rtol=0.01, atol=0.0)
     assert_alike(ours[2:], plain[2:])
+
+
+@pytest.mark.parametrize("has_optimizer", [True, False])
+@pytest.mark.parametrize("own", [True, False])
+def test_gradients_of_a_loss_that_names_another_model_are_not_stepped_by_another_scale(
+    accelerator_of, own, has_optimizer
+):
+    """As those of a critic whose generator's loss is named as the generator's."""
+    accelerator, (generator, critic) = scaled(accelerator_of), parts()
+    optimizers = [SGD(each.parameters(), lr=LR) for each in (generator, critic)]
+    critic, second = accelerator.prepare(critic, optimizers[1])
+    if has_optimizer:
+        generator, _ = accelerator.prepare(generator, optimizers[0])
+    else:
+        generator = accelerator.prepare(generator)
+    before = critic.weight.detach().clone()
+    if own:
+        accelerator.backward(critic(torch.ones(1, 8)).float().sum(), model=critic)
+    accelerator.backward(critic(generator(torch.ones(1, FEATURES))).float().sum(), model=generator)
+    for use in (second.step, lambda: accelerator.clip_grad_norm_(critic.parameters(), 1.0)):
+        with pytest.raises(AccelError, match=r"named other models only.*\nleave model= out"):
+            use()
+    assert torch.equal(critic.weight, before)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_of_a_loss_that_names_another_model_may_be_cleared(accelerator_of, set_to_none):
+    def run(made, optimizers, backward, named):
+        generator, critic = made
+        for _ in range(3):
+            optimizers[1].zero_grad(set_to_none)
+            backward(critic(generator(torch.ones(1, FEATURES)).detach()).float().sum(), **named(critic))
+            optimizers[1].step()
+            optimizers[0].zero_grad(set_to_none)
+            backward(critic(generator(torch.ones(1, FEATURES))).float().sum(), **named(generator))
+            optimizers[0].step()
+        return [parameter for each in made for parameter in each.parameters()]
+
+    accelerator, made, expected = scaled(accelerator_of, 2), [*parts()], parts()
+    optimizers = [SGD(each.parameters(), lr=LR) for each in made]
+    for number in range(2):
+        made[number], optimizers[number] = accelerator.prepare(made[number], optimizers[number])
+    ours = run(made, optimizers, accelerator.backward, lambda model: {"model": model})
+    by_hand = [SGD(each.parameters(), lr=LR) for each in expected]
+    assert_alike(ours, run(expected, by_hand, torch.Tensor.backward, lambda model: {}))
+
+
+@pytest.mark.parametrize("first_overflow", [float("inf"), float("nan")])
+def test_what_is_clipped_with_gradients_that_overflowed_is_skipped_with_them(accelerator_of, first_overflow):
+    """The clip makes the others zeros, which momentum would move by, or NaN."""
+    accelerator, made = scaled(accelerator_of), parts()
+    model, *optimizers = accelerator.prepare(
+        nn.Sequential(*made), *(SGD(each.parameters(), lr=LR, momentum=0.9) for each in made)
+    )
+
+    def step(overflow):
+        accelerator.backward(model(torch.ones(1, FEATURES)).float().sum())
+        made[0].bias.grad[0] += overflow  # as in the lowest layers of a model
+        accelerator.clip_grad_norm_(model.parameters(), 0.5)
+        for each in optimizers:
+            each.step()
+            each.zero_grad()
+        return [each.step_was_skipped for each in optimizers]
+
+    assert step(0.0) == [False, False]
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    assert step(first_overflow) == [True, True]
+    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
+    assert step(0.0) == [False, False]
+
+
+def test_what_is_clipped_apart_from_gradients_that_overflowed_is_stepped(accelerator_of):
+    accelerator, made = scaled(accelerator_of), parts()
+    model, *optimizers = accelerator.prepare(
+        nn.Sequential(*made), *(SGD(each.parameters(), lr=LR) for each in made)
+    )
+    accelerator.backward(model(torch.ones(1, FEATURES)).float().sum())
+    made[0].bias.grad[0] = float("inf")
+    for each in made:
+        accelerator.clip_grad_norm_(each.parameters(), 0.5)
+    for each in optimizers:
+        each.step()
+    assert [each.step_was_skipped for each in optimizers] == [True, False]
+
+
+def test_a_step_without_gradients_does_nothing_at_any_time(accelerator_of):
+    accelerator, model = scaled(accelerator_of), nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    before = model.weight.detach().clone()
+    accelerator.unscale_gradients()
+    optimizer.step()  # before the first loss
+    assert torch.equal(model.weight, before)
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    after = model.weight.detach().clone()
+    optimizer.step()  # after another
+    optimizer.step()
+    assert torch.equal(model.weight, after)
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    optimizer.step()
+    torch.testing.assert_close(model.weight, after - (before - after), rtol=0.0, atol=0.01 * LR)
