@@ -31,6 +31,12 @@ def clip_and_measure(loop: Any) -> None:
     loop.step()
 
 
+def clip_to_nothing(loop: Any) -> None:
+    loop.backward()
+    loop.clip_norm(0.0)
+    loop.step()
+
+
 def clamp_after_clipping(loop: Any) -> None:
     loop.backward()
     loop.clip_norm(0.2)
@@ -59,6 +65,7 @@ def clear_by_the_model(loop: Any) -> None:
 PROGRAMS = [
     clip_to_two_norms,
     clip_and_measure,
+    clip_to_nothing,
     clamp_after_clipping,
     drop_what_is_clipped,
     clear_by_the_model,

@@ -173,10 +173,12 @@ class Gradients:
     def _settle(self) -> None:
         """Clip now what the step was to clip."""
         if self._asked:
-            norm = self.norm()
-            if norm.isfinite():
-                self.multiply((self._asked / (norm + 1e-6)).clamp(max=1.0))
-            self._asked = 0.0
+            self._clip_now(self._asked, self.norm())
+
+    def _clip_now(self, max_norm: float, norm: Tensor) -> None:
+        if norm.isfinite():
+            self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))
+        self._asked = 0.0
 
     def ask(self, max_norm: float) -> Tensor:
         """Have the coming step clip to this norm; return the norm now. Collective.
@@ -184,9 +186,12 @@ class Gradients:
         inf: clip no more than was asked for before.
         """
         self._settle()
-        if math.isfinite(max_norm):
+        norm = self.norm()
+        if max_norm <= 0:  # which DeepSpeed takes for no norm at all
+            self._clip_now(max_norm, norm)
+        elif math.isfinite(max_norm):
             self._asked = max_norm
-        return self.norm()
+        return norm
 
     def tensors(self) -> list[Tensor]:
         """Return this rank's reduced gradients, times the scale."""
