@@ -35,7 +35,7 @@ class MegatronLMPlugin(KwargsHandler):
         help="Micro-batches that a batch given to model(**batch) is cut into; unset: pp_degree.",
     )
     gradient_clipping: float | None = option(
-        None, help="Norm to clip gradients to at each step where clip_grad_norm_ is not called."
+        None, help="Norm to clip gradients to at each step that clip_grad_norm_ asks nothing of."
     )
     sequence_parallelism: bool = option(
         False, help="Split what is between tensor-parallel layers along the sequence; needs tp_degree > 1."

@@ -69,7 +69,8 @@ class Stepper:
         self.ready: bool | None = None
         """True if gradients are finite, once they are ready for a step."""
         self.norm: float | None = None
-        self.max_norm: float | None = None
+        self.clipped = False
+        """True if the gradients were clipped already."""
         self.told = False
         """True if a backward went through core since gradients were dropped."""
         groups = _groups_of(unit, self.user_optimizer, chunks)
@@ -158,10 +159,9 @@ class Stepper:
         self._refuse_unfrozen()
         self.edits.take_over()
         finite = self.prepare()
-        limit = self.clipping if self.max_norm is None else self.max_norm
         if finite:
-            if limit:
-                self._clip(limit)
+            if self.clipping and not self.clipped:
+                self.clip(self.clipping)
             self.follow()
             self.inner.step_with_ready_grads()
             self.edits.note()
@@ -182,12 +182,20 @@ class Stepper:
                 "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
             )
 
-    def _clip(self, limit: float) -> None:
+    def clip(self, max_norm: float) -> float:
+        """Clip the gradients to this norm; return the norm before. Collective.
+
+        inf: clip no more than was asked for before.
+        """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        for inner_optimizer in self.inner_optimizers():
-            if parameters := inner_optimizer.get_parameters():
-                clip_grad_by_total_norm_fp32(parameters, limit, self.total_norm())
+        norm = self.total_norm()
+        if self.prepare() and max_norm != float("inf"):
+            for inner_optimizer in self.inner_optimizers():
+                if parameters := inner_optimizer.get_parameters():
+                    clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
+            self.norm, self.clipped = None, True
+        return norm
 
     def clamp(self, value: float) -> None:
         """Each gradient to [-value, value]."""
@@ -196,6 +204,7 @@ class Stepper:
             for gradient in (p.grad for p in inner_optimizer.get_parameters()):
                 if gradient is not None:
                     gradient.clamp_(-value, value)
+        self.norm = None
 
     def drop(self) -> None:
         """Zero all gradients."""
@@ -207,7 +216,7 @@ class Stepper:
 
     def forget(self) -> None:
         """Forget results of checks of gradients that are gone."""
-        self.ready = self.norm = self.max_norm = None
+        self.ready, self.norm, self.clipped = None, None, False
 
     def _has_gradients(self) -> bool:
         """Return True if there was a backward since gradients were dropped.

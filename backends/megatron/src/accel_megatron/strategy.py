@@ -295,8 +295,7 @@ class Megatron(MegatronState):
                 f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
                 "pass model.parameters()"
             )
-        stepper.max_norm = max_norm
-        return torch.tensor(stepper.total_norm(), device=self.run.device)
+        return torch.tensor(stepper.clip(max_norm), device=self.run.device)
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
