@@ -369,7 +369,9 @@ class _Stepper:
     def multiply(self, factor: float) -> None:
         """Multiply the gradients, which counts as no change of them."""
         for gradient in self._gradients() if factor != 1.0 else ():
-            getattr(gradient, "_local_tensor", gradient).data.mul_(factor)
+            local = getattr(gradient, "_local_tensor", gradient)
+            values = local._values() if local.layout == torch.sparse_coo else local
+            values.data.mul_(factor)
 
     def _gradients(self) -> Iterator[Tensor]:
         parameters = (each for group in self.param_groups for each in group["params"])

@@ -57,7 +57,8 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     prepared.add_unit(unit, group.units[1:], added, before, moved)
     prepared.parameters.note_held(unit, held)
     trained = unit.named_parameters().values()
-    if group.models and (not unit.optimizers or prepared.parameters.leave_out(unit, trained)):
+    leaves_out = not unit.optimizers or prepared.parameters.leave_out(unit, trained)
+    if group.models and (leaves_out or unit.scaler is not None):
         from accel_core.training.unprepared import refuse_unfinished_steps  # late: few runs need it
 
         refuse_unfinished_steps(unit)

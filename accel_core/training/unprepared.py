@@ -28,14 +28,16 @@ def refuse_unfinished_steps(unit: Unit) -> None:
     """Raise where an optimizer steps by gradients of a unit that are not final.
 
     Not reduced, not divided by items, or scaled, where no prepared optimizer holds their parameters. Each
-    rank would train a model of its own, or by gradients of another scale, silently.
+    rank would train a model of its own, or by gradients of another scale, silently. Where one does, it may
+    step by another optimizer, but gradients that are still scaled are stepped by none.
     """
 
     def check(optimizer: Optimizer, *call: Any) -> None:
         unit = found()
-        if unit is None or optimizer in unit.optimizers:
+        if unit is None:
             return
-        reason, known = _why_not_final(unit, optimizer), unit.run.prepared.parameters
+        reason = "" if optimizer in unit.optimizers else _why_not_final(unit, optimizer)
+        known = unit.run.prepared.parameters
         if reason and any(known.leave_out(unit, group["params"]) for group in optimizer.param_groups):
             raise AccelError(
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} that no prepared"
@@ -43,10 +45,28 @@ def refuse_unfinished_steps(unit: Unit) -> None:
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
                 + (_NAMED if unit.step_state.has_scaled else "")
             )
+        if _steps_past_the_scaler(unit, optimizer):
+            raise AccelError(
+                f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} past the optimizer that"
+                " was prepared, by gradients that are still multiplied by the loss scale\n"
+                "call step() of what accelerator.prepare(...) returned, or unscale_gradients() before"
+            )
 
     handle = register_optimizer_step_pre_hook(check)
     found = ref(unit, lambda gone: handle.remove())  # which torch keeps: it must not keep the run
     unit.detach.append(handle.remove)
+
+
+def _steps_past_the_scaler(unit: Unit, optimizer: Optimizer) -> bool:
+    state, scaler = unit.step_state, unit.scaler
+    if state.reduced or not (state.with_gradients or state.sharing):  # as in each step of ours
+        return False
+    if scaler is None or not scaler.is_enabled() or scaler._found_inf_per_device(optimizer):
+        return False
+    prepared = unit.run.prepared
+    if any(optimizer in each.optimizers for each in prepared.trained if each is not unit):
+        return False  # it may hold a tied weight, and its own unit asks
+    return any(unit in prepared.parameters.units_of(group["params"]) for group in optimizer.param_groups)
 
 
 def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
@@ -96,9 +116,13 @@ def note_cleared(unit: Unit) -> None:
 
 
 def refuse_scaled(unit: Unit, optimizer: Optimizer | None) -> None:
-    """Raise if the optimizer's gradients, or any of the unit, are of a loss that was scaled otherwise."""
-    groups = () if optimizer is None else optimizer.param_groups
-    asked = [each for group in groups for each in group["params"]] or _trained_in(unit)
+    """Raise if the optimizer's gradients are of a loss that was scaled otherwise.
+
+    Without one, the gradients of all optimizers of the unit.
+    """
+    optimizers = unit.optimizers if optimizer is None else [optimizer]
+    groups = [group for each in optimizers for group in each.param_groups]
+    asked = [each for group in groups for each in group["params"]]
     if any(_is_scaled(each.grad) and _local(each.grad).any() for each in asked):
         raise AccelError(
             f"unit {unit.name!r} has gradients of a loss for which backward(loss, model=...) or"

@@ -445,3 +445,51 @@ def test_a_step_without_gradients_does_nothing_at_any_time(accelerator_of):
     accelerator.backward(model(torch.ones(1, 2)).float().sum())
     optimizer.step()
     torch.testing.assert_close(model.weight, after - (before - after), rtol=0.0, atol=0.01 * LR)
+
+
+class Ahead(torch.optim.Optimizer):
+    """Steps by an optimizer of its own, as SAM does."""
+
+    def __init__(self, parameters, lr):
+        super().__init__(parameters, {"lr": lr})
+        self.base = SGD(self.param_groups, lr=lr)
+
+    def step_base(self):
+        self.base.step()
+        self.zero_grad()
+
+    def step(self, closure=None):
+        self.base.step()
+
+
+@pytest.mark.parametrize("kind", ["the one that was prepared", "one inside it"])
+def test_a_step_past_the_prepared_optimizer_is_refused_while_gradients_are_scaled(accelerator_of, kind):
+    accelerator, model = scaled(accelerator_of), nn.Linear(2, 1)
+    own = SGD(model.parameters(), lr=LR) if "prepared" in kind else Ahead(model.parameters(), lr=LR)
+    step_past = own.step if "prepared" in kind else own.step_base
+    model, optimizer = accelerator.prepare(model, own)
+    before = model.weight.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    with pytest.raises(AccelError, match=r"past the optimizer that was prepared.*\n.*unscale_gradients"):
+        step_past()
+    assert torch.equal(model.weight, before)
+    accelerator.unscale_gradients()
+    step_past()
+    optimizer.zero_grad()
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    optimizer.step()
+    torch.testing.assert_close(model.weight, before - 2 * LR, rtol=0.0, atol=0.01 * LR)
+
+
+def test_sparse_gradients_that_wait_follow_the_scale(accelerator_of):
+    accelerator = scaled(accelerator_of)
+    model = nn.ModuleList([nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1)])
+    model, waits, steps = accelerator.prepare(model, *(SGD(each.parameters(), lr=LR) for each in model))
+    before = model[0].weight.detach().clone()
+    for _ in range(2):
+        accelerator.backward(model[0](torch.tensor([1, 1])).sum() + model[1](torch.ones(1, 2)).float().sum())
+        steps.step()  # and the scale grows
+        steps.zero_grad()
+    waits.step()
+    moved = torch.tensor([[0.0, 0.0], [4 * LR, 4 * LR], [0.0, 0.0]])
+    torch.testing.assert_close(before - model[0].weight, moved, rtol=0.0, atol=0.01 * LR)
