@@ -184,8 +184,8 @@ class StepState:
                 self.reduced[optimizer] = _versions_of(optimizer)
 
     def note_norm(self, norm: Tensor, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Note the norm by which the gradients of these parameters were clipped."""
-        clipped = {id(parameter) for parameter in parameters if parameter.grad is not None}
+        """Note the norm by which these parameters were clipped, whichever of them have gradients here."""
+        clipped = set(map(id, parameters))
         for optimizer in optimizers:
             if any(id(each) in clipped for group in optimizer.param_groups for each in group["params"]):
                 self.norms[optimizer] = norm + self.norms.get(optimizer, 0.0)
