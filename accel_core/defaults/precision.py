@@ -208,7 +208,7 @@ class Float16(_Autocast):
             self._steppers.pop(optimizer, None)
 
     def _marking(self, unit: Unit, scaler: GradScaler | None) -> AbstractContextManager[Any]:
-        """Mark gradients that a backward leaves in units whose losses this scaler does not scale."""
+        """Mark gradients that a backward leaves in units of another scaler, or none."""
         if len(self.run.units) == 1 or not self._scaler(unit).is_enabled():
             return nullcontext()
         from accel_core.training.unprepared import note_cleared, scaled  # late: few runs need it
@@ -370,7 +370,7 @@ class _Stepper:
         """Multiply the gradients, which counts as no change of them."""
         for gradient in self._gradients() if factor != 1.0 else ():
             local = getattr(gradient, "_local_tensor", gradient)
-            values = local._values() if local.layout == torch.sparse_coo else local
+            values = local._values() if local.is_sparse else local
             values.data.mul_(factor)
 
     def _gradients(self) -> Iterator[Tensor]:

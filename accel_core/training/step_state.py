@@ -88,7 +88,7 @@ class StepState:
         return items
 
     def note_scaled(self) -> None:
-        """Note gradients that a loss of another unit left, by another scale than this unit's."""
+        """Note gradients that another unit's loss left, by another scale."""
         self.has_scaled = True
 
     def begin_window(self) -> None:
@@ -184,7 +184,10 @@ class StepState:
                 self.reduced[optimizer] = _versions_of(optimizer)
 
     def note_norm(self, norm: Tensor, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Note the norm by which these parameters were clipped, whichever of them have gradients here."""
+        """Note the norm by which these parameters were clipped.
+
+        Whichever of them have gradients on this rank.
+        """
         clipped = set(map(id, parameters))
         for optimizer in optimizers:
             if any(id(each) in clipped for group in optimizer.param_groups for each in group["params"]):
