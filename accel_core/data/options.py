@@ -309,7 +309,7 @@ def _check(
     if skips := getattr(loader, "_skip", 0):
         raise ConfigError(
             f"skip_first_batches was called before prepare: this dataloader leaves out {skips} batches of its"
-            f" own, and a prepared one would leave out as many of each of {readers} readers\n"
+            " own, and a prepared one would leave out as many on each reader, and not know its last batch\n"
             "prepare the DataLoader first, and call skip_first_batches on what prepare returns"
         )
     if loader.num_workers and not getattr(loader, "in_order", True):

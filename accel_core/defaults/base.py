@@ -340,7 +340,8 @@ class Base(BaseState):
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
         if empty_host_cache is not None and can_pin(self.run.device):
             empty_host_cache()  # pinned memory, of saves above all
-        with suppress(AttributeError, OSError):  # the C library of Linux keeps pages between what is in use
+        # Linux keeps pages between what is in use; other C libraries have no such call (Windows: TypeError).
+        with suppress(AttributeError, OSError, TypeError):
             ctypes.CDLL(None).malloc_trim(0)
 
     @implements(hooks.set_affinity)

@@ -164,8 +164,6 @@ class Float16(_Autocast):
         if is_second or stepper.stage == "scaled":  # no gradients, which is no error in plain PyTorch
             applied: bool = self.below.optimizer_step(unit, optimizer, None)
             return applied
-        if optimizer in unit.step_state.norms:
-            self._note_overflow(stepper, unit.step_state.norms[optimizer])
         scaler.step(stepper)  # type: ignore[arg-type]
         stepper.stage = "stepped"
         if not stepper.applied:
@@ -242,14 +240,6 @@ class Float16(_Autocast):
                 self._due.add(scaler)  # until its update it unscales no others
             else:  # there were none: those that come are to be unscaled
                 scaler._per_optimizer_states.pop(id(stepper), None)
-
-    def _note_overflow(self, stepper: _Stepper, norm: Tensor) -> None:
-        """Skip the step of gradients that were clipped by a norm that is not finite.
-
-        They are zeros or NaN then, whichever optimizer's have overflowed.
-        """
-        for found in self._scaler(stepper.unit)._found_inf_per_device(stepper).values():  # type: ignore[arg-type]
-            found.add_(norm.isfinite().logical_not().to(found))
 
     def _update(self, scaler: GradScaler) -> None:
         """Update the scale, if that is due, and that of gradients that wait."""

@@ -272,8 +272,6 @@ def clip_norm(
         raise
     if unit.step_state.reduced:
         unit.step_state.note_edited()
-    if norm is not None and unit.scaler is not None and len(unit.optimizers) > 1:
-        unit.step_state.note_norm(norm, parameters, unit.optimizers)
     return norm
 
 

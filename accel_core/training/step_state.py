@@ -39,8 +39,6 @@ class StepState:
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
     has_scaled: a loss of another unit has left gradients here, by another scale than this unit's.
-    norms: optimizer -> sum of the norms by which its gradients were clipped, in units of several optimizers
-        with a loss scale.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
     """
@@ -53,7 +51,6 @@ class StepState:
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
     has_scaled: bool = False
-    norms: dict[Optimizer, Tensor] = field(factory=dict)
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
 
@@ -129,8 +126,6 @@ class StepState:
         self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
-        if self.norms:
-            self.norms.pop(optimizer, None)
 
     def clear(self) -> None:
         """Forget all gradients: there are none any more."""
@@ -138,7 +133,6 @@ class StepState:
         self.with_gradients.clear()
         self.sharing.clear()
         self.counted_in.clear()
-        self.norms.clear()
         self.undivided = None
 
     @contextmanager
@@ -182,16 +176,6 @@ class StepState:
         for optimizer, versions in self.reduced.items():
             if versions is not None and optimizer is not None:
                 self.reduced[optimizer] = _versions_of(optimizer)
-
-    def note_norm(self, norm: Tensor, parameters: Iterable[Tensor], optimizers: Iterable[Optimizer]) -> None:
-        """Note the norm by which these parameters were clipped.
-
-        Whichever of them have gradients on this rank.
-        """
-        clipped = set(map(id, parameters))
-        for optimizer in optimizers:
-            if any(id(each) in clipped for group in optimizer.param_groups for each in group["params"]):
-                self.norms[optimizer] = norm + self.norms.get(optimizer, 0.0)
 
     # -- gradients that are still sums over items -------------------------------------------------
 

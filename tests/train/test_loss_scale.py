@@ -390,30 +390,6 @@ def test_gradients_of_a_loss_that_names_another_model_may_be_cleared(accelerator
     assert_alike(ours, run(expected, by_hand, torch.Tensor.backward, lambda model: {}))
 
 
-@pytest.mark.parametrize("first_overflow", [float("inf"), float("nan")])
-def test_what_is_clipped_with_gradients_that_overflowed_is_skipped_with_them(accelerator_of, first_overflow):
-    """The clip makes the others zeros, which momentum would move by, or NaN."""
-    accelerator, made = scaled(accelerator_of), parts()
-    model, *optimizers = accelerator.prepare(
-        nn.Sequential(*made), *(SGD(each.parameters(), lr=LR, momentum=0.9) for each in made)
-    )
-
-    def step(overflow):
-        accelerator.backward(model(torch.ones(1, FEATURES)).float().sum())
-        made[0].bias.grad[0] += overflow  # as in the lowest layers of a model
-        accelerator.clip_grad_norm_(model.parameters(), 0.5)
-        for each in optimizers:
-            each.step()
-            each.zero_grad()
-        return [each.step_was_skipped for each in optimizers]
-
-    assert step(0.0) == [False, False]
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    assert step(first_overflow) == [True, True]
-    assert all(torch.equal(now, then) for now, then in zip(model.parameters(), before, strict=True))
-    assert step(0.0) == [False, False]
-
-
 def test_what_is_clipped_apart_from_gradients_that_overflowed_is_stepped(accelerator_of):
     accelerator, made = scaled(accelerator_of), parts()
     model, *optimizers = accelerator.prepare(

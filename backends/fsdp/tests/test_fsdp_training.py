@@ -26,7 +26,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError, GradScalerKwargs
-from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.precision import SharedScaler
 from accel_testing import run_processes
 
@@ -270,40 +269,6 @@ def overflow_in_one_replica(version: int) -> list[bool]:
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int) -> None:
     assert run_processes(overflow_in_one_replica, version, world=4) == [[False, True]] * 4
-
-
-def overflow_in_what_is_clipped_together(version: int) -> list[list[bool]]:
-    """Each step's skips of two optimizers; in version 1 a rank has no element of one of them."""
-    scale = GradScalerKwargs(init_scale=4.0)
-    options = {"use_orig_params": True} if version == 1 else {}
-    kind = FullyShardedDataParallelPlugin(fsdp_version=version, **options)
-    run = accelerator(kind, mixed_precision="fp16", kwargs_handlers=[scale])
-    torch.manual_seed(0)
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (first, second)]
-    model, *optimizers = run.prepare(nn.Sequential(first, second), *optimizers)
-    skipped = []
-    for step in range(2):
-        run.backward(model(torch.ones(2, 2)).float().sum())
-        if step == 0:
-            gradient: Any = next(
-                (p.grad for p in optimizers[0].param_groups[0]["params"] if p.grad is not None), None
-            )
-            if gradient is not None:
-                getattr(gradient, "_local_tensor", gradient).fill_(float("inf"))
-        run.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        skipped.append([each.step_was_skipped for each in optimizers])
-    run.end_training()
-    return skipped
-
-
-@pytest.mark.parametrize("version", VERSIONS)
-def test_an_overflow_skips_what_is_clipped_with_it_on_all_ranks(version: int) -> None:
-    found = run_processes(overflow_in_what_is_clipped_together, version)
-    assert found == [[[True, True], [False, False]]] * 2
 
 
 def test_the_scale_of_offloaded_gradients_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
