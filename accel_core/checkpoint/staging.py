@@ -101,10 +101,9 @@ def pieces(flat: Iterable[Tensor], size: int) -> Iterator[list[Tensor]]:
 
 
 def _flat(tensor: Tensor) -> Tensor:
-    data = tensor.detach().resolve_conj().resolve_neg()
-    if not data.is_contiguous() and data.nbytes > PIECE_BYTES:
-        data = data.cpu()  # the device may have no room for another copy of it
-    return as_bytes(data)
+    if not tensor.is_contiguous() and tensor.nbytes > PIECE_BYTES:
+        tensor = tensor.detach().cpu()  # the device may have no room for another copy of it
+    return as_bytes(tensor)
 
 
 def _stream(device: torch.device) -> torch.Stream:

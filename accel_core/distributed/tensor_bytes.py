@@ -50,7 +50,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
     Any dtype, device and strides. The view keeps the memory alive, which must not be written to meanwhile.
     """
-    return as_bytes(tensor.detach().cpu()).numpy().data
+    return as_bytes(tensor.cpu()).numpy().data
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

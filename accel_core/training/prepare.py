@@ -48,7 +48,8 @@ def prepare(
         for loader in plan.of_kind["dataloader"]
     }
     if plan.groups:
-        brings += filter(None, (loader.data_in_words for loader in loaders.values()))
+        if run.world.size > 1:  # words of long datasets take time
+            brings += filter(None, (loader.data_in_words for loader in loaders.values()))
         assemble(run, "prepare", ", ".join(brings), alike)
     for group in plan.groups:
         build_unit(group, plan, prepared)
