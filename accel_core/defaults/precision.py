@@ -238,6 +238,7 @@ class Float16(_Autocast):
             if not scaler.is_enabled() or scaler._found_inf_per_device(stepper):  # type: ignore[arg-type]
                 stepper.stage = "unscaled"
                 self._due.add(scaler)  # until its update it unscales no others
+                stepper.share_state(scaler)
             else:  # there were none: those that come are to be unscaled
                 scaler._per_optimizer_states.pop(id(stepper), None)
 
@@ -348,6 +349,12 @@ class _Stepper:
         trained = [each for each in self._beside if each.grad is not None]
         held = self._held() if trained else ()
         return [each for each in trained if id(each) not in held]
+
+    def share_state(self, scaler: GradScaler) -> None:
+        """Have the scaler say of the optimizer itself, too, that it is unscaled."""
+        if scaler.is_enabled():
+            states = scaler._per_optimizer_states
+            states[id(self._optimizer)] = states[id(self)]
 
     def step(self) -> None:
         self.applied = self._below.optimizer_step(self.unit, self._optimizer, None)

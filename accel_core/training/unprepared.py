@@ -59,9 +59,13 @@ def refuse_unfinished_steps(unit: Unit) -> None:
 
 def _steps_past_the_scaler(unit: Unit, optimizer: Optimizer) -> bool:
     state, scaler = unit.step_state, unit.scaler
-    if state.reduced or not (state.with_gradients or state.sharing):  # as in each step of ours
-        return False
     if scaler is None or not scaler.is_enabled() or scaler._found_inf_per_device(optimizer):
+        return False  # as in each step of ours
+    if state.reduced:  # for the step of one
+        waiting = [each for each in state.reduced if each and not scaler._found_inf_per_device(each)]
+        held = {each for one in waiting for each in _with_gradients(one)}
+        return bool(held) and not held.isdisjoint(_with_gradients(optimizer))
+    if not (state.with_gradients or state.sharing):
         return False
     prepared = unit.run.prepared
     if any(optimizer in each.optimizers for each in prepared.trained if each is not unit):
@@ -132,8 +136,12 @@ def refuse_scaled(unit: Unit, optimizer: Optimizer | None) -> None:
         )
 
 
+def _with_gradients(optimizer: Optimizer) -> list[nn.Parameter]:
+    return [each for group in optimizer.param_groups for each in group["params"] if each.grad is not None]
+
+
 def _steps_by_scaled(optimizer: Optimizer) -> bool:
-    return any(_is_scaled(each.grad) for group in optimizer.param_groups for each in group["params"])
+    return any(_is_scaled(each.grad) for each in _with_gradients(optimizer))
 
 
 def _is_scaled(gradient: Tensor | None) -> bool:

@@ -469,3 +469,23 @@ def test_sparse_gradients_that_wait_follow_the_scale(accelerator_of):
     waits.step()
     moved = torch.tensor([[0.0, 0.0], [4 * LR, 4 * LR], [0.0, 0.0]])
     torch.testing.assert_close(before - model[0].weight, moved, rtol=0.0, atol=0.01 * LR)
+
+
+@pytest.mark.parametrize("kind", ["the one that was prepared", "one beside it"])
+def test_a_step_past_one_of_two_prepared_optimizers_is_refused_after_the_other_has_stepped(
+    accelerator_of, kind
+):
+    accelerator = scaled(accelerator_of)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    first, second = (SGD(each.parameters(), lr=LR) for each in model)
+    own = second if "prepared" in kind else SGD(model[1].parameters(), lr=LR)
+    model, first, second = accelerator.prepare(model, first, second)
+    before = model[1].bias.detach().clone()
+    accelerator.backward(model(torch.ones(1, 2)).float().sum())
+    first.step()
+    with pytest.raises(AccelError, match="past the optimizer that was prepared"):
+        own.step()
+    assert torch.equal(model[1].bias, before)
+    accelerator.unscale_gradients()
+    own.step()
+    torch.testing.assert_close(model[1].bias, before - LR, rtol=0.0, atol=0.01 * LR)
