@@ -61,15 +61,15 @@ def _steps_past_the_scaler(unit: Unit, optimizer: Optimizer) -> bool:
     state, scaler = unit.step_state, unit.scaler
     if scaler is None or not scaler.is_enabled() or scaler._found_inf_per_device(optimizer):
         return False  # as in each step of ours
+    prepared = unit.run.prepared
+    if any(optimizer in each.optimizers for each in prepared.trained if each is not unit):
+        return False  # it may hold a tied weight, and its own unit asks
     if state.reduced:  # for the step of one
         waiting = [each for each in state.reduced if each and not scaler._found_inf_per_device(each)]
         held = {each for one in waiting for each in _with_gradients(one)}
         return bool(held) and not held.isdisjoint(_with_gradients(optimizer))
     if not (state.with_gradients or state.sharing):
         return False
-    prepared = unit.run.prepared
-    if any(optimizer in each.optimizers for each in prepared.trained if each is not unit):
-        return False  # it may hold a tied weight, and its own unit asks
     return any(unit in prepared.parameters.units_of(group["params"]) for group in optimizer.param_groups)
 
 
