@@ -192,6 +192,12 @@ class Repeated(Gpt):
             block.norm = self.blocks[0].norm
 
 
+class Heard(Block):
+    def forward(self, x):
+        self.dtype = x.dtype
+        return super().forward(x)
+
+
 class Named(Gpt):
     pp_split_points = ("blocks.1",)
 
@@ -310,6 +316,17 @@ def staged(options, steps=2):
     said = complaint(accelerator.prepare, model)
     accelerator.end_training()
     return losses, norms, sharded, said
+
+
+def sent():
+    """The dtype in which the last stage gets activations, where stages are sharded, in bfloat16."""
+    accelerator = accelerator_of("bf16", pp_size=2)
+    model = Gpt()
+    model.blocks[2] = Heard()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.forward_backward(model, mine_of(window(0), accelerator), loss_of, microbatches=4)
+    accelerator.end_training()
+    return str(getattr(model.blocks[2], "dtype", None))
 
 
 def complaint(function, *args, **options):

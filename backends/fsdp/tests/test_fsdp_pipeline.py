@@ -293,8 +293,9 @@ def test_version_1_has_no_stages():
         ({"mixed_precision": "bf16"}, True),
         ({"mixed_precision_policy": "bf16"}, False),
         ({"cpu_offload": True}, False),
+        ({"cpu_offload": True, "mixed_precision": "bf16"}, False),
     ],
-    ids=["alone", "bf16", "policy", "offloaded"],
+    ids=["alone", "bf16", "policy", "offloaded", "offloaded in bf16"],
 )
 def test_a_stage_that_no_rank_shares_stays_whole(options, whole):
     precision = {"mixed_precision": "bf16"} if "bf16" in options.values() else {}
@@ -306,6 +307,11 @@ def test_a_stage_that_no_rank_shares_stays_whole(options, whole):
         assert (found[2] == 0) is whole
         said = "cut into stages" if whole else "sharded"
         assert f"Gpt was {said} by an earlier prepare" in found[3]
+
+
+def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in():
+    found = run_processes(problem.sent, world=4, timeout=100)
+    assert found == ["None", "None", "torch.bfloat16", "torch.bfloat16"]
 
 
 # -- traffic ---------------------------------------------------------------------------------------

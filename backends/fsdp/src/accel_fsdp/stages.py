@@ -98,8 +98,8 @@ class _Root:
         self._left = None
         found = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._left is not None:
-            self._left = None
-            raise Left(found)
+            dtype, self._left = self._left.dtype, None
+            raise Left(found.to(dtype))  # in the model's dtype, not the one that FSDP gives outputs
         return found
 
 
