@@ -306,7 +306,7 @@ def _check(
                 " replicas, and prepare shards the data itself\n"
                 "give the DataLoader shuffle=True instead of that sampler"
             )
-    if skips := getattr(loader, "_skip", 0):
+    if skips := getattr(loader, "_batches_to_skip", 0):
         raise ConfigError(
             f"skip_first_batches was called before prepare: this dataloader leaves out {skips} batches of its"
             " own, and a prepared one would leave out as many on each reader, and not know its last batch\n"

@@ -30,30 +30,31 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
         return view
     kind, skips = type(loader), 0
     if isinstance(loader, _SkipsOnce):
-        skips = loader._skip
+        skips = loader._batches_to_skip
     else:
         kind = type(kind.__name__, (_SkipsOnce, kind), {})
     skipping: L = object.__new__(kind)
-    skipping.__dict__.update(loader.__dict__, _iterator=None, _skip=skips + num_batches, _skipped=0)
+    skipping.__dict__.update(loader.__dict__, _iterator=None)
+    skipping.__dict__.update(_batches_to_skip=skips + num_batches, _skipped_batches=0)
     return skipping
 
 
 class _SkipsOnce:
     """Mixed into the class of a loader that is not prepared."""
 
-    _skip: int
-    _skipped: int
+    _batches_to_skip: int
+    _skipped_batches: int
 
     def __iter__(self) -> Iterator[Any]:
-        self._skipped, self._skip = self._skip, 0
-        return self._to_the_end(islice(super().__iter__(), self._skipped, None))  # type: ignore[misc]
+        self._skipped_batches, self._batches_to_skip = self._batches_to_skip, 0
+        return self._to_the_end(islice(super().__iter__(), self._skipped_batches, None))  # type: ignore[misc]
 
     def _to_the_end(self, batches: Iterator[Any]) -> Iterator[Any]:
         try:
             yield from batches
         finally:
-            self._skipped = 0
+            self._skipped_batches = 0
 
     def __len__(self) -> int:
         whole: int = super().__len__()  # type: ignore[misc]
-        return max(0, whole - (self._skip or self._skipped))
+        return max(0, whole - (self._batches_to_skip or self._skipped_batches))

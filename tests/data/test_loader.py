@@ -6,7 +6,7 @@ import itertools
 import operator
 import random
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -655,6 +655,25 @@ def test_a_loader_that_skips_already_is_refused():
     with pytest.raises(ConfigError, match="leaves out 2 batches") as caught:
         prepared(lambda _: skip_first_batches(numbers(9, 2)(0), 2), 2)
     assert "call skip_first_batches on what prepare returns" in str(caught.value)
+
+
+class Odd(DataLoader):
+    """Leaves out every second batch: with attributes that are this class's own."""
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self._skip = self._skipped = True
+
+    def __iter__(self):
+        yield from islice(super().__iter__(), 1 if self._skip is self._skipped is True else 0, None, 2)
+
+
+def test_a_loader_with_attributes_of_these_names_is_its_own():
+    """prepare said that skip_first_batches had been called, and skip_first_batches wrote over them."""
+    loader = Odd(Numbers(12), 2, collate_fn=plain)
+    assert list(skip_first_batches(loader, 1)) == [[6, 7], [10, 11]]
+    (loader,) = prepared(lambda _: Odd(Numbers(12), 2, collate_fn=plain))
+    assert list(loader) == [[2, 3], [6, 7], [10, 11]]
 
 
 @pytest.mark.parametrize("workers", [0, 1])

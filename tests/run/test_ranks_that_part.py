@@ -116,6 +116,26 @@ def prepare_other_objects(what):
     return said_by(lambda: accelerator.prepare(*objects[what], name=name))
 
 
+class Streamlike(Dataset):
+    """Has samples for a sampler, and no length yet."""
+
+    def __init__(self, error):
+        self.error = error
+
+    def __len__(self):
+        raise self.error
+
+    def __getitem__(self, index):
+        return index
+
+
+def prepare_data_without_length(error):
+    accelerator = Accelerator(device="cpu")
+    loader = DataLoader(Streamlike(error), 2, sampler=range(8))
+    _, loader = accelerator.prepare(nn.Linear(2, 1), loader)
+    return [batch.tolist() for batch in loader]
+
+
 def prepare_an_optimizer_later_on_one():
     watch.STUCK_SECONDS, watch.LOOK_SECONDS = 1.0, 0.2
     accelerator = Accelerator(device="cpu")
@@ -289,6 +309,12 @@ def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
     for rank in (0, 1):
         (line,) = [line for line in lines if line.startswith(f"  rank {rank}: prepare of Linear (float32)")]
         assert found[rank] in line
+
+
+@pytest.mark.parametrize("error", [AttributeError("no file"), RuntimeError("not open")])
+def test_data_whose_length_raises_is_prepared_as_its_sampler_says(error):
+    """torch's loader asks the sampler alone."""
+    assert run_processes(prepare_data_without_length, error) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
 def test_models_of_one_kind_are_not_prepared_in_another_order():
