@@ -237,6 +237,7 @@ def pad_across_processes(
     Raises:
         CollectiveError: the structures differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor.
+        ValueError: the dtype of a tensor that is to be padded does not have the value.
     """
     run = run or current()
     name = "pad_across_processes"
@@ -247,12 +248,26 @@ def pad_across_processes(
         of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
         padded = []
         for leaf, length, of_leaf in zip(tensors, lengths, zip(*of_ranks, strict=True), strict=True):
+            if min(of_leaf) != max(of_leaf):
+                _check_padding(pad_index, leaf.dtype)
             if missing := max(of_leaf) - length:
                 sides = [missing, 0] if pad_first else [0, missing]
                 padded.append(pad(leaf, [0, 0] * (leaf.ndim - 1 - dim % leaf.ndim) + sides, value=pad_index))
             else:
                 padded.append(leaf)
         return rebuild(tensor, padded)
+
+
+def _check_padding(value: Any, dtype: torch.dtype) -> None:
+    """Raise where torch would pad with another value: True for -100, 1 for 1.5."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if not (least <= value <= most and value == int(value)):
+        raise ValueError(
+            f"pad_across_processes: pad_index={value} is not a value of {dtype}, and a tensor of it is"
+            " shorter on some ranks\npad that tensor by a call of its own, or convert it first"
+        )
 
 
 def wait_for_everyone(*, run: Run | None = None) -> None:

@@ -300,6 +300,33 @@ def test_pad_across_processes_makes_shapes_equal():
     ]
 
 
+def pad_with_values_of_no_such_dtype(accelerator):
+    longer = 1 - accelerator.process_index  # rank 1 is shorter, and both hear of it
+    said = []
+    for dtype, value in [
+        (torch.bool, -100),
+        (torch.int32, 1.5),
+        (torch.uint8, -1),
+        (torch.int64, float("nan")),
+    ]:
+        same, mine = torch.ones(2, dtype=dtype), torch.ones(1 + longer, dtype=dtype)
+        assert ops.pad_across_processes(same, pad_index=value) is same
+        with pytest.raises(ValueError, match=f"pad_index={value} is not a value of {dtype}") as caught:
+            ops.pad_across_processes({"labels": torch.ones(1 + longer), "mask": mine}, pad_index=value)
+        said.append(str(caught.value))
+    for dtype, value in [(torch.bool, 0), (torch.bool, True), (torch.int32, -100.0), (torch.uint8, 255)]:
+        mine = torch.ones(1 + longer, dtype=dtype)
+        assert ops.pad_across_processes(mine, pad_index=value).tolist() == [1, 1 if longer else value]
+    return said
+
+
+@pytest.mark.together
+def test_no_other_value_is_padded_with_than_the_one_asked_for():
+    """A mask was padded with True for -100, silently."""
+    said = ranks(pad_with_values_of_no_such_dtype)
+    assert said[0] == said[1]
+
+
 class Table:
     """Rows that are taken by their numbers and not sliced, as those of a dataset are."""
 
