@@ -49,7 +49,9 @@ def refuse_unfinished_steps(unit: Unit) -> None:
             raise AccelError(
                 f"the {type(optimizer).__name__} steps weights of unit {unit.name!r} past the optimizer that"
                 " was prepared, by gradients that are still multiplied by the loss scale\n"
-                "call step() of what accelerator.prepare(...) returned, or unscale_gradients() before"
+                "call step() of what accelerator.prepare(...) returned, or unscale_gradients() before; if"
+                " they are of a loss's own backward(), which scales nothing, clear what was there before by"
+                " zero_grad() of what prepare returned, not of the model"
             )
 
     handle = register_optimizer_step_pre_hook(check)

@@ -489,3 +489,27 @@ def test_a_step_past_one_of_two_prepared_optimizers_is_refused_after_the_other_h
     accelerator.unscale_gradients()
     own.step()
     torch.testing.assert_close(model[1].bias, before - LR, rtol=0.0, atol=0.01 * LR)
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_step_by_a_loss_of_its_own_goes_on_as_the_error_says(accelerator_of, number):
+    accelerator = scaled(accelerator_of)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    own = SGD(model[1].parameters(), lr=LR)
+    made = [SGD(model.parameters(), lr=LR)] if number == 1 else [SGD(it.parameters(), lr=LR) for it in model]
+    model, *optimizers = accelerator.prepare(model, *made)
+
+    def one_loss_then_another(clear):
+        accelerator.backward(model(torch.ones(1, 2)).float().sum())
+        if number == 2:
+            optimizers[0].step()
+        clear()
+        model(torch.ones(1, 2)).float().sum().backward()
+        own.step()
+
+    before = model[1].bias.detach().clone()
+    with pytest.raises(AccelError, match=r"zero_grad\(\) of what prepare returned, not of the model"):
+        one_loss_then_another(model.zero_grad)
+    assert torch.equal(model[1].bias, before)
+    one_loss_then_another(lambda: [each.zero_grad() for each in optimizers])
+    torch.testing.assert_close(model[1].bias, before - LR, rtol=0.0, atol=0.01 * LR)
