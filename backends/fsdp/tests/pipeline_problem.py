@@ -147,6 +147,25 @@ class Several(Gpt):
         return self.head(self.norm(x))
 
 
+class Pair(Block):
+    def forward(self, pair):
+        return super().forward(pair[0]), pair[1]
+
+
+class Paired(Gpt):
+    """Activations are pairs of tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Pair() for _ in range(4))
+
+    def forward(self, ids):
+        pair = self.tokens(ids), self.where(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            pair = block(pair)
+        return self.head(self.norm(pair[0]))
+
+
 class ByKeyword(Gpt):
     """Activations are no positional argument."""
 

@@ -264,6 +264,12 @@ def test_activations_that_go_by_keyword_are_refused_by_the_stage_before():
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called without a positional")
 
 
+def test_activations_that_are_pairs_are_refused_by_the_stage_before():
+    """The next stage got the first of them, and could take its rows for the pair."""
+    said, _ = run_processes(problem.unprepared, problem.Paired, {"pp_size": 2}, world=2)
+    assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
+
+
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
 def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)

@@ -68,6 +68,12 @@ class _Piece:
             )
         if isinstance(args[0], Passed):
             raise refusal(self._running, "sends")
+        if not isinstance(args[0], Tensor):
+            raise AccelError(
+                f"pipeline: {self._name}, where stage {self._stage} begins, is called with a"
+                f" {type(args[0]).__name__} first, and stages send one tensor\n"
+                "pass activations as a tensor, or split the model elsewhere (fsdp.pp_split_points)"
+            )
         return Left(args[0])
 
 
