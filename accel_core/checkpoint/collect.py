@@ -255,6 +255,7 @@ def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
     names, extra = module_states(unit)
+    listed: set[str] = set()
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),
@@ -264,7 +265,7 @@ def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
             for name, value in without_apart(unit, extra).items()
         },
         **({"names": told} if (told := without_apart(unit, names)) else {}),
-        "optimizers": [_optimizer(collected, unit, optimizer, path) for optimizer in unit.optimizers],
+        "optimizers": [_optimizer(collected, unit, optimizer, path, listed) for optimizer in unit.optimizers],
         "schedulers": collected.encode_objects(unit.schedulers, f"{path}.schedulers"),
     }
 
@@ -283,8 +284,18 @@ def _unapplied(unit: Unit) -> CheckpointError:
     )
 
 
-def _optimizer(collected: Collected, unit: Unit, optimizer: Optimizer, path: str) -> dict[str, Any]:
+def _optimizer(
+    collected: Collected, unit: Unit, optimizer: Optimizer, path: str, listed: set[str]
+) -> dict[str, Any]:
+    """Listed: the parameters of the optimizers before it; this one's are added."""
     state = unit.hooks.optimizer_state(unit, optimizer)
+    mine = {name for group in state.groups for name in group["params"]}
+    if twice := sorted(listed & mine):
+        raise CheckpointError(
+            f"unit {unit.name!r}: {', '.join(twice[:5])} would be stored of two optimizers, and loaded into"
+            " one\ngive a parameter to one optimizer only"
+        )
+    listed |= mine
     for name, leaf in state.leaves.items():
         collected.add((unit.name, f"optimizer/{name}"), leaf)
     path = f"{path} {class_of(optimizer)}"

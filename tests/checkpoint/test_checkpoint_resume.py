@@ -206,6 +206,15 @@ def test_two_optimizers_of_one_model_keep_their_own_state(tmp_path):
     second.end_training()
 
 
+def test_a_parameter_of_two_optimizers_is_refused_before_a_save_that_no_run_could_load(tmp_path):
+    accelerator, model = Accelerator(device="cpu"), network()
+    optimizers = torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([model[3].bias], lr=0.2)
+    accelerator.prepare(model, *optimizers)
+    with pytest.raises(CheckpointError, match=r"unit 'unit0': 3\.bias would be stored of two optimizers"):
+        accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+
+
 class Falling:
     """A schedule with state of its own."""
 
