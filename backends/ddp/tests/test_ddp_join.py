@@ -62,6 +62,34 @@ def test_uneven_ranks_train_as_under_torchs_join_and_end_alike(counts: list[int]
     assert equal(ours[0], ours[1])
 
 
+def evaluated(counts: list[int], with_buffers: bool, evaluates: bool) -> dict[str, torch.Tensor]:
+    run = accelerator()
+    model = net() if with_buffers else plain_net(0)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with run.join_uneven_inputs([model]):
+        for x, y in batches(counts[run.process_index], run.process_index):
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    model(x)
+                model.train()
+            run.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+    result = weights(run.unwrap_model(model))
+    run.end_training()
+    return result
+
+
+@pytest.mark.parametrize("with_buffers", [False, True])
+def test_evaluation_in_the_loop_leaves_training_as_it_was(with_buffers: bool) -> None:
+    alone = run_processes(evaluated, [3, 5], with_buffers, False)
+    beside = run_processes(evaluated, [3, 5], with_buffers, True)
+
+    assert equal(beside[0], beside[1])
+    assert equal(beside[0], alone[0])
+
+
 def short_windows() -> None:
     run = accelerator(gradient_accumulation_steps=2)
     model = plain_net(0)

@@ -149,17 +149,38 @@ class _Uneven(Join):
 
     def __init__(self, models: Mapping[DistributedDataParallel, Unit]) -> None:
         super().__init__(list(models))
-        self._checks = [
+        self._hooks = [
             model.register_forward_pre_hook(partial(_refuse_short_window, unit.window))
             for model, unit in models.items()
         ]
+        for model in models:
+            evaluation = _Evaluation(model)
+            self._hooks.append(model.register_forward_pre_hook(evaluation.begin))
+            self._hooks.append(model.register_forward_hook(evaluation.end, always_call=True))
 
     def __exit__(self, *exception: object) -> None:
-        for check in self._checks:
-            check.remove()
+        for hook in self._hooks:
+            hook.remove()
         with warnings.catch_warnings():
             super().__exit__(*exception)  # type: ignore[arg-type]
         Join(self._joinables, enable=False)
+
+
+class _Evaluation:
+    """Tells ranks that have run out that no backward follows a forward without gradients.
+
+    Torch's Join announces one with each forward, and those ranks would wait for it.
+    """
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        self._model, self._reduces = model, model.require_backward_grad_sync
+
+    def begin(self, model: nn.Module, inputs: Any) -> None:
+        self._reduces = self._model.require_backward_grad_sync
+        self._model.require_backward_grad_sync = self._reduces and torch.is_grad_enabled()
+
+    def end(self, model: nn.Module, inputs: Any, output: Any) -> None:
+        self._model.require_backward_grad_sync = self._reduces
 
 
 def _refuse_short_window(window: Window, model: nn.Module, inputs: Any) -> None:
