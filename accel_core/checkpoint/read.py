@@ -233,7 +233,8 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
     Raises:
         CheckpointError: a part is on another node, or cannot be read.
     """
-    small: dict[tuple[DataFile, str], list[_Small]] = defaultdict(list)
+    # By device too: XLA ends the process where a list of tensors to copy into has several.
+    small: dict[tuple[DataFile, str, torch.device], list[_Small]] = defaultdict(list)
     for stored, leaf in pairs:
         if stored._lacks is not None:
             stored.require(leaf)
@@ -244,13 +245,13 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
             if file is None:
                 stored._join(tensor, Box(*wanted))
             elif 0 < (size := tensor.numel()) <= SMALL_ELEMENTS and not _is_lazy(tensor):
-                small[file, stored.dtype].append((start, size, tensor))
+                small[file, stored.dtype, tensor.device].append((start, size, tensor))
             elif _takes_bytes(tensor, stored.dtype):
                 file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
             else:
                 box = Box(*wanted)
                 stored._copy(tensor, box, box, file, start)
-    for (file, dtype), parts in small.items():
+    for (file, dtype, _), parts in small.items():
         for start, sizes, targets in _neighbours(parts, DTYPES[dtype].itemsize):
             torch._foreach_copy_(targets, _cut(file.tensor(dtype, (sum(sizes),), start), targets))
 

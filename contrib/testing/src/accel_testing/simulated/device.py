@@ -107,6 +107,8 @@ def _run(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         here, kwargs["device"] = device, torch.device("cpu")
     if func not in _CROSS_DEVICE:
         _refuse_other_devices(func, args, kwargs)
+    if func is aten._foreach_copy_.default and len({target.device for target in args[0]}) > 1:
+        raise RuntimeError(f"{func}: a list of tensors on several devices, which XLA takes with a segfault")
     if _waits(func, args, kwargs, to_host):
         module().wait(str(func))
     inner_args, inner_kwargs = pytree.tree_map(unwrap, (args, kwargs))
