@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
+import torch
+
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
 from accel_core.training.step import quiet
@@ -25,6 +27,7 @@ class LocalSGD:
 
     Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
     Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
+    Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others.
 
     Args:
         accelerator: that prepared the model.
@@ -46,7 +49,9 @@ class LocalSGD:
         if unit is None:
             raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
         self.unit, self.every = unit, local_sgd_steps
-        self.enabled = enabled and run.collectives(run.topology.loss_dim).size > 1
+        self._ranks = run.collectives(run.topology.loss_dim)
+        self.enabled = enabled and self._ranks.size > 1
+        self._uneven = not run.config.data.even_batches
         self._reduce = unit.steps.reduce_gradients
         if self.enabled and "local_sgd" not in run.cards[unit.strategy].offers:
             raise ConfigError(
@@ -72,6 +77,7 @@ class LocalSGD:
             self._silence()
             self._steps += 1
             if self._steps == self.every:
+                self._tell(going=True)
                 self._average()
 
     def __exit__(
@@ -80,13 +86,31 @@ class LocalSGD:
         if self.enabled:
             self.unit.steps.reduce_gradients = self._reduce  # type: ignore[attr-defined]
             self._silenced.close()
-            if self._steps and error is None:  # after an error the other ranks may never come
-                self._average()
+            if error is None:  # after an error the other ranks may never come
+                self._end()
 
     def _silence(self) -> None:
         # Entered anew each step: a strategy may have to reduce once before it can leave it out.
         self._silenced.close()
         self._silenced.enter_context(quiet(self.unit, self.unit.wrapped))
+
+    def _end(self) -> None:
+        going = True
+        while going:
+            going, stepped = self._tell(going=False)
+            if stepped:
+                self._average()
+
+    def _tell(self, *, going: bool) -> tuple[bool, bool]:
+        """Return whether a rank goes on, and whether one has steps to average.
+
+        Collective where ranks may have different numbers of steps.
+        """
+        if not self._uneven:
+            return going, self._steps > 0
+        told = torch.tensor([going, self._steps > 0], dtype=torch.float32, device=self.unit.run.device)
+        any_going, any_stepped = self._ranks.all_reduce(told, "max").tolist()
+        return any_going > 0, any_stepped > 0
 
     def _average(self) -> None:
         self._steps = 0

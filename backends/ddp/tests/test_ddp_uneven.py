@@ -123,6 +123,30 @@ def test_what_waits_for_nobody_is_left_alone(how: str) -> None:
     assert run_processes(legal, how) == [3, 2]
 
 
+def averaged(every: int) -> tuple[int, list[float]]:
+    torch.manual_seed(0)
+    run, model, optimizer, loader = made(nn.Linear(6, 1))
+    steps = 0
+    with LocalSGD(run, model, every) as local:
+        for (x,) in loader:
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            local.step()
+            steps += 1
+    weights = run.unwrap_model(model).weight.flatten().tolist()
+    run.end_training()
+    return steps, weights
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 9])
+def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: int) -> None:
+    (steps, weights), other = run_processes(averaged, every, timeout=60)
+
+    assert steps == 3
+    assert other == (2, weights)
+
+
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
     options = GradientAccumulationPlugin(num_steps=size, sync_each_batch=each)
     run, *parts = made(nn.Linear(6, 1), gradient_accumulation_plugin=options)
