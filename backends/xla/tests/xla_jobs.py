@@ -244,5 +244,6 @@ def lost_device() -> str:
 def named_device() -> str:
     os.environ.pop("PJRT_DEVICE", None)
     accelerator = Accelerator(**XLA, plugins=[XlaConfig(pjrt_device="CPU")])
+    named = os.environ["PJRT_DEVICE"]
     accelerator.end_training()
-    return os.environ["PJRT_DEVICE"]
+    return named

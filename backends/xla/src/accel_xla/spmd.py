@@ -135,7 +135,7 @@ class Spmd:
         self._mark(unit, tensor, "dp_shard", longest)
 
     def _mark(self, unit: Unit | None, tensor: Tensor, axes: Any, dim: int) -> None:
-        if tensor.ndim and tensor.device.type == "xla":
+        if tensor.ndim and tensor.numel() and tensor.device.type == "xla":  # what is empty cannot be cut
             mesh = (unit and unit.mesh) or self.run.mesh
             assert mesh is not None
             spec = tuple(axes if each == dim else None for each in range(tensor.ndim))

@@ -253,7 +253,8 @@ def waits(arguments: Mapping[str, Any]) -> str:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     data = TensorDataset(torch.randn(8, 4), torch.randn(8, 1))
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, DataLoader(data))
-    set_mode = getattr(torch.get_device_module(accelerator.device), "set_sync_debug_mode", lambda mode: None)
+    module = getattr(torch, accelerator.device.type, None)  # torch gives some devices none
+    set_mode = getattr(module, "set_sync_debug_mode", lambda mode: None)
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     found = ""
     try:
