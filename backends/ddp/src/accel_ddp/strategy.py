@@ -167,7 +167,7 @@ class _Uneven(Join):
 
 
 class _Evaluation:
-    """Tells ranks that have run out that no backward follows a forward without gradients.
+    """Tells ranks that have run out which forwards no backward will follow.
 
     Torch's Join announces one with each forward, and those ranks would wait for it.
     """

@@ -6,7 +6,7 @@ Torch gives them no module of their own, so each service is torch_xla's.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from accel_xla import machine
 from accel_xla.communication import XlaCollectives
 from accel_xla.config import XlaConfig
 from accel_xla.loading import Uploading
+from accel_xla.recompute import recomputed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -118,6 +119,10 @@ class XlaDevice:
     @implements(hooks.wrap_dataloader)
     def wrap_dataloader(self, loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
         return Uploading(loader, self.run, self.config.prefetch)
+
+    @implements(hooks.checkpoint_function)
+    def checkpoint_function(self, unit: Unit) -> Callable[..., Any]:
+        return recomputed
 
     # -- each step -------------------------------------------------------------------------------
 
