@@ -50,6 +50,14 @@ def test_tied_weights_stay_tied() -> None:
     assert one(jobs.tied) == (True, 4)
 
 
+def test_structures_that_are_computed_again_in_backward_have_the_same_gradients() -> None:
+    kept, _ = one(jobs.recomputed, False)
+    again, said = one(jobs.recomputed, True)
+
+    assert again == kept
+    assert "found a leaf of type object" in said
+
+
 def test_what_a_dataset_raises_is_raised_where_one_iterates() -> None:
     seen, said = one(jobs.broken)
 

@@ -175,6 +175,46 @@ def cuts(accumulation: int, workers: int) -> list[str]:
     return events
 
 
+class Structured(nn.Module):
+    """Has its body take and return structures, which a function of a plugin computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(4, 4), nn.Linear(4, 1)
+        self.function: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        scale = (self.outer.weight.sum(),)
+        body = self.body if self.function is None else functools.partial(self.function, self.body)
+        return self.outer(body({"x": x}, scale=scale)["y"])
+
+    def body(self, inputs: dict[str, torch.Tensor], scale: tuple[torch.Tensor]) -> dict[str, Any]:
+        return {"y": torch.tanh(self.inner(inputs["x"])) * scale[0], "name": None}
+
+
+def recomputed(recompute: bool) -> tuple[list[float], str]:
+    """Weights after three steps, and what is said of a result that is no structure of tensors."""
+    accelerator = Accelerator(**XLA)
+    torch.manual_seed(0)
+    model = Structured()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (unit,) = accelerator.run.units
+    function = unit.hooks.checkpoint_function(unit)
+    model.function = function if recompute else None
+    for _ in range(3):
+        accelerator.backward(model(torch.randn(5, 4).to(accelerator.device)).square().sum())
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = [number for each in model.parameters() for number in each.detach().cpu().flatten().tolist()]
+    try:
+        function(object)
+        said = ""
+    except TypeError as error:
+        said = str(error)
+    accelerator.end_training()
+    return weights, said
+
+
 def tied() -> tuple[bool, int]:
     accelerator, model, optimizer, _ = made(XLA)
     same = model.outer.weight is model.inner.weight
