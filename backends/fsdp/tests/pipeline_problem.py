@@ -407,6 +407,33 @@ def normed(options):
     return counts, drawn
 
 
+def noised(options, also_after=False):
+    """Losses of a model that is to give back the noise in its input; all the noise that this rank drew.
+
+    also_after: the loss draws once more after the model's call.
+    """
+    accelerator = accelerator_of(**options)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0), nn.Tanh()) for _ in range(4)))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    drawn, losses = set(), []
+
+    def loss_of_noise(model, x):
+        noise = torch.randn(x.shape)
+        drawn.add(noise.sum().item())
+        found = model(x + noise)
+        weight = 1.0 + torch.rand(()) if also_after else 1.0
+        return weight * (found - noise).square().mean(), None
+
+    for _ in range(3):
+        batches = [torch.zeros(2, 6)] * 4
+        losses.append(accelerator.forward_backward(model, batches, loss_of_noise, microbatches=4).loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.end_training()
+    return losses, drawn
+
+
 def begun_apart(options, folder):
     """The loss of tied models that each rank has drawn anew; what is in the file that they are saved to."""
     accelerator = accelerator_of(**options)

@@ -270,6 +270,22 @@ def test_activations_that_are_pairs_are_refused_by_the_stage_before():
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule):
+    ((plain, _),) = run_processes(problem.noised, {}, world=1)
+    first, last = run_processes(problem.noised, {"pp_schedule": schedule})
+
+    assert last[0] == pytest.approx(plain)
+    assert first[1] == last[1]
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_draws_after_the_model_leave_those_before_it_alike(schedule):
+    first, last = run_processes(problem.noised, {"pp_schedule": schedule}, True)
+
+    assert first[1] == last[1]
+
+
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
 def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from accel_core import AccelError
+
+if TYPE_CHECKING:
+    from accel_fsdp.draws import Draws
 
 __all__ = ["Passed", "Running", "received_by", "refusal", "unpassable"]
 
@@ -35,6 +38,8 @@ class Running:
         self.passed: Tensor | None = None
         """Stands for what modules before the stage would give."""
         self.entered = False
+        self.draws: Draws | None = None
+        """Numbers that all stages draw alike, in the window that runs."""
 
     @contextmanager
     def at(self, stage: int, received: Tensor | None) -> Iterator[None]:

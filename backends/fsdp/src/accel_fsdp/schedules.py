@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, ConfigError, StepOutput
+from accel_fsdp.draws import Draws
 from accel_fsdp.norms import is_double
 from accel_fsdp.reduction import Reduction
 from accel_fsdp.stages import Left, cut, points_of
@@ -46,6 +47,7 @@ class _Window:
     divisor: int
     outputs: dict[int, Any]
     reduction: Reduction | None
+    draws: Draws
 
 
 class Pipe:
@@ -102,7 +104,8 @@ class Pipe:
         forward_only = scale is None
         reduction = None if forward_only else self._reduction(len(batches))
         factor = 1.0 if scale is None else scale
-        self.window = window = _Window(batches, forward_loss, factor, divisor, {}, reduction)
+        self.running.draws = draws = self._draws()
+        self.window = window = _Window(batches, forward_loss, factor, divisor, {}, reduction, draws)
         numbers = torch.arange(len(batches))
         made = len(self._schedules)
         schedule = self._schedule(batches, forward_only)
@@ -130,6 +133,11 @@ class Pipe:
         finally:
             self.window = None
         return self._output(window, last)
+
+    def _draws(self) -> Draws:
+        unit = self.unit()
+        stream = None if unit is None else unit.stream
+        return Draws(self.device, None if stream is None else stream.drawn_from)
 
     def _reduction(self, microbatches: int) -> Reduction | None:
         """Reduce gradients in this rank's last backward of the window only.
@@ -247,6 +255,8 @@ class _Stage(nn.Module):
         rehearsal = nullcontext() if unit is None else unit.rehearsal()
         with _without_trace(self.pipe.model, self.pipe.device), rehearsal:
             found = self._run(received, int(number))
+        if self.pipe.window is not None:
+            self.pipe.window.draws.forget()
         if stream is not None and before is not None:
             stream.state = before
         return found
@@ -255,7 +265,7 @@ class _Stage(nn.Module):
         pipe = self.pipe
         window = pipe.window
         assert window is not None
-        with pipe.running.at(self.stage, received[0] if received else None):
+        with pipe.running.at(self.stage, received[0] if received else None), window.draws.of(at):
             try:
                 loss, output = window.forward_loss(pipe.model, window.batches[at])
             except Left as left:

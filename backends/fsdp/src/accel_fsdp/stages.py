@@ -102,10 +102,14 @@ class _Root:
                 " evaluate"
             )
         self._left = None
+        if (draws := self._running.draws) is not None:
+            draws.note_call()
         found = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._left is not None:
             dtype, self._left = self._left.dtype, None
             raise Left(found.to(dtype))  # in the model's dtype, not the one that FSDP gives outputs
+        if draws is not None:
+            draws.note_end()
         return found
 
 
