@@ -70,4 +70,9 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    return _plain(value.tolist()) if isinstance(value, (Tensor, np.ndarray, np.generic)) else str(value)
+    # Numbers of numpy that are longer than Python's stay what they are in `tolist`.
+    if isinstance(value, (Tensor, np.ndarray, np.generic)) and not isinstance(
+        value, (np.longdouble, np.clongdouble)
+    ):
+        return _plain(value.tolist())
+    return str(value)

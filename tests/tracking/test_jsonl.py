@@ -72,6 +72,12 @@ def test_anything_can_be_logged(lines):
     }
 
 
+def test_numbers_longer_than_pythons_are_text(lines):
+    _, line = lines({"long": np.longdouble(1) / 4, "complex": np.clongdouble(1j), "several": np.ones(2, "g")})
+
+    assert line["values"] == {"long": "0.25", "complex": "1j", "several": ["1.0", "1.0"]}
+
+
 def test_a_resumed_run_appends(lines):
     assert len(lines({"x": 1})) == 2
     assert [line.get("values") for line in lines({"x": 2})] == [None, {"x": 1}, None, {"x": 2}]
