@@ -44,7 +44,10 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
         }
 
         def name_of(parameter: nn.Parameter) -> str:
-            return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
+            try:
+                return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
+            except KeyError:  # one that a transform of its model has given to the optimizer too
+                return next(name for name, each in unit.all_names() if each is parameter)
 
         held = {name_of(p) for each in group.optimizers for g in each.param_groups for p in g["params"]}
         if unit.hooks.step("prepare_unit") is None:

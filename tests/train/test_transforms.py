@@ -53,6 +53,7 @@ CARD = Card(name=NAME, slot="extension", summary="A toy.", api_version="1.0",
 """
 WRAPS = "model = Wrapped(model)"
 REPLACES = "model[0].weight = nn.Parameter(model[0].weight.detach().clone())"
+GIVES = "unit.optimizers[0].param_groups[0]['params'][0] = model[0].weight"
 TAKES_AWAY = "model = nn.Sequential(nn.Linear(6, 1))"
 
 
@@ -101,6 +102,17 @@ def test_an_optimizer_follows_a_parameter_replaced_under_its_name(accelerator_wi
     model = net()
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     assert optimizer.param_groups[0]["params"][0] is model[0].weight
+
+
+def test_a_transform_may_give_the_optimizer_the_new_parameter_itself(accelerator_with):
+    accelerator = accelerator_with("convert", f"{REPLACES}; {GIVES}")
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    assert optimizer.param_groups[0]["params"][0] is model[0].weight
+    accelerator.backward(model(torch.ones(2, FEATURES)).sum())
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, model[0].weight)
 
 
 @pytest.mark.parametrize("phase", ["convert", "post"])
