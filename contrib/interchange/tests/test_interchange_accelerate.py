@@ -15,6 +15,7 @@ from click.testing import CliRunner
 from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.cli import accel
 from accel_interchange import accelerate, load_accelerate, load_dcp
+from accel_interchange.fitting import tensor
 from accel_testing import run_processes
 
 
@@ -286,6 +287,32 @@ def test_optimizer_state_under_a_key_that_is_no_name_is_refused_by_that_key(tmp_
     (tmp_path / "there").mkdir()
     with pytest.raises(CheckpointError, match='state of weight under "average/fast"'):
         accelerate.write(contents, tmp_path / "there")
+
+
+def test_one_tensor_of_all_parameters_is_read_whatever_the_first_parameter_is(tmp_path):
+    accelerator, module = (
+        Accelerator(device="cpu"),
+        torch.nn.Sequential(torch.nn.PReLU(), torch.nn.Linear(2, 1)),
+    )
+    model, optimizer = accelerator.prepare(module, torch.optim.LBFGS(module.parameters(), max_iter=3))
+
+    def loss():
+        optimizer.zero_grad()
+        found = model(torch.tensor([[-1.0, 1.0]])).square().sum()
+        accelerator.backward(found)
+        return found
+
+    optimizer.step(loss)
+    optimizer.zero_grad()
+    accelerator.save_state(tmp_path / "here")
+    accelerator.end_training()
+    contents = CheckpointContents.read(tmp_path / "here")
+    direction = tensor(contents, "unit0", "optimizer/0.weight/d")
+    (tmp_path / "there").mkdir()
+    accelerate.write(contents, tmp_path / "there")
+    del contents.leaves["unit0", "optimizer/0.weight/d"]
+    assert accelerate.read(tmp_path / "there", contents) == []
+    assert torch.equal(tensor(contents, "unit0", "optimizer/0.weight/d"), direction)
 
 
 # -- sharded strategies --------------------------------------------------------------------------

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -183,7 +184,7 @@ def put_optimizer(
             path=source,
         )
     # All checks come first: nothing of the contents may change if the state does not fit.
-    kinds = _kinds(contents, unit, state, source)
+    kinds = _kinds(contents, unit, given, state, source)
     for name, key, _ in list(optimizer_tensors(contents, unit)):
         if name in mine:
             del contents.leaves[unit, f"optimizer/{name}/{key}"]
@@ -214,13 +215,18 @@ def put_no_optimizer(contents: CheckpointContents, unit: str) -> None:
 
 
 def _kinds(
-    contents: CheckpointContents, unit: str, state: Mapping[str, Mapping[str, Any]], source: str
+    contents: CheckpointContents,
+    unit: str,
+    names: Collection[str],
+    state: Mapping[str, Mapping[str, Any]],
+    source: str,
 ) -> dict[tuple[str, str], Any]:
-    """Kind of each tensor.
+    """Kind of each tensor of the optimizer of these parameters.
 
     If parameters were in another order, some tensor would be larger than its parameter, or cut otherwise.
     """
     kinds: dict[tuple[str, str], Any] = {}
+    total = sum(math.prod(contents.leaves[unit, f"model/{name}"].global_shape) for name in names)
     tensors = [(n, k, v) for n, values in state.items() for k, v in values.items() if isinstance(v, Tensor)]
     for name, key, tensor in tensors:
         here, there = tuple(tensor.shape), tuple(contents.leaves[unit, f"model/{name}"].global_shape)
@@ -228,8 +234,13 @@ def _kinds(
             kinds[name, key] = "scalar"
         elif here == there:
             kinds[name, key] = "like_param"
-        elif len(here) < len(there) or (
-            len(here) == len(there) and all(size in (1, full) for size, full in zip(here, there, strict=True))
+        elif (
+            here == (total,)  # all parameters in a row, as LBFGS keeps them with the first one
+            or len(here) < len(there)
+            or (
+                len(here) == len(there)
+                and all(size in (1, full) for size, full in zip(here, there, strict=True))
+            )
         ):
             kinds[name, key] = "factored"
         else:
