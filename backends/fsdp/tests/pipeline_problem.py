@@ -186,6 +186,24 @@ class Recomputed(Gpt):
         return self.head(self.norm(x))
 
 
+class Transposed(Gpt):
+    """Its activations are not contiguous."""
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        for block in self.blocks:
+            x = block(x).mT.contiguous().mT
+        return self.head(self.norm(x))
+
+
+class Scaled(Gpt):
+    """A hook of the model scales its logits."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_forward_hook(lambda module, inputs, logits: 3 * logits)
+
+
 class Scale(nn.Module):
     def __init__(self):
         super().__init__()

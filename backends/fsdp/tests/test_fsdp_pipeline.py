@@ -270,6 +270,18 @@ def test_activations_that_are_pairs_are_refused_by_the_stage_before():
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
 
 
+def test_activations_of_any_memory_order_are_sent():
+    (plain,) = run_processes(problem.trained, problem.Transposed, {}, 3, world=1)
+    found, _ = run_processes(problem.trained, problem.Transposed, {"pp_size": 2}, 3, world=2)
+    assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+
+
+def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send():
+    (plain,) = run_processes(problem.trained, problem.Scaled, {}, 3, world=1)
+    found, _ = run_processes(problem.trained, problem.Scaled, {"pp_size": 2}, 3, world=2)
+    assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule):
     ((plain, _),) = run_processes(problem.noised, {}, world=1)

@@ -265,11 +265,12 @@ class _Stage(nn.Module):
         pipe = self.pipe
         window = pipe.window
         assert window is not None
-        with pipe.running.at(self.stage, received[0] if received else None), window.draws.of(at):
+        begun = _contiguous_backward(received[0]) if received else None
+        with pipe.running.at(self.stage, begun), window.draws.of(at):
             try:
                 loss, output = window.forward_loss(pipe.model, window.batches[at])
             except Left as left:
-                return left.activation
+                return left.activation.contiguous()  # torch sends no other memory order
         if self.stage + 1 < pipe.stages:
             raise AccelError(
                 f"pipeline: the forward ended in stage {self.stage} of {pipe.stages}, before the next began\n"
@@ -279,6 +280,15 @@ class _Stage(nn.Module):
             loss = loss.full_tensor()
         window.outputs[at] = (loss.detach(), output)
         return (loss * window.scale / window.divisor).view(1)  # schedules concatenate them
+
+
+def _contiguous_backward(received: Tensor) -> Tensor:
+    """Return what was received, so that the gradient to be sent back is contiguous."""
+    if not received.requires_grad:
+        return received
+    same = received.view_as(received)  # torch receives into one tensor again and again: no hook may stay
+    same.register_hook(lambda gradient: gradient.contiguous())
+    return same
 
 
 @contextmanager

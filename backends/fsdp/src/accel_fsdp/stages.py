@@ -9,7 +9,8 @@ with what is to be sent. So nothing is traced, and nothing of the model is writt
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -113,6 +114,11 @@ class _Root:
         return found
 
 
+def _unless_left(hook: Callable[..., Any], module: Any, *call: Any) -> Any:
+    """Call a user's hook with outputs of the model, and not with what a stage sends."""
+    return None if module._left is not None else hook(module, *call)
+
+
 def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
     """Names of the modules at which stages but the first begin.
 
@@ -159,6 +165,8 @@ def cut(
         pieces[stage].append(module)
         become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
     become(model, _Root, _running=running)
+    for key, hook in model._forward_hooks.items():
+        model._forward_hooks[key] = partial(_unless_left, hook)
     _refuse_two_turns(model, pieces)
     kept = {
         each for stage in mine for piece in pieces[stage] for each in (*piece.modules(), *_tensors(piece))
