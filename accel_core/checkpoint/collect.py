@@ -287,7 +287,10 @@ def _unapplied(unit: Unit) -> CheckpointError:
 def _optimizer(
     collected: Collected, unit: Unit, optimizer: Optimizer, path: str, listed: set[str]
 ) -> dict[str, Any]:
-    """Listed: the parameters of the optimizers before it; this one's are added."""
+    """Describe an optimizer, and collect its tensors.
+
+    listed: the parameters of the optimizers before it, to which its own are added.
+    """
     state = unit.hooks.optimizer_state(unit, optimizer)
     mine = {name for group in state.groups for name in group["params"]}
     if twice := sorted(listed & mine):
