@@ -233,7 +233,7 @@ def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
     Raises:
         CheckpointError: a part is on another node, or cannot be read.
     """
-    # By device too: XLA ends the process where a list of tensors to copy into has several.
+    # By device too: some devices' libraries crash on a list of tensors to copy into that are on several.
     small: dict[tuple[DataFile, str, torch.device], list[_Small]] = defaultdict(list)
     for stored, leaf in pairs:
         if stored._lacks is not None:

@@ -47,7 +47,8 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
             try:
                 return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
             except KeyError:  # one that a transform of its model has given to the optimizer too
-                return next(name for name, each in unit.all_names() if each is parameter)
+                names_now = (name for name, each in unit.all_names() if each is parameter)
+                return next(names_now, "a parameter of no model")
 
         held = {name_of(p) for each in group.optimizers for g in each.param_groups for p in g["params"]}
         if unit.hooks.step("prepare_unit") is None:

@@ -54,6 +54,7 @@ CARD = Card(name=NAME, slot="extension", summary="A toy.", api_version="1.0",
 WRAPS = "model = Wrapped(model)"
 REPLACES = "model[0].weight = nn.Parameter(model[0].weight.detach().clone())"
 GIVES = "unit.optimizers[0].param_groups[0]['params'][0] = model[0].weight"
+GIVES_ANOTHER = "unit.optimizers[0].param_groups[0]['params'][0] = nn.Parameter(torch.ones(1))"
 TAKES_AWAY = "model = nn.Sequential(nn.Linear(6, 1))"
 
 
@@ -113,6 +114,13 @@ def test_a_transform_may_give_the_optimizer_the_new_parameter_itself(accelerator
     before = model[0].weight.detach().clone()
     optimizer.step()
     assert not torch.equal(before, model[0].weight)
+
+
+def test_a_transform_that_gives_the_optimizer_a_parameter_of_no_model_is_told(accelerator_with):
+    accelerator = accelerator_with("convert", GIVES_ANOTHER)
+    model = net()
+    with pytest.raises(AccelError, match="the SGD holds a parameter of no model"):
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
 
 
 @pytest.mark.parametrize("phase", ["convert", "post"])
