@@ -68,5 +68,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def recomputed_result(value: Any) -> Any:
-    """Return a leaf of a result as it is; `recursively_apply` says this name in its error."""
+    """Return a leaf of a result as it is.
+
+    `recursively_apply` says this name in its error.
+    """
     return value
