@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
+from hashlib import sha256
+from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.distributed.collectives import average
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
 from accel_core.training.step import quiet
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from torch import nn
@@ -27,6 +31,8 @@ class LocalSGD:
 
     Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
     Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
+    So is the optimizer's state then, that ranks may share gradients again, and save. Each rank keeps its own
+    where that is not floating-point tensors (codes of 8 bits), or not the same ones on all ranks.
     Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others.
 
     Args:
@@ -75,10 +81,13 @@ class LocalSGD:
         """
         if self.enabled and self.unit.window.boundary:
             self._silence()
-            self._steps += 1
-            if self._steps == self.every:
-                self._tell(going=True)
-                self._average()
+            self._count()
+
+    def _count(self) -> None:
+        self._steps += 1
+        if self._steps == self.every:
+            self._tell(going=True)
+            self._average()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,6 +109,7 @@ class LocalSGD:
             going, stepped = self._tell(going=False)
             if stepped:
                 self._average()
+        self._average_state()
 
     def _tell(self, *, going: bool) -> tuple[bool, bool]:
         """Return whether a rank goes on, and whether one has steps to average.
@@ -116,3 +126,33 @@ class LocalSGD:
         self._steps = 0
         self.unit.hooks.average_parameters(self.unit)
         self.unit.hooks.parameters_averaged(self.unit)
+
+    def _average_state(self) -> None:
+        """Average the state of optimizers, and take the largest of counts.
+
+        Of codes of 8 bits and their scales, which go together, neither.
+        """
+        means: list[torch.Tensor] = []
+        counts: list[torch.Tensor] = []
+        names: list[object] = []
+        for number, (parameter, key, value) in enumerate(self._state()):
+            if type(value) is torch.Tensor and value.is_floating_point():
+                (counts if value.dim() == 0 < parameter.dim() else means).append(value)
+                names.append((number, key, value.shape, value.dtype))
+            elif not isinstance(value, (int, float, str, NoneType)):
+                names.append(None)
+        described = sha256(repr(names).encode()).digest()
+        if len(set(self._ranks.all_gather_object(described))) > 1 or None in names:
+            return
+        average(means, self._ranks)
+        if counts:
+            largest = torch.stack([count.to(self.unit.run.device, torch.float32) for count in counts])
+            for count, value in zip(counts, self._ranks.all_reduce(largest, "max"), strict=True):
+                count.copy_(value)
+
+    def _state(self) -> Iterator[tuple[torch.Tensor, str, object]]:
+        for optimizer in self.unit.optimizers:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    yield from ((parameter, key, state[key]) for key in sorted(state, key=str))

@@ -296,7 +296,7 @@ class Base(BaseState):
     @implements(hooks.average_parameters)
     def average_parameters(self, unit: Unit) -> None:
         group = self.run.collectives(self.run.topology.loss_dim)
-        average(unit.named_parameters().values(), group)
+        average((each for each in unit.named_parameters().values() if each.requires_grad), group)
 
     # -- device services -------------------------------------------------------------------------
 

@@ -28,8 +28,6 @@ from accel_core.distributed.nested import describe, leaves, rebuild, recursively
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
     from accel_core.distributed.packing import Plan
@@ -413,18 +411,17 @@ A whole copy might not fit beside the model.
 """
 
 
-def average(parameters: Iterable[nn.Parameter], group: Collectives) -> None:
-    """Average trainable parameters over the group, in place.
+def average(averaged: Iterable[Tensor], group: Collectives) -> None:
+    """Average tensors over the group, in place.
 
     Makes one all_reduce for each bucket of a dtype and device.
     """
     kinds: dict[Any, list[Tensor]] = {}
     filled: Counter[Any] = Counter()
-    for parameter in parameters:
-        if parameter.requires_grad:
-            kind = parameter.dtype, parameter.device
-            kinds.setdefault((*kind, filled[kind] // BUCKET_BYTES), []).append(parameter.detach())
-            filled[kind] += parameter.nbytes
+    for tensor in averaged:
+        kind = tensor.dtype, tensor.device
+        kinds.setdefault((*kind, filled[kind] // BUCKET_BYTES), []).append(tensor.detach())
+        filled[kind] += tensor.nbytes
     for tensors in kinds.values():
         flat = group.all_reduce(torch.cat([tensor.flatten() for tensor in tensors]), "mean")
         parts = flat.split([tensor.numel() for tensor in tensors])

@@ -97,3 +97,38 @@ def ours(every, steps, accumulate, enabled=True, strategy=None):
     after = flat(model)
     accelerator.end_training()
     return *result, after
+
+
+def with_optimizer(kind, strategy, folder=None):
+    """(its state before the end, the mean of it by hand, its state afterwards; weights of shared steps)."""
+    accelerator = Accelerator(cpu=True, strategy=strategy, kwargs_handlers=[TIMEOUT])
+    model = net()
+    optimizer = kind(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    given = batches(6, accelerator.process_index)
+
+    def step(x, y):
+        accelerator.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def state():
+        each = optimizer.state_dict()["state"].values()
+        return [value.clone() for values in each for value in values.values() if torch.is_tensor(value)]
+
+    with LocalSGD(accelerator, model, 3) as local:
+        for x, y in given[:4]:
+            step(x, y)
+            local.step()
+        apart = state()
+    means = [value.double() for value in apart]
+    for value in means:
+        dist.all_reduce(value)
+        value.div_(dist.get_world_size())
+    kept = state()
+    if folder is not None:
+        accelerator.save_state(folder)
+    for x, y in given[4:]:
+        step(x, y)
+    accelerator.end_training()
+    return apart, means, kept, flat(model)

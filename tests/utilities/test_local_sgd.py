@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from attrs import evolve
-from local_sgd_problem import TIMEOUT, net, ours, plainly
+from local_sgd_problem import TIMEOUT, net, ours, plainly, with_optimizer
 from torch import nn
 
 from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
@@ -48,6 +50,37 @@ def test_gradients_are_shared_again_afterwards():
     one, two = run_processes(ours, 2, 2, 1)
 
     assert torch.equal(one[-1], two[-1])
+
+
+@together
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
+def test_at_its_end_the_state_of_optimizers_is_averaged(kind, tmp_path):
+    one, two = run_processes(with_optimizer, kind, None, tmp_path / "checkpoint")
+
+    (apart, means, kept, weights), (of_two, _, kept_of_two, weights_of_two) = one, two
+    assert any(not torch.equal(a, b) for a, b in zip(apart, of_two, strict=True))
+    for value, mean in zip(kept, means, strict=True):
+        torch.testing.assert_close(value.double(), mean, rtol=1e-6, atol=1e-9)
+    assert [torch.equal(a, b) for a, b in zip(kept, kept_of_two, strict=True)] == [True] * len(means)
+    assert torch.equal(weights, weights_of_two)
+    assert (tmp_path / "checkpoint").is_dir()
+
+
+class Coded(torch.optim.SGD):
+    """Keeps codes of momentum with their scale, as optimizers of 8 bits do."""
+
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            momentum = parameter.grad.sign().to(torch.int8)
+            self.state[parameter] = {"codes": momentum, "scale": parameter.grad.abs().mean()}
+        return super().step(closure)
+
+
+@together
+def test_state_that_is_not_of_floats_stays_each_ranks_own():
+    (apart, _, kept, _), _ = run_processes(with_optimizer, partial(Coded, lr=0.1), None)
+
+    assert [torch.equal(a, b) for a, b in zip(apart, kept, strict=True)] == [True] * len(apart)
 
 
 @together

@@ -27,13 +27,19 @@ class Stream(IterableDataset[Any]):
         return iter((torch.full((6,), float(number)),) for number in range(2 * BATCHES))
 
 
-def made(model: nn.Module, *, stream: bool = False, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
+def made(
+    model: nn.Module,
+    *,
+    stream: bool = False,
+    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
+    **options: Any,
+) -> tuple[Accelerator, Any, Any, Any]:
     """With two ranks, rank 0 reads three batches of two samples, rank 1 two."""
     accumulation = options.pop("gradient_accumulation_plugin", None)
     configuration = DataLoaderConfiguration(even_batches=False, **options)
     run = accelerator(configuration, gradient_accumulation_plugin=accumulation)
     dataset = Stream() if stream else TensorDataset(torch.randn(2 * BATCHES, 6))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
     return run, *run.prepare(model, optimizer, DataLoader(dataset, batch_size=2))
 
 
@@ -123,9 +129,9 @@ def test_what_waits_for_nobody_is_left_alone(how: str) -> None:
     assert run_processes(legal, how) == [3, 2]
 
 
-def averaged(every: int) -> tuple[int, list[float]]:
+def averaged(every: int) -> tuple[int, list[float], list[Any]]:
     torch.manual_seed(0)
-    run, model, optimizer, loader = made(nn.Linear(6, 1))
+    run, model, optimizer, loader = made(nn.Linear(6, 1), kind=torch.optim.Adam)
     steps = 0
     with LocalSGD(run, model, every) as local:
         for (x,) in loader:
@@ -135,16 +141,18 @@ def averaged(every: int) -> tuple[int, list[float]]:
             local.step()
             steps += 1
     weights = run.unwrap_model(model).weight.flatten().tolist()
+    state = [value.tolist() for each in optimizer.state_dict()["state"].values() for value in each.values()]
     run.end_training()
-    return steps, weights
+    return steps, weights, state
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
 def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: int) -> None:
-    (steps, weights), other = run_processes(averaged, every, timeout=60)
+    (steps, weights, state), other = run_processes(averaged, every, timeout=60)
 
     assert steps == 3
-    assert other == (2, weights)
+    assert other == (2, weights, state)
+    assert state[0] == 3.0
 
 
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:

@@ -215,9 +215,7 @@ class LocalSGD(accel_core.LocalSGD):
         Collective when it averages.
         """
         if self.enabled and not self.unit.window.boundary:
-            self._steps += 1
-            if self._steps == self.every:
-                self._average()
+            self._count()
         super().step()
 
 
