@@ -1,7 +1,8 @@
-"""How long a device waits for batches from the host, beside epochs over batches that are there already.
+"""How long a device waits for batches from the host.
 
-`python feeding.py [--peers PYTHON] [--rounds N]` prints the row: percent of a step of one millisecond, whose
-work is matrix products. Four workers read; plain PyTorch pins their batches and moves them without waiting.
+`python feeding.py [--peers PYTHON] [--rounds N]` prints the row: the percentage of an epoch, from its first
+batch on, in which the device stands between two steps, by its own events. A step is matrix products of one
+millisecond. Four workers read; plain PyTorch pins their batches and moves them without waiting.
 `python feeding.py NAME` is one contender. Without an accelerator it computes on the CPU, where nothing moves.
 """
 
@@ -21,7 +22,7 @@ def measure(peers: str | None, count: int = 10) -> list[Row]:
     with contest("feeding.py", peers) as contenders:
         figures = rounds(contenders, "wait", count)
     found = [median(figures, name) for name in ("raw", "accelerate", "fabric", "ours")]
-    return [Row("a step of 1 ms on the device, waiting for its batch", *found, "≤ 1 %", "%")]
+    return [Row("a device that stands between steps of 1 ms", *found, "≤ 1 %", "%")]
 
 
 # -- the contenders --------------------------------------------------------------------------------
@@ -81,26 +82,40 @@ def contend(name: str) -> None:
     def product() -> None:
         weight @ weight
 
-    def took(call: Callable[[], object]) -> float:
-        sync()
-        started = time.perf_counter()
-        call()
-        sync()
-        return time.perf_counter() - started
+    def mark() -> Any:
+        """Return this moment of the device; of this process, if it computes itself."""
+        if on.type == "cpu":
+            return time.perf_counter()
+        event = torch.Event(on, enable_timing=True)
+        event.record()
+        return event
 
-    took(lambda: [product() for _ in range(20)])
-    products = max(1, round(1e-3 * 100 / took(lambda: [product() for _ in range(100)])))
-    there = [[torch.randn(ROWS, WIDTH, device=on)] for _ in range(4)] * (STEPS // 4)
+    def between(begin: Any, end: Any) -> float:
+        return (end - begin) * 1e3 if on.type == "cpu" else begin.elapsed_time(end)
 
-    def epoch(batches: Iterable[Any]) -> None:
-        for (x,) in batches:
-            x.sum()
-            for _ in range(products):
-                product()
+    def products(count: int) -> float:
+        """Return how many milliseconds so many take."""
+        begin = mark()
+        for _ in range(count):
+            weight @ weight
+        end = mark()
+        sync()
+        return between(begin, end)
+
+    products(20)
+    count = max(1, round(100 / products(100)))
 
     def wait() -> float:
-        base = took(lambda: epoch(there))
-        return (took(lambda: epoch(make())) - base) / base * 100
+        marks = []
+        for (x,) in make():
+            marks.append(mark())
+            x.sum()
+            for _ in range(count):
+                weight @ weight
+            marks.append(mark())
+        sync()
+        idle = sum(between(end, begin) for end, begin in zip(marks[1:-1:2], marks[2::2], strict=True))
+        return idle / between(marks[0], marks[-1]) * 100
 
     serve({"wait": wait})
 
