@@ -33,7 +33,8 @@ class LocalSGD:
     Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
     So is the optimizer's state then, that ranks may share gradients again, and save. Each rank keeps its own
     where that is not floating-point tensors (codes of 8 bits), or not the same ones on all ranks.
-    Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others.
+    Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others. Losses
+    are means there, and one model at a time is averaged.
 
     Args:
         accelerator: that prepared the model.
@@ -54,7 +55,7 @@ class LocalSGD:
         unit = run.prepared.unit_of_model(model)
         if unit is None:
             raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
-        self.unit, self.every = unit, local_sgd_steps
+        self._run, self.unit, self.every = run, unit, local_sgd_steps
         self._ranks = run.collectives(run.topology.loss_dim)
         self.enabled = enabled and self._ranks.size > 1
         self._uneven = not run.config.data.even_batches
@@ -66,10 +67,13 @@ class LocalSGD:
                 f"{offering('local_sgd')}; or pass enabled=False"
             )
         self._steps = 0
-        self._silenced = ExitStack()
+        self._silenced, self._inside = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
         if self.enabled:
+            if self._uneven:
+                self._refuse_another()
+                self._inside.enter_context(self.unit.step_state.uneven_averages())
             self.unit.steps.reduce_gradients = None  # type: ignore[attr-defined]  # slots of the specs
             self._silence()
         return self
@@ -95,8 +99,20 @@ class LocalSGD:
         if self.enabled:
             self.unit.steps.reduce_gradients = self._reduce  # type: ignore[attr-defined]
             self._silenced.close()
+            self._inside.close()
             if error is None:  # after an error the other ranks may never come
                 self._end()
+
+    def _refuse_another(self) -> None:
+        # A rank that has run out would take an average of the other model for one of this.
+        for unit in self._run.units:
+            if unit.step_state.averages_uneven_ranks or unit.step_state.allows_uneven_inputs:
+                raise AccelError(
+                    f"LocalSGD of {self.unit.name!r} inside LocalSGD or join_uneven_inputs of {unit.name!r}:"
+                    " a rank that has run out of batches (data.even_batches is off) cannot tell for which of"
+                    " the two the others wait\n"
+                    "leave data.even_batches on, or train the models in loops of their own"
+                )
 
     def _silence(self) -> None:
         # Entered anew each step: a strategy may have to reduce once before it can leave it out.

@@ -42,12 +42,15 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
 def refuse_items(units: Iterable[Unit]) -> None:
     """Refuse to count items where ranks may run out of batches.
 
-    Counts are added up over all ranks, and a rank that has run out shadows the strategy's collectives only.
+    Counts are added up over all ranks. One that has run out shadows the strategy's collectives only in
+    join_uneven_inputs, and takes part in averages only in LocalSGD.
     """
     for unit in units:
-        if unit.step_state.allows_uneven_inputs and unit.run.world.size > 1:
+        state = unit.step_state
+        if (state.allows_uneven_inputs or state.averages_uneven_ranks) and unit.run.world.size > 1:
+            where = "LocalSGD" if state.averages_uneven_ranks else "join_uneven_inputs"
             raise AccelError(
-                "items inside join_uneven_inputs: a rank that has run out of batches has no items to add, and"
+                f"items inside {where}: a rank that has run out of batches has no items to add, and"
                 " the others would wait for them\n"
                 "leave join_uneven_inputs out and data.even_batches on, or take losses that are means"
             )

@@ -41,6 +41,7 @@ class StepState:
     has_scaled: a loss of another unit has left gradients here, by another scale than this unit's.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
+    averages_uneven_ranks: inside LocalSGD whose ranks may run out of batches.
     """
 
     needs_finish: bool
@@ -53,6 +54,7 @@ class StepState:
     has_scaled: bool = False
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
+    averages_uneven_ranks: bool = False
 
     @classmethod
     def of(cls, steps: Steps, mark_step: Callable[..., Any] | None) -> StepState:
@@ -152,6 +154,15 @@ class StepState:
             yield
         finally:
             self.allows_uneven_inputs = False
+
+    @contextmanager
+    def uneven_averages(self) -> Iterator[None]:
+        """Let ranks step alone that run out of batches at different times."""
+        self.averages_uneven_ranks = True
+        try:
+            yield
+        finally:
+            self.averages_uneven_ranks = False
 
     # -- gradients that were reduced --------------------------------------------------------------
 

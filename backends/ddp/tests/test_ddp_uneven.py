@@ -155,6 +155,39 @@ def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: i
     assert state[0] == 3.0
 
 
+def told_of_items() -> str:
+    run, model, _, loader = made(nn.Linear(6, 1))
+    with LocalSGD(run, model, 2):
+        (x,) = next(iter(loader))
+        with pytest.raises(AccelError) as told:
+            run.accumulate(model, items=len(x)).__enter__()
+    run.end_training()
+    return str(told.value)
+
+
+def test_items_of_local_sgd_are_refused() -> None:
+    for told in run_processes(told_of_items):
+        assert told.startswith("items inside LocalSGD: a rank that has run out of batches")
+
+
+def told_of_two(how: str) -> str:
+    run, model, *_ = made(nn.Linear(6, 1))
+    second = LocalSGD(run, run.prepare(nn.Linear(6, 1)), 2)
+    around = run.join_uneven_inputs([model]) if how == "joined" else LocalSGD(run, model, 2)
+    with around, pytest.raises(AccelError) as told:
+        second.__enter__()
+    with second:
+        pass
+    run.end_training()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("how", ["local sgd", "joined"])
+def test_local_sgd_of_a_second_model_is_refused(how: str) -> None:
+    for told in run_processes(told_of_two, how):
+        assert told.startswith("LocalSGD of 'unit1' inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
+
+
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
     options = GradientAccumulationPlugin(num_steps=size, sync_each_batch=each)
     run, *parts = made(nn.Linear(6, 1), gradient_accumulation_plugin=options)
