@@ -196,6 +196,14 @@ class Transposed(Gpt):
         return self.head(self.norm(x))
 
 
+class Listed(nn.Sequential):
+    """Its blocks are one module that is called, with a backward hook."""
+
+    def __init__(self):
+        super().__init__(nn.Embedding(VOCABULARY, WIDTH), nn.Sequential(*(Block() for _ in range(4))))
+        self[1].register_full_backward_hook(lambda module, inputs, outputs: None)
+
+
 class Scaled(Gpt):
     """A hook of the model scales its logits."""
 
@@ -298,6 +306,19 @@ def trained(kind, options, steps=50):
         "evaluated": seen.loss.item(),
         "outputs": [each.shape for each in seen.outputs],
     }
+
+
+def scaled_later(options, steps=3):
+    """Losses of a model with hooks that scale its logits, put on it after `prepare`, and their gradients."""
+    warnings.filterwarnings("ignore", "Full backward hook is firing")  # as ids require no gradient
+    accelerator = accelerator_of(**options)
+    model = Gpt()
+    model.register_full_backward_pre_hook(lambda module, gradients: (2 * gradients[0],))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    model.register_forward_hook(lambda module, inputs, logits: 3 * logits)
+    losses, _ = train(accelerator, model, optimizer, range(steps))
+    accelerator.end_training()
+    return losses
 
 
 def trained_by_two_windows(options, steps=3):

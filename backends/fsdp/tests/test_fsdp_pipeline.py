@@ -283,6 +283,19 @@ def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send():
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
+def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_model_too(schedule):
+    (plain,) = run_processes(problem.scaled_later, {}, world=1)
+    for losses in run_processes(problem.scaled_later, {"pp_schedule": schedule}, world=2):
+        assert losses == pytest.approx(plain, abs=1e-5)
+
+
+def test_a_backward_hook_of_a_module_in_several_stages_is_refused():
+    options = {"pp_size": 2, "pp_split_points": ["1.2"]}
+    for said in run_processes(problem.unprepared, problem.Listed, options, world=2):
+        assert said.startswith("pipeline: a backward hook of 1 is never called, as no stage has its inputs")
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule):
     ((plain, _),) = run_processes(problem.noised, {}, world=1)
     first, last = run_processes(problem.noised, {"pp_schedule": schedule})

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
 from accel_fsdp.fsdp2 import Sharded, reshard, whole
 from accel_fsdp.schedules import Pipe
+from accel_fsdp.stages import note_hooks_of_plugins
 from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class Pipelined(Sharded):
                     " pipeline runs stages\nname its blocks: fsdp.transformer_cls_names_to_wrap"
                 )
             return model  # this rank's stages have none
+        if phase == "post":
+            note_hooks_of_plugins(model)
         return super().transform_model(unit, model, phase)
 
     @implements(hooks.wrap_model)

@@ -88,6 +88,12 @@ class Pipe:
         self.last = (self.stages - 1) % ranks
         """The rank that has the last stage."""
         self.running, self.pieces = cut(model, points, self.mine)
+        self.parted = [
+            (name, module)
+            for name, module in model.named_modules()
+            if any(point.startswith(f"{name}.") for point in points)
+        ]
+        """Modules in several stages."""
         self.ties = Ties(self.pieces, group, device)
         self.window: _Window | None = None
         self.rehearses = False
@@ -102,6 +108,7 @@ class Pipe:
         None: no backward. Collective.
         """
         forward_only = scale is None
+        self._refuse_backward_hooks()
         reduction = None if forward_only else self._reduction(len(batches))
         factor = 1.0 if scale is None else scale
         self.running.draws = draws = self._draws()
@@ -133,6 +140,15 @@ class Pipe:
         finally:
             self.window = None
         return self._output(window, last)
+
+    def _refuse_backward_hooks(self) -> None:
+        for name, module in self.parted:
+            if module._backward_hooks:
+                raise AccelError(
+                    f"pipeline: a backward hook of {name} is never called, as no stage has its inputs and"
+                    " its outputs\nput the hook on modules inside it, or split the model elsewhere"
+                    " (fsdp.pp_split_points)"
+                )
 
     def _draws(self) -> Draws:
         unit = self.unit()

@@ -9,10 +9,11 @@ with what is to be sent. So nothing is traced, and nothing of the model is writt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +22,11 @@ from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
 from accel_fsdp.passed import Passed, Running, received_by, refusal, unpassable
 
-__all__ = ["Left", "absent", "cut", "is_cut", "points_of"]
+__all__ = ["Left", "absent", "cut", "is_cut", "note_hooks_of_plugins", "points_of"]
+
+
+OF_OUTPUTS: Final = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""A module's hooks that are given its outputs, or their gradients."""
 
 
 class Left(BaseException):
@@ -82,6 +87,11 @@ class _Root:
     """Put before the model's class."""
 
     _running: Running
+    _last: int
+    """The stage that gives the model's outputs."""
+    _of_users: frozenset[int]
+    """Hooks from before the cut."""
+    _of_plugins: frozenset[int] = frozenset()
     _left: Tensor | None = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -105,7 +115,8 @@ class _Root:
         self._left = None
         if (draws := self._running.draws) is not None:
             draws.note_call()
-        found = super().__call__(*args, **kwargs)  # type: ignore[misc]
+        with nullcontext() if self._running.stage == self._last else self._without_hooks_of_users():
+            found = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._left is not None:
             dtype, self._left = self._left.dtype, None
             raise Left(found.to(dtype))  # in the model's dtype, not the one that FSDP gives outputs
@@ -113,10 +124,31 @@ class _Root:
             draws.note_end()
         return found
 
+    @contextmanager
+    def _without_hooks_of_users(self) -> Iterator[None]:
+        """Run a stage whose outputs are not the model's: only plugins' hooks are for what it sends."""
+        held = {
+            kind: hooks
+            for kind in OF_OUTPUTS
+            if not self._of_plugins.issuperset(hooks := self.__dict__[kind])
+        }
+        for kind, hooks in held.items():
+            kept = ((key, hook) for key, hook in hooks.items() if key in self._of_plugins)
+            self.__dict__[kind] = OrderedDict(kept)
+        try:
+            yield
+        finally:
+            self.__dict__.update(held)
 
-def _unless_left(hook: Callable[..., Any], module: Any, *call: Any) -> Any:
-    """Call a user's hook with outputs of the model, and not with what a stage sends."""
-    return None if module._left is not None else hook(module, *call)
+
+def note_hooks_of_plugins(model: nn.Module) -> None:
+    """Count the hooks since the cut as those of plugins, which are for what a stage sends, too."""
+    assert isinstance(model, _Root)
+    model._of_plugins = _hooks(model) - model._of_users
+
+
+def _hooks(module: Any) -> frozenset[int]:
+    return frozenset(chain(*(module.__dict__[kind] for kind in OF_OUTPUTS)))
 
 
 def points_of(model: nn.Module, named: Sequence[str], stages: int) -> list[str]:
@@ -164,9 +196,7 @@ def cut(
     for name, module, stage in _pieces(model, points):
         pieces[stage].append(module)
         become(module, _Piece, _running=running, _stage=stage, _name=name, _entry=name in points)
-    become(model, _Root, _running=running)
-    for key, hook in model._forward_hooks.items():
-        model._forward_hooks[key] = partial(_unless_left, hook)
+    become(model, _Root, _running=running, _last=len(points), _of_users=_hooks(model))
     _refuse_two_turns(model, pieces)
     kept = {
         each for stage in mine for piece in pieces[stage] for each in (*piece.modules(), *_tensors(piece))
