@@ -304,9 +304,10 @@ def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(sche
     assert first[1] == last[1]
 
 
+@pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_draws_after_the_model_leave_those_before_it_alike(schedule):
-    first, last = run_processes(problem.noised, {"pp_schedule": schedule}, True)
+def test_draws_after_the_model_leave_those_before_it_alike(schedule, every):
+    first, last = run_processes(problem.noised, {"pp_schedule": schedule}, True, every)
 
     assert first[1] == last[1]
 

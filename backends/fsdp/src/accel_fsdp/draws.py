@@ -7,7 +7,7 @@ model (noise that is input of the first stage and target of the last, say) must 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -21,16 +21,17 @@ State = tuple[Tensor, ...]
 class Draws:
     """The process's streams of torch, as the micro-batches of one window find them.
 
-    apart: the stream for draws after the model's call, which the last stage alone makes.
+    apart: the device's stream for draws after the model's call, which the last stage alone makes.
     """
 
-    def __init__(self, device: torch.device, apart: Callable[[], AbstractContextManager[Any]] | None) -> None:
-        module = None if device.type == "cpu" else torch.get_device_module(device)
-        self._device, self._module, self._apart = device, module, apart or nullcontext
-        self._begun: dict[int, State | None] = {}
-        """Micro-batch -> where its draws before the model begin; None if there are none."""
-        self._start: State | None = None
+    def __init__(self, device: torch.device, apart: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._device, self._apart = device, apart
+        self._module = None if device.type == "cpu" else torch.get_device_module(device)
+        self._begun: dict[int, State] = {}
+        """Micro-batch -> where its draws before the model begin."""
         self._called: State | None = None
+        self._host: Tensor | None = None
+        """The host's stream apart, where the device has one of its own."""
         self._rest = ExitStack()
 
     def forget(self) -> None:
@@ -44,33 +45,39 @@ class Draws:
         Draws before the model's call are the same each time, and all that later micro-batches go on from.
         """
         is_first, before = number not in self._begun, self._get()
-        begin = None if is_first else self._begun[number]
-        if begin is not None:
-            self._set(begin)
-        self._note_start(before if begin is None else begin)
+        if is_first:
+            self._begun[number] = before
+        else:
+            self._set(self._begun[number])
+        self._called = None
         try:
             yield
         finally:
             self._rest.close()
-            called = self._called
-            if is_first:
-                self._begun[number] = None if called is None else before
-            if called is not None:
-                self._set(called if is_first else before)
-
-    def _note_start(self, state: State) -> None:
-        self._start, self._called = state, None
+            if self._called is not None:
+                self._set(self._called if is_first else before)
 
     def note_call(self) -> None:
         """Note the draws before the model's call, which begins."""
-        now = self._get()
-        if self._start is not None and not all(map(torch.equal, now, self._start)):
-            self._called = now
+        self._called = self._get()
 
     def note_end(self) -> None:
-        """Draw the rest from a stream apart, if the next micro-batch would repeat it."""
-        if self._called is not None:
-            self._rest.enter_context(self._apart())
+        """Draw the rest from streams apart."""
+        self._rest.enter_context(self._apart())
+        if self._module is not None:
+            self._rest.enter_context(self._host_apart())
+
+    @contextmanager
+    def _host_apart(self) -> Iterator[None]:
+        before = torch.get_rng_state()
+        if self._host is None:
+            self._host = torch.Generator().manual_seed(torch.initial_seed() ^ 1).get_state()
+        torch.set_rng_state(self._host)
+        try:
+            yield
+        finally:
+            self._host = torch.get_rng_state()
+            torch.set_rng_state(before)
 
     def _get(self) -> State:
         host = torch.get_rng_state()

@@ -38,8 +38,8 @@ class Running:
         self.passed: Tensor | None = None
         """Stands for what modules before the stage would give."""
         self.entered = False
-        self.draws: Draws | None = None
-        """Numbers that all stages draw alike, in the window that runs."""
+        self.draws: Draws
+        """Numbers that all stages draw alike."""
 
     @contextmanager
     def at(self, stage: int, received: Tensor | None) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -47,7 +47,6 @@ class _Window:
     divisor: int
     outputs: dict[int, Any]
     reduction: Reduction | None
-    draws: Draws
 
 
 class Pipe:
@@ -88,6 +87,7 @@ class Pipe:
         self.last = (self.stages - 1) % ranks
         """The rank that has the last stage."""
         self.running, self.pieces = cut(model, points, self.mine)
+        self.draws = self.running.draws = Draws(device, self._stream)
         self.parted = [
             (name, module)
             for name, module in model.named_modules()
@@ -111,8 +111,8 @@ class Pipe:
         self._refuse_backward_hooks()
         reduction = None if forward_only else self._reduction(len(batches))
         factor = 1.0 if scale is None else scale
-        self.running.draws = draws = self._draws()
-        self.window = window = _Window(batches, forward_loss, factor, divisor, {}, reduction, draws)
+        self.draws.forget()
+        self.window = window = _Window(batches, forward_loss, factor, divisor, {}, reduction)
         numbers = torch.arange(len(batches))
         made = len(self._schedules)
         schedule = self._schedule(batches, forward_only)
@@ -150,10 +150,9 @@ class Pipe:
                     " (fsdp.pp_split_points)"
                 )
 
-    def _draws(self) -> Draws:
+    def _stream(self) -> AbstractContextManager[Any]:
         unit = self.unit()
-        stream = None if unit is None else unit.stream
-        return Draws(self.device, None if stream is None else stream.drawn_from)
+        return nullcontext() if unit is None or unit.stream is None else unit.stream.drawn_from()
 
     def _reduction(self, microbatches: int) -> Reduction | None:
         """Reduce gradients in this rank's last backward of the window only.
@@ -271,8 +270,7 @@ class _Stage(nn.Module):
         rehearsal = nullcontext() if unit is None else unit.rehearsal()
         with _without_trace(self.pipe.model, self.pipe.device), rehearsal:
             found = self._run(received, int(number))
-        if self.pipe.window is not None:
-            self.pipe.window.draws.forget()
+        self.pipe.draws.forget()
         if stream is not None and before is not None:
             stream.state = before
         return found
@@ -282,7 +280,7 @@ class _Stage(nn.Module):
         window = pipe.window
         assert window is not None
         begun = _contiguous_backward(received[0]) if received else None
-        with pipe.running.at(self.stage, begun), window.draws.of(at):
+        with pipe.running.at(self.stage, begun), pipe.draws.of(at):
             try:
                 loss, output = window.forward_loss(pipe.model, window.batches[at])
             except Left as left:

@@ -113,20 +113,21 @@ class _Root:
                 " evaluate"
             )
         self._left = None
-        if (draws := self._running.draws) is not None:
-            draws.note_call()
+        self._running.draws.note_call()
         with nullcontext() if self._running.stage == self._last else self._without_hooks_of_users():
             found = super().__call__(*args, **kwargs)  # type: ignore[misc]
         if self._left is not None:
             dtype, self._left = self._left.dtype, None
             raise Left(found.to(dtype))  # in the model's dtype, not the one that FSDP gives outputs
-        if draws is not None:
-            draws.note_end()
+        self._running.draws.note_end()
         return found
 
     @contextmanager
     def _without_hooks_of_users(self) -> Iterator[None]:
-        """Run a stage whose outputs are not the model's: only plugins' hooks are for what it sends."""
+        """Run a stage whose outputs are not the model's.
+
+        Hooks of plugins are for what it sends, too.
+        """
         held = {
             kind: hooks
             for kind in OF_OUTPUTS
@@ -142,7 +143,7 @@ class _Root:
 
 
 def note_hooks_of_plugins(model: nn.Module) -> None:
-    """Count the hooks since the cut as those of plugins, which are for what a stage sends, too."""
+    """Count the hooks that the model got since the cut as those of plugins."""
     assert isinstance(model, _Root)
     model._of_plugins = _hooks(model) - model._of_users
 
