@@ -221,7 +221,7 @@ class Training:
             batches: `microbatches` of them are taken.
             forward_loss: (model, batch) -> (0-dim loss, anything).
             microbatches: default: gradient_accumulation_steps, or what an option of the strategy says.
-            forward_only: no backward, for evaluation.
+            forward_only: no gradients and no backward, for evaluation.
             items: of the window's batches on this rank. Losses are then *sums*, as in `accumulate`, and so
                 is the output's.
 

@@ -415,7 +415,8 @@ def forward_backward(
     """Forward and backward of one window of `microbatches`. base: the plain loop.
 
     None means `unit.window.size`, or an option of the strategy. A strategy that owns the schedule trains by
-    this hook only, and takes `unit.whole_window`. Losses are divided by `unit.window.divisor`.
+    this hook only, and takes `unit.whole_window`. Losses are divided by `unit.window.divisor`. Core calls it
+    under `torch.no_grad()` where `forward_only` is True.
     """
 
 

@@ -53,9 +53,10 @@ def run_window(
         window.begin_whole(items)
         if items is not None and not forward_only:
             state.expect_items(unit)
-        output: StepOutput = unit.steps.forward_backward(
-            unit, iter(batches), forward_loss, microbatches, forward_only
-        )
+        with torch.no_grad() if forward_only else nullcontext():
+            output: StepOutput = unit.steps.forward_backward(
+                unit, iter(batches), forward_loss, microbatches, forward_only
+            )
         trained = not forward_only
     except RuntimeError as error:
         tell_lost(unit.run, "forward_backward", error)

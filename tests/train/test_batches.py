@@ -120,7 +120,7 @@ def test_forward_backward_enters_it_for_each_micro_batch(accelerator_with, forwa
         forward_only=forward_only,
     )
     contexts = [event for event in seen(accelerator) if event[0] != "place"]
-    assert contexts == [("enter", True), ("leave", 2.0)] * 2
+    assert contexts == [("enter", not forward_only), ("leave", 2.0)] * 2
 
 
 def test_a_micro_batch_that_cannot_begin_leaves_no_context_entered(accelerator_with):

@@ -155,6 +155,23 @@ def test_an_evaluation_loop_inside_does_not_end_the_window(accelerator_of):
     assert seen == [False, True, False, True]
 
 
+def test_forward_only_computes_no_gradients(accelerator_of):
+    accelerator = accelerator_of()
+    model = accelerator.prepare(net())
+    graphs = []
+
+    def loss_of(model, x):
+        outputs = model(x)
+        graphs.append(outputs.requires_grad)
+        return outputs.sum(), None
+
+    for forward_only in (True, False):
+        accelerator.forward_backward(
+            model, [torch.ones(2, 6)], loss_of, microbatches=1, forward_only=forward_only
+        )
+    assert graphs == [False, True]
+
+
 def test_forward_only_inside_a_window_leaves_it_alone(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=3)
     model, data, seen = accelerator.prepare(net()), batches(1), []
