@@ -62,29 +62,42 @@ def test_uneven_ranks_train_as_under_torchs_join_and_end_alike(counts: list[int]
     assert equal(ours[0], ours[1])
 
 
-def evaluated(counts: list[int], with_buffers: bool, evaluates: bool) -> dict[str, torch.Tensor]:
+def evaluated(counts: list[int], with_buffers: bool, when: str) -> dict[str, torch.Tensor]:
     run = accelerator()
     model = net() if with_buffers else plain_net(0)
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def evaluate(x: torch.Tensor) -> None:
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        model.train()
+
     with run.join_uneven_inputs([model]):
         for x, y in batches(counts[run.process_index], run.process_index):
-            if evaluates:
-                model.eval()
-                with torch.no_grad():
-                    model(x)
-                model.train()
-            run.backward(F.mse_loss(model(x), y))
+            if when == "before" or (when == "on one rank" and run.process_index == 1):
+                evaluate(x)
+            loss = F.mse_loss(model(x), y)
+            if when == "between":
+                evaluate(x)
+            run.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
+        if when == "at the end":
+            evaluate(torch.ones(8, 6))
     result = weights(run.unwrap_model(model))
     run.end_training()
     return result
 
 
+@pytest.mark.parametrize("when", ["before", "between", "on one rank", "at the end"])
+@pytest.mark.parametrize("counts", [[3, 5], [0, 2]])
 @pytest.mark.parametrize("with_buffers", [False, True])
-def test_evaluation_in_the_loop_leaves_training_as_it_was(with_buffers: bool) -> None:
-    alone = run_processes(evaluated, [3, 5], with_buffers, False)
-    beside = run_processes(evaluated, [3, 5], with_buffers, True)
+def test_evaluation_in_the_loop_leaves_training_as_it_was(
+    with_buffers: bool, counts: list[int], when: str
+) -> None:
+    alone = run_processes(evaluated, counts, with_buffers, "never")
+    beside = run_processes(evaluated, counts, with_buffers, when)
 
     assert equal(beside[0], beside[1])
     assert equal(beside[0], alone[0])

@@ -167,20 +167,28 @@ class _Uneven(Join):
 
 
 class _Evaluation:
-    """Tells ranks that have run out which forwards no backward will follow.
+    """Keeps a forward without gradients to its rank.
 
-    Torch's Join announces one with each forward, and those ranks would wait for it.
+    Torch's Join announces each forward to ranks that have run out, and those would wait for its backward.
+    Buffers are not made alike either, so that any rank may evaluate at any time.
     """
 
     def __init__(self, model: DistributedDataParallel) -> None:
-        self._model, self._reduces = model, model.require_backward_grad_sync
+        self._model = model
+        self._undo = ExitStack()
 
     def begin(self, model: nn.Module, inputs: Any) -> None:
-        self._reduces = self._model.require_backward_grad_sync
-        self._model.require_backward_grad_sync = self._reduces and torch.is_grad_enabled()
+        self._undo.close()  # Ctrl-C may have kept `end` from its turn
+        if not torch.is_grad_enabled():
+            for name, value in (
+                ("_join_config", self._model._join_config._replace(enable=False)),
+                ("require_forward_param_sync", False),
+            ):
+                self._undo.callback(setattr, self._model, name, getattr(self._model, name))
+                setattr(self._model, name, value)
 
     def end(self, model: nn.Module, inputs: Any, output: Any) -> None:
-        self._model.require_backward_grad_sync = self._reduces
+        self._undo.close()
 
 
 def _refuse_short_window(window: Window, model: nn.Module, inputs: Any) -> None:
