@@ -230,6 +230,14 @@ class PreparedLoader(DataLoader[Any]):
             if role in position.generators:  # torch raises where it is no state
                 torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
+        was_sequential = position.drawn is None
+        if self._plan.kind == "indexed" and midway and was_sequential != self._plan.shuffle.is_sequential:
+            orders = ("in order", "shuffled") if was_sequential else ("shuffled", "in order")
+            raise CheckpointError(
+                f"a dataloader was saved in the middle of an epoch that was read {orders[0]}, and here it is"
+                f" read {orders[1]}\n"
+                "resume with the sampler that it was saved with, or at the start of an epoch"
+            )
         if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
             raise CheckpointError(
                 "a 'stateful' dataloader was saved mid-epoch where another process read for this one\n"

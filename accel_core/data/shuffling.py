@@ -54,7 +54,7 @@ class Shuffle:
 
         Collective where the order is random. Sets `progress.drawn`.
         """
-        if type(self.items) is SequentialSampler:
+        if self.is_sequential:
             return split_head(range(len(self.items)), wanted, progress.start)
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
@@ -66,6 +66,11 @@ class Shuffle:
         progress.streams = (self._other_streams(),)
         with self._drawing(progress):
             return split_head(self._order(progress), wanted, progress.start)
+
+    @property
+    def is_sequential(self) -> bool:
+        """True if the order is that of the data, for which nothing is drawn."""
+        return type(self.items) is SequentialSampler
 
     def _replayed(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
         """Read the order of the user's own sampler again, as `open` does."""

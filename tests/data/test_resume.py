@@ -330,6 +330,8 @@ def position_of(make, readers=1):
         (position_of(numbers(8)), numbers(9), 1, "epoch of 8, but here an epoch has 9"),
         (position_of(numbers(8)), lambda _: DataLoader(Stream(8), 2), 1, "'indexed'.*'replay'"),
         (position_of(lambda _: DataLoader(Stream(8))), lambda _: DataLoader(Stream(8), 4), 1, "batch size"),
+        (position_of(numbers(8)), numbers(8, seed=1), 1, "read in order, and here it is read shuffled"),
+        (position_of(numbers(8, seed=1)), numbers(8), 3, "read shuffled, and here it is read in order"),
     ],
 )
 def test_a_position_that_means_nothing_here_is_refused(state, make, readers, says):
