@@ -1,8 +1,9 @@
-"""Metrics that the caller measured for a checkpoint, and the best by one."""
+"""Numbers that the caller gives for a checkpoint, and the best by one."""
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,21 @@ def plain_metrics(metrics: Mapping[str, Any] | None, keep_best: str | None) -> d
             f"call save_state(metrics={{{needed!r}: value}}) on all ranks"
         )
     return named
+
+
+def plain_step(step: Any) -> int | None:
+    """Return the caller's step as the manifest has it.
+
+    Raises:
+        CheckpointError: it is not a whole number.
+    """
+    try:
+        return None if step is None else operator.index(step)
+    except (TypeError, RuntimeError) as error:
+        raise CheckpointError(
+            f"save_state: step is {step!r:.80}, and not a whole number\n"
+            "give the number of the step, or another value as metrics={name: value}"
+        ) from error
 
 
 def require_alike(of_ranks: Sequence[Mapping[str, float | str]]) -> None:

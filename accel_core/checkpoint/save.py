@@ -23,7 +23,7 @@ from accel_core.checkpoint.declarations import gather_groups
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.files import as_json
 from accel_core.checkpoint.layout import Layout
-from accel_core.checkpoint.metrics import plain_metrics, require_alike
+from accel_core.checkpoint.metrics import plain_metrics, plain_step, require_alike
 from accel_core.checkpoint.pending_save import PendingSave, Share
 from accel_core.checkpoint.plan import plan
 from accel_core.checkpoint.replicas import Replicas
@@ -67,15 +67,17 @@ class Saver:
     ) -> Place:
         """See `CheckpointSession.save`."""
         keep_best = self.run.config.project.keep_best if directory is None else None
+        noted: dict[str, Any] = {}
 
         def ready() -> tuple[Plan, dict[str, float | str]]:
             self.wait()
+            noted["step"] = plain_step(step)
             return self._copies.plan(at_once=at_once), plain_metrics(metrics, keep_best)
 
         of_ranks = gather_from_all_ranks(self.control, "save_state: wait for the save before", ready)
         plans, measured = zip(*of_ranks, strict=True)
         require_alike(measured)
-        noted = {"step": step, "metrics": measured[0]}
+        noted["metrics"] = measured[0]
         with without_collecting_garbage():
             self._pending = pending = self._snapshot(directory, noted, wait=wait)
             if wait:  # before garbage is collected again: it drops most of what was made for it

@@ -109,6 +109,20 @@ def test_what_is_not_a_number_is_refused(job, value):
         job().accelerator.save_state(metrics={"val_loss": value})
 
 
+@pytest.mark.parametrize("step", ["3", 1.5, torch.zeros(2)], ids=["text", "half", "two"])
+def test_a_step_that_is_not_a_whole_number_is_refused(job, tmp_path, step):
+    with pytest.raises(CheckpointError, match="step is .*, and not a whole number"):
+        job().accelerator.save_state(step=step, metrics={"val_loss": 1})
+
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_step_may_be_a_tensor(job):
+    folder = job().accelerator.save_state(step=torch.tensor(3), metrics={"val_loss": 1})
+
+    assert json.loads((folder / "manifest.json").read_text())["step"] == 3
+
+
 def test_a_name_of_ones_own_needs_no_metric(job, tmp_path):
     assert job().save(1.0, tmp_path / "mine").name == "mine"
 
