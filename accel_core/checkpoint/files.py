@@ -347,6 +347,8 @@ def understanding(path: Place, *, calls_plugins: bool = False) -> Iterator[None]
     """
     try:
         yield
+    except CheckpointError:  # some are RuntimeErrors too
+        raise
     except (AttributeError, LookupError, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if calls_plugins and not module_that_raised(error).startswith("accel_core.checkpoint."):
             raise

@@ -156,10 +156,10 @@ def verify(folders: tuple[Place, ...], as_json: bool) -> None:
 
     Exit status 1 if there is one.
     """
-    chosen = [one for each in folders for one in ([each] if _is_one(each) else _inside(each))]
-    if not chosen:
-        raise CheckpointError(f"no checkpoint in {', '.join(map(str, folders))}\ngive the folder of one")
-    problems = {str(folder): _problems(folder) for folder in chosen}
+    chosen = [(each, [each] if _is_one(each) else _inside(each)) for each in folders]
+    if empty := [str(folder) for folder, inside in chosen if not inside]:
+        raise CheckpointError(f"no checkpoint in {', '.join(empty)}\ngive the folder of one")
+    problems = {str(one): _problems(one) for _, inside in chosen for one in inside}
     if as_json:
         print(json.dumps(problems, indent=1))
     else:

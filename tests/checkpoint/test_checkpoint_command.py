@@ -120,6 +120,15 @@ def test_all_that_is_whole_is_said_to_be(project):
     assert ended.stderr == ""
 
 
+def test_a_folder_without_a_checkpoint_is_not_passed_over_beside_one_with(project, tmp_path):
+    (tmp_path / "lost").mkdir()
+
+    ended = accel("checkpoint", "verify", str(project), str(tmp_path / "lost"))
+
+    assert ended.returncode == 1
+    assert f"no checkpoint in {tmp_path / 'lost'}\n" in ended.stderr
+
+
 def test_every_damaged_file_is_named(project):
     folder = project / "checkpoints" / "at_3"
     flip(folder / "rank-00000.safetensors")
@@ -263,6 +272,19 @@ def test_nothing_of_a_damaged_checkpoint_is_exported(project):
     assert ended.returncode == 1
     assert "rank-00000.safetensors is damaged: block 0 is not what was written" in ended.stderr
     assert not (project / "out").exists()
+
+
+def test_a_target_that_cannot_be_written_is_not_damage_of_the_checkpoint(project):
+    (project / "file").touch()
+
+    ended = accel(
+        "checkpoint", "export", str(project / "checkpoints" / "at_3"), str(project / "file" / "out")
+    )
+
+    assert ended.returncode == 1
+    assert f"accel: {project / 'file' / 'out'}" in ended.stderr
+    assert "could not be written" in ended.stderr
+    assert "damaged" not in ended.stderr
 
 
 def test_a_unit_that_is_not_there_is_named(project):
