@@ -99,6 +99,8 @@ class Placement:
                 yield from self._locate(part)
             if len(path) == 2 and not parts:
                 yield value
+        elif path:  # a key without a letter
+            self._refuse(value, "names no option; `accel config show` lists them")
         else:
             classes = ", ".join(sorted(cls.__name__ for _, cls in self.sections.all()))
             self._refuse(value, f"configures nothing that is installed; what can be given: {classes}")

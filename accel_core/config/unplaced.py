@@ -47,6 +47,8 @@ def _hint(path: Path, cls: type, sections: Sections) -> str:
     *section, name = path
     names = list(options_of(cls))
     if cls is RunConfig:
+        if other := catalog.other_file(name, sections.discovery):
+            return f"; {other}"
         plugins = [record.name for record in sections.discovery.records if record.slot != "command"]
         names = [*CORE, *plugins, *(plugin.name for plugin in catalog.catalog_entries())]
     similar = did_you_mean(name, names)

@@ -1,6 +1,6 @@
-"""Hints for plugins that are not installed, and for flags of other launchers.
+"""Hints for plugins that are not installed, and for what other launchers take.
 
-Both are data (`catalog.yaml`), so that core itself names no vendor. An install hint quotes this list
+They are data (`catalog.yaml`), so that core itself names no vendor. An install hint quotes this list
 only, never the text that a user typed.
 """
 
@@ -74,6 +74,17 @@ def renamed_flag(spelling: str) -> str | None:
     flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
     return flags.get(name) or flags.get(prefix) or _option_of_family(name)
+
+
+def other_file(key: str, discovery: Discovery) -> str | None:
+    """Return the remedy for a key that only another launcher's config file has."""
+    about = _data()["files"].get(key)
+    if about is None:
+        return None
+    entry = catalog_entry(about["plugin"])
+    if entry is None or discovery.get(entry.name) is not None:
+        return str(about["remedy"])
+    return f"{about['remedy']} ({install_hint(entry.folder)})"
 
 
 def _option_of_family(name: str) -> str | None:

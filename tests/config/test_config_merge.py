@@ -183,6 +183,15 @@ def test_an_unknown_variable_is_an_error_with_near_names(resolve):
         resolve(ACCEL__LAUNCH__NODE="2")
 
 
+@pytest.mark.parametrize(
+    ("text", "variables", "origin"),
+    [(None, {"ACCEL__": "3"}, "variable ACCEL__"), ('"": 3\n', {}, "accel.yaml:1:1")],
+)
+def test_a_value_without_a_name_is_said_to_be_one(resolve, text, variables, origin):
+    with pytest.raises(ConfigError, match=f"^{origin}: names no option; `accel config show` lists them"):
+        resolve(*filter(None, [text]), **variables)
+
+
 def test_a_plugin_with_hyphens_is_spelt_with_underscores_in_variables(resolve):
     found = resolve(ACCEL__RIVAL_ONE__LEVEL="2")
     assert found.config.plugins["rival-one"].level == 2

@@ -58,6 +58,17 @@ def test_the_section_of_nobody_is_an_error(resolve, workspace):
     )
 
 
+def test_another_launchers_file_is_pointed_to_what_reads_it(resolve):
+    with pytest.raises(ConfigError) as raised:
+        resolve("compute_environment: LOCAL_MACHINE\nnum_machines: 1\n")
+    first, second, *_ = raised.value.problems
+    assert first == (
+        "accel.yaml:1:1: compute_environment: unknown key; `accelerate config` wrote this file: turn it into"
+        f" one of ours by `accel compat import FILE -o accel.yaml` ({install_hint('contrib/compat')})"
+    )
+    assert second == "accel.yaml:2:1: num_machines: unknown key"
+
+
 def test_what_somebody_typed_never_becomes_an_install_hint(resolve, workspace):
     assert not any("pip" in line for line in problems(resolve, "xyz: {}\n"))
 
