@@ -113,6 +113,11 @@ class Trackers:
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank."""
+        if not isinstance(values, Mapping):
+            raise AccelError(
+                f"log: the values are {values!r:.80}, which have no names\n"
+                "give a mapping: log({'loss': loss})"
+            )
         if not self._loggers or self.run.ended or self.has_finished:
             self._require_start()
             self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device

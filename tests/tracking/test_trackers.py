@@ -198,6 +198,15 @@ def test_log_without_trackers_is_an_error_before_init_and_nothing_after(tracked)
     accelerator.log({"x": 1})
 
 
+@pytest.mark.parametrize("log_with", [None, "jsonl"])
+@pytest.mark.parametrize("values", [None, "loss", 0.5, [("loss", 0.5)]])
+def test_values_without_names_are_an_error(tracked, log_with, values):
+    accelerator = tracked(log_with)
+    accelerator.init_trackers("project")
+    with pytest.raises(AccelError, match="^log: the values are .*, which have no names\ngive a mapping"):
+        accelerator.log(values)
+
+
 def test_log_after_the_end_is_an_error(tracked):
     accelerator = tracked("jsonl")
     accelerator.init_trackers("project")
