@@ -99,6 +99,32 @@ def test_what_has_no_place_is_an_error_that_names_it(board, value):
         board(lambda accelerator: accelerator.log({"x": {"y": value}}))
 
 
+@pytest.mark.parametrize("value", [1j, torch.tensor(1j), 10**400], ids=["complex", "tensor", "huge"])
+def test_a_number_that_is_no_float_is_an_error_that_names_it(board, value):
+    with pytest.raises(AccelError, match="tensorboard has no place for 'x', (1j|1000)"):
+        board(lambda accelerator: accelerator.log({"x": value}))
+
+
+@pytest.mark.parametrize("step", [0.5, "3", 2**63, -(2**63) - 1, float("nan")])
+def test_a_step_that_an_event_cannot_hold_is_an_error(board, step):
+    with pytest.raises(AccelError, match="cannot count a step .*: its steps are whole numbers of 64 bits"):
+        board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
+
+
+def test_a_step_may_be_a_tensor(board):
+    events = board(lambda accelerator: accelerator.log({"x": 1.0}, step=torch.tensor(7)))
+
+    assert events.Scalars("x")[0].step == 7
+
+
+def test_text_that_is_not_unicode_is_escaped(board):
+    use = lambda accelerator: accelerator.log({"said\ud800": "half \ud83d", "x\ud800": 1.0})  # noqa: E731
+    events = board(use, config={"note\ud800": "half \ud83d"})
+
+    assert text(events, "said\\ud800") == ["half \\ud83d"]
+    assert events.Tags()["scalars"] == ["x\\ud800"]
+
+
 def test_images_go_through_the_writer_or_the_tracker(board):
     def use(accelerator):
         writer = accelerator.get_tracker("tensorboard", unwrap=True)

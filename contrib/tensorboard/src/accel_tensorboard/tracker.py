@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.tensorboard import SummaryWriter
 
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
     from accel_core import Run, RunConfig
 
 __all__ = ["TensorBoardTracker"]
+
+_STEPS: Final = 2**63
 
 
 class TensorBoardTracker:
@@ -53,9 +56,9 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(**{"log_dir": str(folder), **options})
         if config:
             text = json.dumps(config, indent=2, default=str, ensure_ascii=False)
-            self.writer.add_text("config", f"```json\n{text}\n```")
+            self.writer.add_text("config", _unicode(f"```json\n{text}\n```"))
             # In the same folder: a sub-run of its own, as by default, would have no scalars.
-            settings = {name: _setting(value) for name, value in _flat(config)}
+            settings = {_unicode(name): _setting(value) for name, value in _flat(config)}
             self.writer.add_hparams(settings, {}, run_name=".")
             self.writer.flush()
 
@@ -63,19 +66,19 @@ class TensorBoardTracker:
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         """Log numbers as scalars, text as text, mappings' entries as OUTER/INNER.
 
-        None is left out.
+        None is left out. Of text that is not Unicode, the parts that are not are escaped.
 
         `options` are arguments of add_scalar and add_text, such as walltime.
         """
+        step = _whole(step)
         for name, value in _flat(values):
-            if isinstance(value, (Number, str)):
-                add = self.tracker.add_text if isinstance(value, str) else self.tracker.add_scalar
-                add(name, value, step, **options)
+            tag = _unicode(name)
+            if isinstance(value, str):
+                self.tracker.add_text(tag, _unicode(value), step, **options)
+            elif isinstance(value, Number):
+                self.tracker.add_scalar(tag, _real(name, value), step, **options)
             elif value is not None:
-                raise AccelError(
-                    f"log: tensorboard has no place for {name!r}, a {type(value).__qualname__}\n"
-                    'log numbers and text; give the rest to get_tracker("tensorboard", unwrap=True)'
-                )
+                raise _no_place(name, f"a {type(value).__qualname__}")
 
     def log_images(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Log images by name: (n, 3, height, width), or as `dataformats` says."""
@@ -96,6 +99,39 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
+def _whole(step: Any) -> int | None:
+    """Return the step as an event has it."""
+    try:
+        number = None if step is None else operator.index(step)
+    except TypeError:
+        number = _STEPS
+    if number is not None and not -_STEPS <= number < _STEPS:
+        raise AccelError(
+            f"log: tensorboard cannot count a step {step!r:.80}: its steps are whole numbers of 64 bits\n"
+            "give the number of the step"
+        )
+    return number
+
+
+def _real(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, OverflowError):  # a complex number, or a whole one beyond a float
+        raise _no_place(name, f"{value!r:.80}") from None
+
+
+def _no_place(name: str, what: str) -> AccelError:
+    return AccelError(
+        f"log: tensorboard has no place for {name!r}, {what}\n"
+        'log numbers and text; give the rest to get_tracker("tensorboard", unwrap=True)'
+    )
+
+
+def _unicode(text: str) -> str:
+    """Return the text with half a surrogate escaped, which an event cannot hold."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def _setting(value: Any) -> bool | int | float | str:
     """Return a value that a table of settings can hold."""
-    return value if isinstance(value, (bool, int, float, str)) else str(value)
+    return value if isinstance(value, (bool, int, float)) else _unicode(str(value))
