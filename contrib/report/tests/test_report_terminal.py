@@ -75,6 +75,16 @@ def test_a_folder_without_a_record_is_an_error_with_a_remedy(tmp_path):
     assert errors.splitlines()[-1].startswith("give the project_dir")
 
 
+@pytest.mark.parametrize("once", [["--once"], []])
+def test_a_file_that_is_no_record_is_not_waited_for(tmp_path, once):
+    (tmp_path / "log.jsonl").write_text('{"loss": 1}\n')
+
+    code, output, errors = accel("watch", tmp_path / "log.jsonl", *once)
+
+    assert (code, output) == (1, "")
+    assert "log.jsonl is not a record of a run: it has no line of kind 'run'\ngive the project_dir" in errors
+
+
 def test_one_screen_of_a_run_that_has_ended(resumed):
     code, output, errors = accel("watch", resumed[0], "--once", "--steps", 60)
 

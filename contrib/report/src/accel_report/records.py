@@ -14,7 +14,7 @@ from attrs import Factory, define
 from accel_core import AccelError
 from accel_report.columns import Curve, Curves, flat
 
-__all__ = ["Record", "Tail", "find", "read"]
+__all__ = ["Record", "Tail", "find", "not_a_record", "read"]
 
 FOLDER: Final = "records"
 """In a project's folder."""
@@ -257,10 +257,7 @@ def read(runs: Sequence[Path]) -> list[Record]:
     records = [Tail(find(run)[-1]).end() for run in runs]
     for record in records:
         if not record.starts:
-            raise AccelError(
-                f"{record.path} is not a record of a run: it has no line of kind 'run'\n"
-                f"give the project_dir of a run, or a file of its folder {FOLDER}"
-            )
+            raise not_a_record(record.path)
         folder = record.path.resolve().parent.parent.name
         alike = [other for other in records if other.path.resolve().parent.parent.name == folder]
         record.name = folder if len(alike) == 1 else f"{folder}/{record.path.stem}"
@@ -269,6 +266,14 @@ def read(runs: Sequence[Path]) -> list[Record]:
         if names.count(record.name) > 1:  # of one file, or of copies
             record.name = f"{number}: {record.name}"
     return records
+
+
+def not_a_record(path: Path) -> AccelError:
+    """Return the error for a file that another program has written."""
+    return AccelError(
+        f"{path} is not a record of a run: it has no line of kind 'run'\n"
+        f"give the project_dir of a run, or a file of its folder {FOLDER}"
+    )
 
 
 def _begins_as_record(path: Path) -> bool:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from accel_core import AccelError
 from accel_report.facts import duration, rate
-from accel_report.records import Record, Tail, find
+from accel_report.records import Record, Tail, find, not_a_record
 from accel_report.terminal import (
     console,
     events,
@@ -70,11 +70,18 @@ class Newest:
         return self._tail.record
 
     def read(self) -> Record:
-        """Add what has come since the last call."""
+        """Add what has come since the last call.
+
+        Raises:
+            AccelError: the file is not a record.
+        """
         latest = find(self._run)[-1]
         if latest.name > self.record.path.name:  # names begin with the time of the start
             self._tail = Tail(latest)
-        return self._tail.read()
+        record = self._tail.read()
+        if record.torn and not record.starts:  # a record's first line says what the run is
+            raise not_a_record(record.path)
+        return record
 
 
 def _lines(tail: Newest, steps: int | None) -> None:
