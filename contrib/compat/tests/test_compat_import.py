@@ -62,6 +62,26 @@ def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path):
     assert python(code, PYTHONPATH=str(tmp_path / "shim")).stdout == "True 1.15.0\n"
 
 
+@pytest.mark.parametrize("words", [["shim"], ["import", "default_config.yaml", "-o"]])
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch, words):
+    monkeypatch.chdir(tmp_path)
+    Path("default_config.yaml").write_text("num_processes: 2\n")
+    Path("file").touch()
+
+    done = CliRunner().invoke(compat, [*words, "file/inside"])
+
+    assert done.exit_code == 1
+    assert done.output.startswith("Error: Could not open file 'file/inside': ")
+
+
+def test_a_file_that_is_not_text_is_named(tmp_path: Path):
+    (tmp_path / "bytes.yaml").write_bytes(b"\xff\xfe")
+
+    done = CliRunner().invoke(compat, ["import", str(tmp_path / "bytes.yaml")])
+
+    assert "bytes.yaml cannot be read: 'utf-8' codec" in str(done.exception)
+
+
 def test_the_shims_script_launches(tmp_path: Path):
     CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
     script = tmp_path / "script.py"

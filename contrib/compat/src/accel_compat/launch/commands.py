@@ -69,7 +69,10 @@ def shim(folder: Path) -> None:
     """Write FOLDER, which makes `import accelerate` import ours if on PYTHONPATH."""
     from accel_compat.launch.shim import write_shim
 
-    write_shim(folder)
+    try:
+        write_shim(folder)
+    except OSError as error:
+        raise click.FileError(str(folder), str(error)) from error
     click.echo(f"export PYTHONPATH={folder.absolute()} PATH={folder.absolute() / 'bin'}:$PATH")
 
 
@@ -94,8 +97,11 @@ def import_(file: str, output: Path | None) -> None:
         raise click.ClickException(said)
     if output is None:
         click.echo(text, nl=False)
-    else:
+        return
+    try:
         output.write_text(text)
+    except OSError as error:
+        raise click.FileError(str(output), str(error)) from error
 
 
 def _problems(text: str) -> str:

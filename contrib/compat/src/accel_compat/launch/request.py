@@ -135,7 +135,11 @@ def read_file(file: str) -> dict[str, Any]:
     path = Path(file).expanduser()
     if not path.is_file():
         raise ConfigError(f"there is no config file {file}\nname one that `accelerate config` wrote")
-    content, lines = parse_file(file, path.read_text(encoding="utf-8"))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{file} cannot be read: {error}\nname another file") from error
+    content, lines = parse_file(file, text)
     if not isinstance(content, dict):
         raise ConfigError(
             f"{file}: expected keys and values, found {type(content).__name__}\nname another file"
