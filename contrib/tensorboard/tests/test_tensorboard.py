@@ -125,6 +125,23 @@ def test_text_that_is_not_unicode_is_escaped(board):
     assert events.Tags()["scalars"] == ["x\\ud800"]
 
 
+def test_a_full_disk_costs_what_was_to_be_logged_and_not_the_training(board, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    def use(accelerator):
+        writer = accelerator.get_tracker("tensorboard", unwrap=True)
+        monkeypatch.setattr(writer.file_writer, "add_summary", fail)
+        monkeypatch.setattr(writer.file_writer, "close", fail)
+        accelerator.log({"loss": 1.0, "note": "text"}, step=0)
+
+    with pytest.warns(
+        UserWarning, match="tensorboard loses values, and training goes on: .*No space"
+    ) as said:
+        board(use)
+    assert len([each for each in said if "loses values" in str(each.message)]) == 1
+
+
 def test_images_go_through_the_writer_or_the_tracker(board):
     def use(accelerator):
         writer = accelerator.get_tracker("tensorboard", unwrap=True)

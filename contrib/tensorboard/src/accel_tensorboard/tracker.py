@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -30,6 +31,7 @@ class TensorBoardTracker:
 
     name = "tensorboard"
     writer: SummaryWriter | None = None
+    _warned = False
 
     def __init__(self, config: object, run: Run) -> None:
         self.run = run
@@ -74,9 +76,9 @@ class TensorBoardTracker:
         for name, value in _flat(values):
             tag = _unicode(name)
             if isinstance(value, str):
-                self.tracker.add_text(tag, _unicode(value), step, **options)
+                self._add(self.tracker.add_text, tag, _unicode(value), step, options)
             elif isinstance(value, Number):
-                self.tracker.add_scalar(tag, _real(name, value), step, **options)
+                self._add(self.tracker.add_scalar, tag, _real(name, value), step, options)
             elif value is not None:
                 raise _no_place(name, f"a {type(value).__qualname__}")
 
@@ -88,7 +90,31 @@ class TensorBoardTracker:
     @implements(hooks.run_ended)
     def run_ended(self) -> None:
         if self.writer is not None:
-            self.writer.close()
+            try:
+                self.writer.close()
+            except OSError as error:
+                self._lose(error)
+
+    def _add(
+        self,
+        add: Callable[..., None],
+        tag: str,
+        value: float | str,
+        step: int | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        try:
+            add(tag, value, step, **options)
+        except OSError as error:  # of the writer's thread
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        """Warn once: a full disk, say, costs what was to be logged, and not the training."""
+        if not self._warned:
+            self._warned = True
+            folder = self.tracker.log_dir
+            text = f"tracker tensorboard loses values, and training goes on: {folder}: {error}"
+            warnings.warn(text, stacklevel=2)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
