@@ -102,6 +102,8 @@ def test_a_file_of_weights_is_a_model_too(tmp_path):
     {
         "my_net:nothing": "it returned a NoneType",
         "my_net:missing": "has no attribute 'missing'",
+        "my_net:__name__": "it is a str",
+        ":thing": "Empty module name",
         "no_such:thing": "No module named 'no_such'",
         "./nowhere": "there is no such folder or file",
     }.items(),

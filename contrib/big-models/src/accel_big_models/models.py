@@ -63,8 +63,13 @@ def _of_function(module: str, function: str) -> nn.Module:
         sys.path.insert(0, "")  # as `python -m` has it
     try:
         build: Any = getattr(import_module(module), function)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(f"MODEL {module}:{function}: {error}\n{_KINDS}") from error
+    if not callable(build):
+        raise ConfigError(
+            f"MODEL {module}:{function}: it is a {type(build).__name__}\n"
+            "name a function that takes nothing and returns a torch.nn.Module"
+        )
     with empty_weights():
         model = build()
     if not isinstance(model, nn.Module):
