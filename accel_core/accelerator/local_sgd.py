@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import ExitStack
 from hashlib import sha256
 from types import NoneType
@@ -30,9 +31,10 @@ class LocalSGD:
     Gradients are not reduced inside; weights are averaged every `local_sgd_steps` steps.
 
     Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too.
-    Weights are also averaged at the end; buffers are not. Where a rank has the loss to itself, nothing is.
-    So is the optimizer's state then, that ranks may share gradients again, and save. Each rank keeps its own
-    where that is not floating-point tensors (codes of 8 bits), or not the same ones on all ranks.
+    Weights are also averaged at the end, and the optimizer's state with them, so that ranks may share
+    gradients again, and save. With a warning, each rank keeps its own state where it is not floating-point
+    tensors (codes of 8 bits), or not the same ones on all ranks. Buffers are not averaged, and nothing is
+    where a rank has the loss to itself.
     Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others. Losses
     are means there, and one model at a time is averaged.
 
@@ -159,6 +161,12 @@ class LocalSGD:
                 names.append(None)
         described = sha256(repr(names).encode()).digest()
         if len(set(self._ranks.all_gather_object(described))) > 1 or None in names:
+            warnings.warn(
+                f"LocalSGD of {self.unit.name!r}: each rank keeps its optimizer's state, which is not"
+                " floating-point tensors, or not the same ones on all ranks\n"
+                "train to the end inside LocalSGD: ranks that share gradients would drift apart",
+                stacklevel=4,
+            )
             return
         average(means, self._ranks)
         if counts:
