@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.data.uneven import refuse_another
 from accel_core.distributed.collectives import average
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
@@ -74,7 +75,7 @@ class LocalSGD:
     def __enter__(self) -> Self:
         if self.enabled:
             if self._uneven:
-                self._refuse_another()
+                refuse_another(self._run, f"LocalSGD of {self.unit.name!r}")
                 self._inside.enter_context(self.unit.step_state.uneven_averages())
             self.unit.steps.reduce_gradients = None  # type: ignore[attr-defined]  # slots of the specs
             self._silence()
@@ -104,17 +105,6 @@ class LocalSGD:
             self._inside.close()
             if error is None:  # after an error the other ranks may never come
                 self._end()
-
-    def _refuse_another(self) -> None:
-        # A rank that has run out would take an average of the other model for one of this.
-        for unit in self._run.units:
-            if unit.step_state.averages_uneven_ranks or unit.step_state.allows_uneven_inputs:
-                raise AccelError(
-                    f"LocalSGD of {self.unit.name!r} inside LocalSGD or join_uneven_inputs of {unit.name!r}:"
-                    " a rank that has run out of batches (data.even_batches is off) cannot tell for which of"
-                    " the two the others wait\n"
-                    "leave data.even_batches on, or train the models in loops of their own"
-                )
 
     def _silence(self) -> None:
         # Entered anew each step: a strategy may have to reduce once before it can leave it out.

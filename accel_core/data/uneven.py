@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +53,22 @@ def refuse_items(units: Iterable[Unit]) -> None:
                 f"items inside {where}: a rank that has run out of batches has no items to add, and"
                 " the others would wait for them\n"
                 "leave join_uneven_inputs out and data.even_batches on, or take losses that are means"
+            )
+
+
+def refuse_another(run: Run, what: str, joined: Collection[Unit] = ()) -> None:
+    """Refuse a second context in which ranks may run out of batches.
+
+    A rank that has run out would take a collective of the outer one for one of the inner one.
+    """
+    for unit in run.units:
+        state = unit.step_state
+        is_another = state.averages_uneven_ranks or (state.allows_uneven_inputs and unit not in joined)
+        if is_another and run.world.size > 1:
+            raise AccelError(
+                f"{what} inside LocalSGD or join_uneven_inputs of {unit.name!r}: a rank that has run out of"
+                " batches (data.even_batches is off) cannot tell for which of the two the others wait\n"
+                "use one of the two (a join_uneven_inputs takes several models), or leave data.even_batches on"
             )
 
 

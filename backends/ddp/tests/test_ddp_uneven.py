@@ -188,6 +188,24 @@ def test_local_sgd_of_a_second_model_is_refused(how: str) -> None:
         assert told.startswith("LocalSGD of 'unit1' inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
 
 
+def told_of_a_join(how: str) -> str:
+    run, model, *_ = made(nn.Linear(6, 1))
+    other = run.prepare(nn.Linear(6, 1))
+    around = run.join_uneven_inputs([model]) if how == "joined" else LocalSGD(run, model, 2)
+    with around, pytest.raises(AccelError) as told, run.join_uneven_inputs([other]):
+        pass
+    with run.join_uneven_inputs([model]), run.join_uneven_inputs([model]):
+        pass
+    run.end_training()
+    return str(told.value)
+
+
+@pytest.mark.parametrize("how", ["local sgd", "joined"])
+def test_a_join_of_a_second_model_is_refused(how: str) -> None:
+    for told in run_processes(told_of_a_join, how):
+        assert told.startswith("join_uneven_inputs inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
+
+
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
     options = GradientAccumulationPlugin(num_steps=size, sync_each_batch=each)
     run, *parts = made(nn.Linear(6, 1), gradient_accumulation_plugin=options)
