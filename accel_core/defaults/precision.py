@@ -191,13 +191,15 @@ class Float16(_Autocast):
 
     @implements(hooks.parameters_averaged)
     def parameters_averaged(self, unit: Unit) -> None:
-        """Go on with the smallest scale, as gradients are shared again."""
+        """Go on with the smallest scale, and grow it together, as gradients are shared again."""
         scaler = unit.scaler
         if scaler is not None and scaler.is_enabled():
             self._update(scaler)
-            scale = torch.tensor(scaler.get_scale(), device="cpu")
-            self.run.collectives("control").all_reduce(scale, "min")
-            state = {**scaler.state_dict(), "scale": scale.item()}
+            state = scaler.state_dict()
+            keys = [key for key in ("scale", "_growth_tracker") if key in state]
+            told = torch.tensor([state[key] for key in keys], dtype=torch.float64, device="cpu")
+            self.run.collectives("control").all_reduce(told, "min")
+            state |= {key: type(state[key])(value) for key, value in zip(keys, told.tolist(), strict=True)}
             self._change(scaler, partial(scaler.load_state_dict, state))
 
     @implements(hooks.release)

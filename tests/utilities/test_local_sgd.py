@@ -125,6 +125,37 @@ def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest(overflows):
     assert run_processes(in_fp16, overflows) == [(1024.0, 512.0), (512.0, 512.0)]
 
 
+def grown_in_fp16():
+    scale = GradScalerKwargs(init_scale=1024.0, growth_interval=5)
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16", kwargs_handlers=[TIMEOUT, scale])
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    (unit,) = accelerator.run.units
+
+    def step(overflow):
+        accelerator.backward(model(torch.ones(2, 4)).sum() * overflow)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with LocalSGD(accelerator, model, 2) as local:
+        for number in range(4):
+            step(float("inf") if accelerator.process_index == 1 and number == 1 else 1.0)
+            local.step()
+    scales = []
+    for _ in range(5):
+        step(1.0)
+        scales.append(unit.scaler.get_scale())
+    accelerator.end_training()
+    return scales
+
+
+@together
+def test_loss_scales_grow_together_afterwards():
+    one, two = run_processes(grown_in_fp16)
+
+    assert one == two
+
+
 class Sum(nn.Module):
     def __init__(self):
         super().__init__()
