@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from hashlib import sha256
+from operator import itemgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -36,8 +37,9 @@ class LocalSGD:
     gradients again, and save. With a warning, each rank keeps its own state where it is not floating-point
     tensors (codes of 8 bits), or not the same ones on all ranks. Buffers are not averaged, and nothing is
     where a rank has the loss to itself.
-    Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others. Losses
-    are means there, and one model at a time is averaged.
+    Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others, and go
+    on with the schedule of a rank with the most steps. Losses are means there, and one model at a time is
+    averaged.
 
     Args:
         accelerator: that prepared the model.
@@ -69,7 +71,7 @@ class LocalSGD:
                 " not offer 'local_sgd'\n"
                 f"{offering('local_sgd')}; or pass enabled=False"
             )
-        self._steps = 0
+        self._steps = self._taken = 0
         self._silenced, self._inside = ExitStack(), ExitStack()
 
     def __enter__(self) -> Self:
@@ -92,6 +94,7 @@ class LocalSGD:
 
     def _count(self) -> None:
         self._steps += 1
+        self._taken += 1
         if self._steps == self.every:
             self._tell(going=True)
             self._average()
@@ -118,6 +121,7 @@ class LocalSGD:
             if stepped:
                 self._average()
         self._average_state()
+        self._share_schedules()
 
     def _tell(self, *, going: bool) -> tuple[bool, bool]:
         """Return whether a rank goes on, and whether one has steps to average.
@@ -163,6 +167,22 @@ class LocalSGD:
             largest = torch.stack([count.to(self.unit.run.device, torch.float32) for count in counts])
             for count, value in zip(counts, self._ranks.all_reduce(largest, "max"), strict=True):
                 count.copy_(value)
+
+    def _share_schedules(self) -> None:
+        """Go on with the schedule of the rank with the most steps, and with its learning rates."""
+        groups = [group for optimizer in self.unit.optimizers for group in optimizer.param_groups]
+        kinds = (int, float, tuple, torch.Tensor)
+        rates = [{key: group[key] for key in group if isinstance(group[key], kinds)} for group in groups]
+        told = self._taken, rates, [scheduler.state_dict() for scheduler in self.unit.schedulers]
+        _, rates, states = max(self._ranks.all_gather_object(told), key=itemgetter(0))
+        for scheduler, state in zip(self.unit.schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        for group, values in zip(groups, rates, strict=True):
+            for key, value in values.items():
+                if isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
 
     def _state(self) -> Iterator[tuple[torch.Tensor, str, object]]:
         for optimizer in self.unit.optimizers:

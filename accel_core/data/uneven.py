@@ -68,7 +68,7 @@ def refuse_another(run: Run, what: str, joined: Collection[Unit] = ()) -> None:
             raise AccelError(
                 f"{what} inside LocalSGD or join_uneven_inputs of {unit.name!r}: a rank that has run out of"
                 " batches (data.even_batches is off) cannot tell for which of the two the others wait\n"
-                "use one of the two (a join_uneven_inputs takes several models), or leave data.even_batches on"
+                "use one of the two (join_uneven_inputs takes several models), or leave data.even_batches on"
             )
 
 

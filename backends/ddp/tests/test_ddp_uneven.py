@@ -155,6 +155,30 @@ def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: i
     assert state[0] == 3.0
 
 
+def scheduled() -> list[Any]:
+    run, model, optimizer, loader = made(nn.Linear(6, 1))
+    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    rates = []
+    with LocalSGD(run, model, 2) as local:
+        for (x,) in loader:
+            run.backward(model(x).square().mean())
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            local.step()
+    for _ in range(2):
+        rates += [optimizer.param_groups[0]["lr"], scheduler.last_epoch]
+        run.backward(model(torch.ones(2, 6)).square().mean())
+        optimizer.step()
+        scheduler.step()
+    run.end_training()
+    return rates
+
+
+def test_ranks_go_on_with_the_schedule_of_a_rank_with_the_most_steps() -> None:
+    assert run_processes(scheduled) == [[0.01 / 8, 3, 0.01 / 16, 4]] * 2
+
+
 def told_of_items() -> str:
     run, model, _, loader = made(nn.Linear(6, 1))
     with LocalSGD(run, model, 2):
