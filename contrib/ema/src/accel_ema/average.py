@@ -122,14 +122,21 @@ class Average:
     @torch.inference_mode(False)
     @torch.no_grad()
     def share(self) -> None:
-        """Take the mean over the ranks that have stepped alone. Collective.
+        """Take the mean over the ranks that have stepped alone, and the largest of counts. Collective.
 
-        It is the average of their mean weights: an update is linear in average and weights.
+        It is the average of their mean weights: an update is linear in average and weights. A rank without
+        an update counts with its weights.
         """
         run = self.unit.run
         ranks = run.collectives(run.topology.loss_dim)
-        self._find()
-        for part in self._parts:
+        self._begin_unstepped()
+        begun = [not part.names & self._unbegun for part in self._parts]
+        counts = torch.tensor([*self.steps, *begun], dtype=torch.float64, device="cpu")
+        counts = run.collectives("control").all_reduce(counts, "max")
+        self.steps = [int(count) for count in counts[: len(self.steps)]]
+        for part, is_begun in zip(self._parts, counts[len(self.steps) :], strict=True):
+            if is_begun:
+                self._unbegun -= part.names
             for average, weight in zip(*part.lists(), strict=True):
                 average.copy_(ranks.all_reduce(average.to(weight.device), "mean"))
 
@@ -137,12 +144,7 @@ class Average:
     @torch.no_grad()
     def leaves(self) -> Mapping[str, Leaf]:
         """Return name -> the average, to be saved, or overwritten by what was saved."""
-        self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))
-        self._find()
-        self._copy_unbegun()
-        for part, steps in zip(self._parts, self.steps, strict=True):
-            if steps <= self.config.update_after:
-                part.copy_weights()
+        self._begin_unstepped()
         return self._leaves
 
     # -- in the place of the weights -------------------------------------------------------------
@@ -175,6 +177,15 @@ class Average:
             _copy(own, self._weights[name])
         self.unit.hooks.state_loaded(self.unit)
         self._held = None
+
+    def _begin_unstepped(self) -> None:
+        """Have averages that no update has begun be the weights."""
+        self.steps += [0] * (len(self.unit.optimizers) - len(self.steps))
+        self._find()
+        self._copy_unbegun()
+        for part, steps in zip(self._parts, self.steps, strict=True):
+            if steps <= self.config.update_after:
+                part.copy_weights()
 
     def _copy_unbegun(self) -> None:
         for name in self._unbegun & self._weights.keys():
