@@ -5,7 +5,7 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from zlib import crc32
 import numpy as np
 import torch
 from attrs import evolve
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
@@ -38,6 +38,23 @@ _logger = get_logger(__name__)
 
 _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
+
+
+def _indices_in(dataset: Any) -> Iterator[Any]:
+    """Yield the indices of each part of another dataset, as torch's Subset is, as arrays.
+
+    Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
+    """
+    inner = getattr(dataset, "dataset", None)
+    if inner is not None and hasattr(dataset, "indices"):
+        chosen = np.asarray(dataset.indices)
+        if not chosen.dtype.hasobject:
+            yield chosen
+    joined = getattr(dataset, "datasets", None)
+    joined = joined.values() if isinstance(joined, Mapping) else joined
+    for each in (inner, *(joined if isinstance(joined, Iterable) else ())):
+        if isinstance(each, Dataset):
+            yield from _indices_in(each)
 
 
 class _Loop(chain[Any]):
@@ -130,10 +147,8 @@ class PreparedLoader(DataLoader[Any]):
             return ""
         try:
             words = f"{len(dataset)} samples"
-            if hasattr(dataset, "dataset") and hasattr(dataset, "indices"):
-                # A part of another, as torch's Subset is: parts of random splits are equally long.
-                chosen = np.asarray(dataset.indices)
-                words += "" if chosen.dtype.hasobject else f" chosen by indices {crc32(chosen.tobytes()):08x}"
+            if chosen := [f"{crc32(indices.tobytes()):08x}" for indices in _indices_in(dataset)]:
+                words += f" chosen by indices {' '.join(chosen)}"
         except Exception:  # the dataset's own code: no length, or no indices that can be compared
             return ""
         return words

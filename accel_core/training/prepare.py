@@ -47,10 +47,9 @@ def prepare(
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
-    if plan.groups:
-        if run.world.size > 1:  # words of long datasets take time
-            brings += filter(None, (loader.data_in_words for loader in loaders.values()))
-        assemble(run, "prepare", ", ".join(brings), alike)
+    if run.world.size > 1:  # words of long datasets take time
+        brings += filter(None, (loader.data_in_words for loader in loaders.values()))
+    assemble(run, "prepare", ", ".join(brings), alike)
     for group in plan.groups:
         build_unit(group, plan, prepared)
         if prepared.trained:

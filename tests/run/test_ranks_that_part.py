@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 
 from accel_core import Accelerator
 from accel_core.distributed import watch
@@ -103,15 +103,23 @@ def prepare_other_objects(what):
     accelerator = Accelerator(device="cpu")
     first, model = accelerator.process_index == 0, nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    part = Subset(range(4), [0, 2] if first else [1, 3])
     objects: dict[str, list[object]] = {
         "optimizer": [model, optimizer] if first else [model],
         "rate": [model, torch.optim.SGD(model.parameters(), lr=0.1 if first else 0.2)],
-        "schedule": [model, optimizer, *([torch.optim.lr_scheduler.StepLR(optimizer, 1)] if first else ())],
+        "schedule": [model, optimizer, *([schedule] if first else ())],
         "loader": [model, optimizer, *([DataLoader(range(4))] if first else ())],
         "name": [model, optimizer],
         "length": [model, DataLoader(range(4 if first else 3))],
-        "split": [model, DataLoader(Subset(range(4), [0, 2] if first else [1, 3]))],
+        "split": [model, DataLoader(part)],
+        "split, in another": [model, DataLoader(Subset(part, [0, 1]))],
+        "split, joined": [model, DataLoader(ConcatDataset([part, part]))],
+        "split, without a model": [DataLoader(part)],
+        "schedule, without a model": [schedule] if first else [],
     }
+    if what == "schedule, without a model":
+        accelerator.prepare(model, optimizer)
     name = f"unit of rank {accelerator.process_index}" if what == "name" else None
     return said_by(lambda: accelerator.prepare(*objects[what], name=name))
 
@@ -298,7 +306,11 @@ def test_models_of_other_dtypes_are_not_prepared(strategy):
         ("loader", [", 1 dataloader(s)", "SGD"]),
         ("name", [", 'unit of rank 0'", ", 'unit of rank 1'"]),
         ("length", [", 4 samples\n", ", 3 samples\n"]),
-        ("split", [", 2 samples chosen by indices ", ", 2 samples chosen by indices "]),
+        ("split", [", 2 samples chosen by indices "] * 2),
+        ("split, in another", [", 2 samples chosen by indices "] * 2),
+        ("split, joined", [", 4 samples chosen by indices "] * 2),
+        ("split, without a model", [" of 1 dataloader(s), 2 samples chosen by indices "] * 2),
+        ("schedule, without a model", [" of StepLR\n", "prepare\n"]),
     ],
 )
 def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
@@ -307,7 +319,8 @@ def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
     assert said[0] == said[1]
     lines = f"{said[0]}\n".splitlines(keepends=True)
     for rank in (0, 1):
-        (line,) = [line for line in lines if line.startswith(f"  rank {rank}: prepare of Linear (float32)")]
+        (line,) = [line for line in lines if line.startswith(f"  rank {rank}: prepare")]
+        assert ("Linear (float32)" in line) == (not what.endswith("without a model"))
         assert found[rank] in line
 
 
@@ -402,12 +415,12 @@ class SlowSamples(Dataset):
         return torch.ones(2)
 
 
-def read_slowly_by_workers(accelerator):
-    for _ in accelerator.prepare(DataLoader(SlowSamples(), num_workers=1)):
+def read_slowly_by_workers(accelerator, loader):
+    for _ in loader:
         break
 
 
-def print_to_a_terminal_that_is_paused(accelerator):
+def print_to_a_terminal_that_is_paused(accelerator, loader):
     reads, writes = os.pipe()
     threading.Timer(4, lambda: os.read(reads, 1 << 20)).start()
     with os.fdopen(writes, "w") as stream, redirect_stdout(stream):
@@ -416,8 +429,9 @@ def print_to_a_terminal_that_is_paused(accelerator):
 
 def save_while_rank_0_waits_for_no_rank(folder, wait):
     accelerator, _, _ = trainer()
+    loader = accelerator.prepare(DataLoader(SlowSamples(), num_workers=1))
     if accelerator.process_index == 0:
-        wait(accelerator)
+        wait(accelerator, loader)
     return said_by(lambda: accelerator.save_state(folder))
 
 
