@@ -108,7 +108,7 @@ class Trackers:
             )
         settings = masked(_settings(config))
         for hook in self._here("tracking_started"):
-            hook.call(project, settings, options.get(hook.plugin, {}))
+            hook.call(project, _read(settings), options.get(hook.plugin, {}))
         self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
@@ -129,7 +129,7 @@ class Trackers:
         read = _read(values)  # once, since reading a tensor waits for the device
         self.run.record.log(read, step)
         for name, log in self._loggers:
-            log(dict(read), step, options.get(name, {}))
+            log(_read(read), step, options.get(name, {}))
 
     def finish(self) -> None:
         """Close the trackers, while the run goes on. A second call does nothing.
@@ -215,9 +215,16 @@ def _settings(config: Any) -> dict[str, Any]:
 
 
 def _read(value: Any) -> Any:
-    """Numbers for tensors of one element, in nested mappings; the rest as it is."""
+    """Return a copy that a tracker may keep, with numbers for tensors of one element.
+
+    Mappings, lists, arrays and tensors are copied, as the program may write to them; other objects are not.
+    """
     if isinstance(value, Mapping):
         return {str(key): _read(inner) for key, inner in value.items()}
-    if isinstance(value, Tensor) and value.numel() == 1:
+    if type(value) in (list, tuple):
+        return type(value)(map(_read, value))
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.detach().clone()
+    if isinstance(value, np.generic):
         return value.item()
-    return value.item() if isinstance(value, np.generic) else value
+    return value.copy() if isinstance(value, np.ndarray) else value

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
+import numpy as np
 import pytest
 import torch
 
@@ -143,13 +144,35 @@ def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
     accelerator.init_trackers("project")
-    images = torch.zeros(2, 2)
-    accelerator.log(
-        {"a": torch.tensor(0.5, requires_grad=True), "b": {"c": torch.tensor([2])}, "images": images}
-    )
+    accelerator.log({"a": torch.tensor(0.5, requires_grad=True), "b": {"c": torch.tensor([2])}, "more": [[3]]})
 
-    assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "images": images}, {})
+    assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "more": [[3]]}, {})
     assert type(mine.seen[-1][1]["a"]) is float
+
+
+def test_what_the_program_or_a_tracker_writes_to_later_reaches_no_other_tracker(tracked):
+    class Greedy(Mine):
+        name = "greedy"
+
+        def store_init_configuration(self, values):
+            values["model"].clear()
+
+        def log(self, values, step=None, **options):
+            values["nested"].clear()
+
+    mine = Mine()
+    accelerator = tracked([Greedy(), mine])
+    accelerator.init_trackers("project", {"model": {"depth": 2}})
+    values = {"nested": {"x": 1}, "list": [1], "array": np.ones(2), "tensor": torch.ones(2)}
+    accelerator.log(values)
+    values["nested"]["x"] = values["list"][0] = 5
+    values["array"] += 1
+    values["tensor"] += 1
+
+    (_, config), (_, kept, _) = mine.seen[-2:]
+    assert config == {"model": {"depth": 2}}
+    assert (kept["nested"], kept["list"]) == ({"x": 1}, [1])
+    assert (kept["array"].tolist(), kept["tensor"].tolist()) == ([1, 1], [1, 1])
 
 
 def test_a_tensor_is_waited_for_once_however_many_trackers_there_are(tracked):
