@@ -327,7 +327,8 @@ class Accelerator(Ranks, Training, States):
 
         Raises:
             AccelError: the trackers are started already.
-            ConfigError: `init_kwargs` names a tracker that this run does not have; `config` has no names.
+            ConfigError: `init_kwargs` names a tracker that this run does not have; `config` has no names; the
+                project's name is not text.
         """
         self.run.trackers.start(project_name, {} if config is None else config, init_kwargs or {})
 

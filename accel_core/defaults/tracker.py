@@ -49,8 +49,14 @@ class JsonLines:
     def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         _refuse(options, "init_kwargs")
         path = Path(str(self.run.config.project.logging_dir), f"{project}.jsonl")
-        self._file = LineFile(path)
-        self._file.write(run=self.run.run_id, project=project, config=config)
+        try:
+            self._file = LineFile(path)
+            self._file.write(run=self.run.run_id, project=project, config=config)
+        except OSError as error:
+            raise ConfigError(
+                f"tracker jsonl cannot write {path}: {type(error).__name__}: {error}\n"
+                "make room there, or give another logging_dir or project name"
+            ) from error
 
     @implements(hooks.log)
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:

@@ -96,10 +96,15 @@ class Trackers:
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 
-    def start(self, project: str, config: Any, options: Options) -> None:
+    def start(self, project: Any, config: Any, options: Options) -> None:
         """Open the project in each tracker of this rank."""
         self.run.require_alive()
         self._require_open()
+        if not isinstance(project, str) or not project or "\0" in project:
+            raise ConfigError(
+                f"init_trackers: the project's name is {project!r:.80}\n"
+                "give text under which trackers keep what is logged"
+            )
         self._check(options, "init_kwargs")
         if self._loggers:
             raise AccelError(

@@ -159,6 +159,17 @@ def test_a_full_disk_costs_values_and_a_warning_but_not_the_training(tmp_path, m
     assert said.startswith("tracker jsonl loses values, and training goes on")
 
 
+def test_a_file_that_cannot_be_begun_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "project.jsonl").symlink_to("/dev/full")
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"jsonl cannot write .*project.jsonl: OSError: .* No space left"):
+        accelerator.init_trackers("project")
+    with pytest.raises(ConfigError, match="File name too long.*\nmake room there, or give another"):
+        accelerator.init_trackers("x" * 300)
+
+    accelerator.init_trackers("other")
+
+
 def test_a_project_may_lie_in_a_folder(lines):
     assert len(lines({"x": 1}, project="group/one")) == 2
 

@@ -144,9 +144,9 @@ def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
     accelerator.init_trackers("project")
-    accelerator.log({"a": torch.tensor(0.5, requires_grad=True), "b": {"c": torch.tensor([2])}, "more": [[3]]})
+    accelerator.log({"a": torch.tensor(0.5, requires_grad=True), "b": {"c": torch.tensor([2])}, "d": [3]})
 
-    assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "more": [[3]]}, {})
+    assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "d": [3]}, {})
     assert type(mine.seen[-1][1]["a"]) is float
 
 
@@ -236,6 +236,14 @@ def test_log_after_the_end_is_an_error(tracked):
     accelerator.end_training()
     with pytest.raises(AccelError, match="this run has ended"):
         accelerator.log({"x": 1})
+
+
+@pytest.mark.parametrize("name", [None, 3, b"name", "", "a\0b"])
+def test_a_project_without_a_name_is_an_error(tracked, tmp_path, name):
+    with pytest.raises(ConfigError, match="the project's name is .*\ngive text"):
+        tracked("jsonl").init_trackers(name)
+
+    assert list(tmp_path.glob("*.jsonl")) == []
 
 
 def test_a_second_start_is_an_error(tracked):
