@@ -38,7 +38,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
         CheckpointError: `path` is a URL, or the disk does not take it: then it is a RuntimeError too. Where
             safetensors cannot hold it, the error is a TypeError and a ValueError too.
     """
-    if not isinstance(path, str | os.PathLike):
+    if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         _write(obj, path, safe_serialization)
         return
     target = local_path(path)
@@ -119,7 +119,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
         map_location: where tensors go: a device, or (not for safetensors) all that `torch.load` takes.
         kwargs: for `torch.load`. `weights_only=False` runs what is in the file: for your own files.
     """
-    if isinstance(f, str | os.PathLike):
+    if isinstance(f, str | os.PathLike) or not hasattr(f, "read"):
         with local_path(f).open("rb") as file:
             return load(file, map_location, **kwargs)
     start = f.read(9)

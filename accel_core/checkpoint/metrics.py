@@ -20,8 +20,13 @@ def plain_metrics(metrics: Mapping[str, Any] | None, keep_best: str | None) -> d
     keep_best: names one that must be there.
 
     Raises:
-        CheckpointError: it is missing, or one is not a number.
+        CheckpointError: it is missing, one is not a number, or they have no names.
     """
+    if not isinstance(metrics, Mapping | None):
+        raise CheckpointError(
+            f"save_state: metrics is {metrics!r:.80}, which has no names\n"
+            "give a mapping: metrics={'loss': loss}"
+        )
     named = {name: _number(name, value) for name, value in (metrics or {}).items()}
     needed = None if keep_best is None else metric_and_mode(keep_best)[0]
     if needed is not None and needed not in named:

@@ -22,13 +22,25 @@ def scheme_of(text: str) -> str | None:
     return found[1].lower() if found else None
 
 
-def local_path(given: str | os.PathLike[str]) -> Path:
+def path_text(given: object) -> str:
+    """Return a path or a URL as text.
+
+    Raises:
+        CheckpointError: it is neither.
+    """
+    text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
+    if not isinstance(text, str) or "\0" in text:
+        raise CheckpointError(f"{given!r:.80} is not a path\ngive text or a pathlib.Path")
+    return text
+
+
+def local_path(given: object) -> Path:
     """Return the file or folder that a user names; `~` is the home folder.
 
     Raises:
-        CheckpointError: it is a URL.
+        CheckpointError: it is a URL, or not a path.
     """
-    text = os.fspath(given)
+    text = path_text(given)
     if scheme := scheme_of(text):
         raise CheckpointError(
             f"{text} is a URL, and this is read and written as a local file only\n"

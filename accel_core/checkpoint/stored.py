@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 from attrs import evolve, field, frozen
 
 from accel_core.checkpoint.bound import BoundStore, NoAnswerError
-from accel_core.checkpoint.paths import scheme_of
+from accel_core.checkpoint.paths import path_text, scheme_of
 from accel_core.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
@@ -160,11 +160,11 @@ def place(given: str | os.PathLike[str] | StoredPath) -> Place:
     `~` is the home folder.
 
     Raises:
-        CheckpointError: no plugin serves the URL, or it holds a password.
+        CheckpointError: no plugin serves the URL, or it holds a password; or this is not a path.
     """
     if isinstance(given, StoredPath):
         return given
-    text = os.fspath(given)
+    text = path_text(given)
     if (scheme := scheme_of(text)) is None:
         return Path(text).expanduser()
     rest = text.partition(":")[2].lstrip("/")

@@ -32,12 +32,13 @@ Names = list[str]
 def bytes_in(size: int | str) -> int:
     """Return a size in bytes, given as a number or as in "10GB" or "500MiB"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
-    if found is None:
+    number, unit, binary = found.groups() if found else ("0", "", "")
+    limit = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    if not limit:
         raise ConfigError(
             f"max_shard_size={size!r} is not a size\ngive bytes, or text such as '10GB' or '500MiB'"
         )
-    number, unit, binary = found.groups()
-    return int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
+    return limit
 
 
 def write_weights(

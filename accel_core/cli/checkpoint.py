@@ -244,7 +244,7 @@ def export(
     """
     if form not in ("safetensors", "torch"):
         ours = {"--unit": unit, "--max-shard-size": limit}
-        given = [word for option, value in ours.items() if value for word in (option, value)]
+        given = [word for option, value in ours.items() if value is not None for word in (option, value)]
         given += ["--force"] if force else []
         _hand_over(form, "export", folder, target, *given, *more)
         return
@@ -252,7 +252,7 @@ def export(
         raise click.UsageError(f"No such option: {more[0]}")
     from accel_core.checkpoint import export as exporting
 
-    safe, size = form == "safetensors", limit or "10GB"
+    safe, size = form == "safetensors", "10GB" if limit is None else limit
     for home in exporting.export(folder, target, unit, size, safe=safe, force=force):
         print(home)
 

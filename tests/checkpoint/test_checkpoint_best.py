@@ -109,6 +109,13 @@ def test_what_is_not_a_number_is_refused(job, value):
         job().accelerator.save_state(metrics={"val_loss": value})
 
 
+def test_metrics_without_names_are_refused(job, tmp_path):
+    with pytest.raises(CheckpointError, match=r"metrics is \[0.5\], which has no names\ngive a mapping"):
+        job().accelerator.save_state(metrics=[0.5])
+
+    assert not (tmp_path / "checkpoints").exists()
+
+
 @pytest.mark.parametrize("step", ["3", 1.5, torch.zeros(2)], ids=["text", "half", "two"])
 def test_a_step_that_is_not_a_whole_number_is_refused(job, tmp_path, step):
     with pytest.raises(CheckpointError, match="step is .*, and not a whole number"):

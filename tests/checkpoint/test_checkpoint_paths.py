@@ -70,6 +70,14 @@ def test_single_files_are_local_ones(accelerator, call):
         FILES[call](accelerator, "s3://bucket/file")
 
 
+@pytest.mark.parametrize("path", [b"here", 3, None, "a\0b"], ids=repr)
+@pytest.mark.parametrize("call", [*CALLS, *FILES])
+def test_what_is_not_a_path_is_refused(accelerator, call, path):
+    if path is not None or call in FILES:
+        with pytest.raises(CheckpointError, match="is not a path\ngive text"):
+            (CALLS | FILES)[call](accelerator, path)
+
+
 def test_a_url_with_a_password_is_refused_and_not_repeated(accelerator):
     with pytest.raises(CheckpointError, match="with a password in it") as refused:
         accelerator.save_state("s3://me:secret@bucket/ck")

@@ -118,9 +118,10 @@ def test_sizes_are_written_as_people_do(size, meant):
     assert bytes_in(size) == meant
 
 
-def test_a_size_that_is_none_is_refused(accelerator, tmp_path):
-    with pytest.raises(ConfigError, match="max_shard_size='a lot' is not a size"):
-        accelerator.save_model(nn.Linear(1, 1), tmp_path, max_shard_size="a lot")
+@pytest.mark.parametrize("size", ["a lot", "", 0, "0GB", True])
+def test_a_size_that_is_none_is_refused(accelerator, tmp_path, size):
+    with pytest.raises(ConfigError, match=f"max_shard_size={size!r} is not a size"):
+        accelerator.save_model(nn.Linear(1, 1), tmp_path, max_shard_size=size)
 
 
 def test_tied_weights_are_there_once_under_their_first_name(accelerator, tmp_path):
