@@ -6,9 +6,10 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from accel_command import accel, clean_environment
+from accel_command import ACCEL, accel, clean_environment
 from generated_backends import generate_backends
 
 HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a plugin')\n"
@@ -52,6 +53,22 @@ def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys):
     assert ended.returncode == 1
     assert ended.stderr.startswith("accel: command plugin 'hello' (accel-hello 1.0) cannot be imported")
     assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no such device")
+@pytest.mark.parametrize("buffered", ["", "1"])
+@pytest.mark.parametrize("words", [["--help"], ["plugins"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_said_without_a_traceback(words, buffered):
+    variables = clean_environment({"PYTHONUNBUFFERED": buffered})
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [ACCEL, *words], env=variables, stdout=full, stderr=subprocess.PIPE, check=False
+        )
+
+    assert ended.returncode == 1
+    assert re.fullmatch(
+        r"accel: the output could not be written: .* No space left .*\n", ended.stderr.decode()
+    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
