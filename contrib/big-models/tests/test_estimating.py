@@ -30,6 +30,10 @@ class Net(nn.Module):
 def build():
     return Net()
 
+def failing():
+    return 1 / 0
+
+
 def nothing():
     return None
 """
@@ -100,6 +104,7 @@ def test_a_file_of_weights_is_a_model_too(tmp_path):
 @pytest.mark.parametrize(
     ("name", "text"),
     {
+        "my_net:failing": r"(?s)it raised an error\nTraceback .*, in failing\n.*ZeroDivisionError.*\nname a ",
         "my_net:nothing": "it returned a NoneType",
         "my_net:missing": "has no attribute 'missing'",
         "my_net:__name__": "it is a str",

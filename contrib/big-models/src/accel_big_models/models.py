@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -71,13 +73,25 @@ def _of_function(module: str, function: str) -> nn.Module:
             "name a function that takes nothing and returns a torch.nn.Module"
         )
     with empty_weights():
-        model = build()
+        model = _built(f"MODEL {module}:{function}", build)
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"MODEL {module}:{function}: it returned a {type(model).__name__}\n"
             "name a function that takes nothing and returns a torch.nn.Module"
         )
     return model
+
+
+def _built(name: str, build: Callable[[], Any]) -> Any:
+    try:
+        return build()
+    except Exception as error:  # of the user's code, of any kind
+        frames = error.__traceback__ and error.__traceback__.tb_next  # without the one here
+        told = "".join(traceback.format_exception(type(error), error, frames))
+        raise ConfigError(
+            f"{name}: it raised an error\n{told}"
+            "name a function that takes nothing and returns a torch.nn.Module"
+        ) from error
 
 
 def _of_transformers(name: str, *, trust_remote_code: bool) -> nn.Module:
