@@ -169,7 +169,7 @@ class LocalSGD:
                 count.copy_(value)
 
     def _share_schedules(self) -> None:
-        """Go on with the schedule of the rank with the most steps, and with its learning rates."""
+        """Go on with schedule and learning rates of the rank with the most steps."""
         groups = [group for optimizer in self.unit.optimizers for group in optimizer.param_groups]
         kinds = (int, float, tuple, torch.Tensor)
         rates = [{key: group[key] for key in group if isinstance(group[key], kinds)} for group in groups]

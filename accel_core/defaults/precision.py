@@ -191,7 +191,7 @@ class Float16(_Autocast):
 
     @implements(hooks.parameters_averaged)
     def parameters_averaged(self, unit: Unit) -> None:
-        """Go on with the smallest scale, and grow it together, as gradients are shared again."""
+        """Go on with the smallest scale, which grows on all ranks at once."""
         scaler = unit.scaler
         if scaler is not None and scaler.is_enabled():
             self._update(scaler)

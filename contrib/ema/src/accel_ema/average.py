@@ -122,10 +122,10 @@ class Average:
     @torch.inference_mode(False)
     @torch.no_grad()
     def share(self) -> None:
-        """Take the mean over the ranks that have stepped alone, and the largest of counts. Collective.
+        """Take the mean over the ranks that have stepped alone. Collective.
 
         It is the average of their mean weights: an update is linear in average and weights. A rank without
-        an update counts with its weights.
+        an update counts with its weights. Ranks go on with the largest of their counts.
         """
         run = self.unit.run
         ranks = run.collectives(run.topology.loss_dim)
