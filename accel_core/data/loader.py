@@ -5,7 +5,7 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,8 @@ _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_
 """Attributes that the user's loader has no use for; all others are set on it too."""
 
 
-def _indices_in(dataset: Any) -> Iterator[Any]:
-    """Yield the indices of each part of another dataset, as torch's Subset is, as arrays.
+def _indices_in(dataset: Any) -> Iterator[bytes]:
+    """Yield the indices of each part of another dataset, as torch's Subset is, as bytes.
 
     Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
     """
@@ -49,10 +49,10 @@ def _indices_in(dataset: Any) -> Iterator[Any]:
     if inner is not None and hasattr(dataset, "indices"):
         chosen = np.asarray(dataset.indices)
         if not chosen.dtype.hasobject:
-            yield chosen
+            yield chosen.tobytes()
     joined = getattr(dataset, "datasets", None)
     joined = joined.values() if isinstance(joined, Mapping) else joined
-    for each in (inner, *(joined if isinstance(joined, Iterable) else ())):
+    for each in (inner, *(joined if isinstance(joined, Sequence) else ())):
         if isinstance(each, Dataset):
             yield from _indices_in(each)
 
@@ -147,8 +147,10 @@ class PreparedLoader(DataLoader[Any]):
             return ""
         try:
             words = f"{len(dataset)} samples"
-            if chosen := [f"{crc32(indices.tobytes()):08x}" for indices in _indices_in(dataset)]:
-                words += f" chosen by indices {' '.join(chosen)}"
+            checksum = None
+            for indices in _indices_in(dataset):
+                checksum = crc32(indices, checksum or 0)
+            words += "" if checksum is None else f" chosen by indices {checksum:08x}"
         except Exception:  # the dataset's own code: no length, or no indices that can be compared
             return ""
         return words
