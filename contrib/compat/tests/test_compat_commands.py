@@ -429,6 +429,16 @@ def test_fp8_in_a_basic_config_names_what_this_machine_lacks(monkeypatch, tmp_pa
     assert "fp8 needs accel-torchao or accel-transformer-engine" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", [["config", "update"], ["to-fsdp2", "--overwrite"]], ids=" ".join)
+def test_a_file_that_is_not_yaml_is_named_and_left_alone(monkeypatch, tmp_path, command):
+    path = tmp_path / "config.yaml"
+    path.write_text("a: b: c\n")
+    monkeypatch.setattr(sys, "argv", ["accelerate", *command, "--config_file", str(path)])
+    with pytest.raises(SystemExit, match=r"(?s)mapping values are not allowed here.*config\.yaml"):
+        commands.accelerate()
+    assert path.read_text() == "a: b: c\n"
+
+
 def test_questions_that_are_left_write_nothing(monkeypatch, tmp_path, capsys):
     path = tmp_path / "config.yaml"
     monkeypatch.setattr(sys, "argv", ["accelerate", "config", "--config_file", str(path)])

@@ -145,6 +145,8 @@ def accelerate(*first: str) -> None:
 
 
 def _called(name: str, words: Sequence[str]) -> int:
+    import yaml
+
     module, _, make_parser = _PARSERS[name].partition(":")
     *above, command = name.split(" ")
     parser = argparse.ArgumentParser(" ".join(["accelerate", *above]), allow_abbrev=False)
@@ -152,7 +154,7 @@ def _called(name: str, words: Sequence[str]) -> int:
     asked = parser.parse_args([command, *words])
     try:
         asked.func(asked)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise AccelError(f"{name}: {error}\n`accelerate {name} --help` lists its flags") from error
     except click.Abort as error:
         raise AccelError(

@@ -149,7 +149,8 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
 
 def load_config(config_file: str) -> dict[str, Any]:
     """Load a config file."""
-    found: dict[str, Any] | None = yaml.safe_load(Path(config_file).read_text(encoding="utf-8"))
+    with Path(config_file).open(encoding="utf-8") as opened:  # YAML's errors name an open file
+        found: dict[str, Any] | None = yaml.safe_load(opened)
     if not found:
         raise ValueError("Config file is empty")
     return found
