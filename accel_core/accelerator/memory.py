@@ -70,13 +70,18 @@ def find_executable_batch_size(
 
     Args:
         function: takes the batch size first.
-        starting_batch_size: the first that is tried.
+        starting_batch_size: the first that is tried, 1 or more.
         reduce_batch_size_fn: gives the next size; called with the last one where it requires an argument,
             else with nothing. Default: half.
 
     Raises:
-        AccelError: no size fits, or ranks could not agree.
+        AccelError: no size fits, or ranks could not agree; or the first is no size.
     """
+    if not hasattr(starting_batch_size, "__index__") or starting_batch_size < 1:
+        raise AccelError(
+            f"find_executable_batch_size: starting_batch_size is {starting_batch_size!r}\n"
+            "give a whole number of samples, 1 or more"
+        )
     if function is None:
         return functools.partial(
             find_executable_batch_size,

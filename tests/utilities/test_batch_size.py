@@ -82,6 +82,12 @@ def test_the_error_says_what_was_tried():
         find_executable_batch_size(fits(0, []), starting_batch_size=4)()
 
 
+@pytest.mark.parametrize("size", [0, -1, 1.5, None, "8"])
+def test_what_is_no_batch_size_is_refused(size):
+    with pytest.raises(AccelError, match=r"starting_batch_size is .*\ngive a whole number"):
+        find_executable_batch_size(starting_batch_size=size)
+
+
 def test_other_errors_pass():
     tried = []
     with pytest.raises(RuntimeError, match="shapes"):
