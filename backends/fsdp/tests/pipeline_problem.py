@@ -409,6 +409,22 @@ def unprepared(kind, options):
     return said
 
 
+def hooked_with_an_input_that_requires_a_gradient(options):
+    """What is said of a hook of the whole model."""
+    accelerator = accelerator_of(**options)
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+    model.register_full_backward_hook(lambda module, inputs, outputs: None)
+    model = accelerator.prepare(model)
+
+    def loss_of_leaf(model, x):
+        return model(x.requires_grad_()).sum(), None
+
+    batches = [torch.ones(2, 6) for _ in range(4)]
+    said = complaint(lambda: accelerator.forward_backward(model, batches, loss_of_leaf, microbatches=4))
+    accelerator.end_training()
+    return said
+
+
 def tied():
     return Gpt(tied=True)
 

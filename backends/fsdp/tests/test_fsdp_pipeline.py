@@ -295,6 +295,11 @@ def test_a_backward_hook_of_a_module_in_several_stages_is_refused():
         assert said.startswith("pipeline: a backward hook of 1 is never called, as no stage has its inputs")
 
 
+def test_a_backward_hook_of_the_model_is_refused_where_its_input_requires_a_gradient():
+    said, _ = run_processes(problem.hooked_with_an_input_that_requires_a_gradient, {"pp_size": 2}, world=2)
+    assert said.startswith("pipeline: a backward hook of Sequential, whose input requires a gradient, is")
+
+
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule):
     ((plain, _),) = run_processes(problem.noised, {}, world=1)

@@ -112,6 +112,7 @@ class _Root:
                 "use accelerator.forward_backward(model, batches, forward_loss), with forward_only=True to"
                 " evaluate"
             )
+        self._refuse_backward_hooks(args)
         self._left = None
         self._running.draws.note_call()
         with nullcontext() if self._running.stage == self._last else self._without_hooks_of_users():
@@ -121,6 +122,15 @@ class _Root:
             raise Left(found.to(dtype))  # in the model's dtype, not the one that FSDP gives outputs
         self._running.draws.note_end()
         return found
+
+    def _refuse_backward_hooks(self, inputs: Sequence[Any]) -> None:
+        needs_gradient = (isinstance(each, Tensor) and each.requires_grad for each in inputs)
+        if self.__dict__["_backward_hooks"] and any(needs_gradient) and torch.is_grad_enabled():
+            raise AccelError(
+                f"pipeline: a backward hook of {type(self).__name__}, whose input requires a gradient, is"
+                " never called, as no stage has its inputs and its outputs\n"
+                "put the hook on modules inside it, or detach the input"
+            )
 
     @contextmanager
     def _without_hooks_of_users(self) -> Iterator[None]:
