@@ -142,6 +142,14 @@ def test_a_full_disk_costs_what_was_to_be_logged_and_not_the_training(board, mon
     assert len([each for each in said if "loses values" in str(each.message)]) == 1
 
 
+def test_a_folder_that_cannot_be_written_is_named_with_the_remedy(tmp_path):
+    (tmp_path / "project").touch()
+    accelerator = Accelerator(cpu=True, log_with="tensorboard", project_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"tensorboard cannot write to .*project: .*\nmake room there"):
+        accelerator.init_trackers("project")
+    accelerator.end_training()
+
+
 def test_images_go_through_the_writer_or_the_tracker(board):
     def use(accelerator):
         writer = accelerator.get_tracker("tensorboard", unwrap=True)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.utils.tensorboard import SummaryWriter
 
-from accel_core import AccelError, hooks, implements
+from accel_core import AccelError, ConfigError, hooks, implements
 
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig
@@ -55,14 +55,23 @@ class TensorBoardTracker:
     def tracking_started(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
         """`options` are arguments of SummaryWriter, such as flush_secs."""
         folder = Path(str(self.run.config.project.logging_dir), project)
-        self.writer = SummaryWriter(**{"log_dir": str(folder), **options})
+        try:
+            self.writer = SummaryWriter(**{"log_dir": str(folder), **options})
+            self._store(config)
+        except OSError as error:  # of the writer's thread
+            raise ConfigError(
+                f"tracker tensorboard cannot write to {folder}: {error}\n"
+                "make room there, or give another logging_dir or project name"
+            ) from error
+
+    def _store(self, config: Mapping[str, Any]) -> None:
         if config:
             text = json.dumps(config, indent=2, default=str, ensure_ascii=False)
-            self.writer.add_text("config", _unicode(f"```json\n{text}\n```"))
+            self.tracker.add_text("config", _unicode(f"```json\n{text}\n```"))
             # In the same folder: a sub-run of its own, as by default, would have no scalars.
             settings = {_unicode(name): _setting(value) for name, value in _flat(config)}
-            self.writer.add_hparams(settings, {}, run_name=".")
-            self.writer.flush()
+            self.tracker.add_hparams(settings, {}, run_name=".")
+            self.tracker.flush()
 
     @implements(hooks.log)
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
