@@ -105,7 +105,7 @@ class Trackers:
                 f"init_trackers: the project's name is {project!r:.80}\n"
                 "give text under which trackers keep what is logged"
             )
-        self._check(options, "init_kwargs")
+        self._check_options(options, "init_kwargs")
         if self._loggers:
             raise AccelError(
                 f"init_trackers({project!r}): the trackers of this run have been started already\n"
@@ -128,7 +128,7 @@ class Trackers:
             self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device
             return
         if options:
-            self._check(options, "log_kwargs")
+            self._check_options(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
@@ -186,6 +186,16 @@ class Trackers:
                 "call accelerator.init_trackers(project_name) first"
             )
 
+    def _check_options(self, options: Any, where: str) -> None:
+        if not isinstance(options, Mapping) or not all(
+            isinstance(each, Mapping) for each in options.values()
+        ):
+            raise ConfigError(
+                f"{where} is {options!r:.80}, and not options by the names of trackers\n"
+                f"give {where}={{'NAME': {{'OPTION': value}}}}"
+            )
+        self._check(options, where)
+
     def _check(self, named: Iterable[str], where: str) -> None:
         for name in named:
             if name not in self.names:
@@ -225,11 +235,19 @@ def _read(value: Any) -> Any:
     Mappings, lists, arrays and tensors are copied, as the program may write to them; other objects are not.
     """
     if isinstance(value, Mapping):
-        return {str(key): _read(inner) for key, inner in value.items()}
+        copied = {str(key): _read(inner) for key, inner in value.items()}
+        if len(copied) < len(value):
+            raise AccelError(
+                f"two of the names {', '.join(map(repr, value)):.80} are the same text,"
+                " and one value would be lost\ngive them other names"
+            )
+        return copied
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else value.detach().clone()
     if isinstance(value, np.generic):
         return value.item()
-    return value.copy() if isinstance(value, np.ndarray) else value
+    if isinstance(value, np.ndarray):
+        return value.copy() if value.ndim else value.item()
+    return value

@@ -221,6 +221,25 @@ def test_log_without_trackers_is_an_error_before_init_and_nothing_after(tracked)
     accelerator.log({"x": 1})
 
 
+def test_names_that_are_the_same_text_are_an_error(tracked):
+    accelerator = tracked(Mine())
+    with pytest.raises(AccelError, match=r"1, '1' are the same text"):
+        accelerator.init_trackers("project", {"layers": {1: 2, "1": 3}})
+    accelerator.init_trackers("project")
+    with pytest.raises(AccelError, match=r"1, '1' are the same text.*\ngive them other names"):
+        accelerator.log({1: 2, "1": 3})
+
+
+@pytest.mark.parametrize("options", [["mine"], {"mine": None}, {"mine": [1]}, "mine"])
+def test_options_that_have_no_names_are_an_error(tracked, options):
+    accelerator = tracked(Mine())
+    with pytest.raises(ConfigError, match=r"init_kwargs is .*, and not options by .*\ngive init_kwargs="):
+        accelerator.init_trackers("project", init_kwargs=options)
+    accelerator.init_trackers("project")
+    with pytest.raises(ConfigError, match=r"log_kwargs is .*, and not options by .*\ngive log_kwargs="):
+        accelerator.log({"x": 1}, log_kwargs=options)
+
+
 @pytest.mark.parametrize("log_with", [None, "jsonl"])
 @pytest.mark.parametrize("values", [None, "loss", 0.5, [("loss", 0.5)]])
 def test_values_without_names_are_an_error(tracked, log_with, values):
