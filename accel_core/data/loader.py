@@ -247,12 +247,10 @@ class PreparedLoader(DataLoader[Any]):
             if role in position.generators:  # torch raises where it is no state
                 torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
-        was_sequential = position.drawn is None
-        if self._plan.kind == "indexed" and midway and was_sequential != self._plan.shuffle.is_sequential:
-            orders = ("in order", "shuffled") if was_sequential else ("shuffled", "in order")
+        if midway and position.sampler not in ("", sampler := self._position().sampler):
             raise CheckpointError(
-                f"a dataloader was saved in the middle of an epoch that was read {orders[0]}, and here it is"
-                f" read {orders[1]}\n"
+                "a dataloader was saved in the middle of an epoch in the order of"
+                f" {position.sampler}, and here the order is that of {sampler}\n"
                 "resume with the sampler that it was saved with, or at the start of an epoch"
             )
         if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
@@ -398,6 +396,7 @@ class PreparedLoader(DataLoader[Any]):
             kind=plan.kind,
             epoch=progress.epoch,
             consumed=consumed if length is None else min(consumed, length),
+            sampler=plan.shuffle.name if plan.kind in ("indexed", "batches") else "",
             drawn=progress.drawn,
             draws=progress.draws,
             workers=progress.workers,

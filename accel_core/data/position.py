@@ -30,6 +30,7 @@ class Position:
         `stateful` counts rounds, and holds what the loader says itself: the same `dealt`.
     epoch: iterations over the loader that were begun before this one.
     consumed: samples, batches or rounds of this epoch, without padding.
+    sampler: name of what orders samples or batches; "" where nothing does.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
     draws: those that the user's generator of the order has made in this epoch; -1 where it has made all.
     workers: state of the generator that the seeds of this epoch's workers were drawn from.
@@ -49,6 +50,7 @@ class Position:
     kind: Kind
     epoch: int = 0
     consumed: int = 0
+    sampler: str = ""
     drawn: Drawn = None
     draws: int = -1
     workers: str | None = None

@@ -54,7 +54,7 @@ class Shuffle:
 
         Collective where the order is random. Sets `progress.drawn`.
         """
-        if self.is_sequential:
+        if type(self.items) is SequentialSampler:
             return split_head(range(len(self.items)), wanted, progress.start)
         if _plain_random(self.items) and (self.items.generator is None or self.seedable):
             return split_head(self._seeded(progress), wanted, progress.start)
@@ -68,9 +68,10 @@ class Shuffle:
             return split_head(self._order(progress), wanted, progress.start)
 
     @property
-    def is_sequential(self) -> bool:
-        """True if the order is that of the data, for which nothing is drawn."""
-        return type(self.items) is SequentialSampler
+    def name(self) -> str:
+        """The sampler's class, and whether it draws with replacement."""
+        replaces = " with replacement" if getattr(self.items, "replacement", False) else ""
+        return f"{type(self.items).__qualname__}{replaces}"
 
     def _replayed(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
         """Read the order of the user's own sampler again, as `open` does."""
@@ -170,7 +171,11 @@ class Shuffle:
         if progress.drawn is None:
             progress.drawn = self._seed(progress.epoch)
         sampler = copy.copy(self.items)
-        sampler.generator = torch.Generator().manual_seed(int(progress.drawn))
+        sampler.generator = torch.Generator()
+        if isinstance(progress.drawn, str):  # by a generator that this loader is not given any more
+            sampler.generator.set_state(decode(progress.drawn))
+        else:
+            sampler.generator.manual_seed(progress.drawn)
         return sampler  # type: ignore[no-any-return]
 
     def _seed(self, epoch: int) -> int:
