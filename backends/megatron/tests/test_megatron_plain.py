@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,36 @@ def test_a_plain_loop_steps_by_the_gradients_of_native(options: dict[str, Any], 
     assert wanted[-4:] == [-5.0, -5.0, -5.0, wanted[-1]]  # two windows of a mean input of 2.5
     for found in run_processes(stepped, "megatron", options, items):
         assert found == wanted
+
+
+def cleared_by(strategy: str, clear: str) -> list[float] | str:
+    """Weights of two steps of SGD, or the error, where gradients are cleared by `clear`."""
+    ours = accelerator(strategy=strategy)
+    torch.manual_seed(0)
+    given = nn.Linear(3, 1)
+    model, optimizer = ours.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    for number in range(1, 3):
+        try:
+            ours.backward(model(torch.full((2, 3), float(number))).square().mean())
+            optimizer.step()
+        except AccelError as error:
+            return str(error)
+        clears = {"model": model.zero_grad, "model to 0": partial(model.zero_grad, set_to_none=False)}
+        clears.get(clear, lambda: None)()
+    return [float(each) for each in whole(ours, model)["weight"].flatten()]
+
+
+@pytest.mark.parametrize("clear", ["model", "model to 0"])
+def test_zero_grad_of_the_model_clears_gradients(clear: str) -> None:
+    (wanted,) = run_processes(cleared_by, "single", clear, world=1)
+    for found in run_processes(cleared_by, "megatron", clear):
+        assert found == pytest.approx(wanted, abs=1e-6)
+
+
+def test_gradients_of_a_step_that_are_not_cleared_are_refused() -> None:
+    """megatron-core would reduce what is reduced already, and add it to itself."""
+    for said in run_processes(cleared_by, "megatron", "nothing"):
+        assert said.startswith("megatron: backward came after optimizer.step() without zero_grad()")
 
 
 class Buffers(nn.Module):

@@ -89,6 +89,14 @@ class Engine(nn.Module):
             each.train(mode)
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zero the gradients, which are in buffers of megatron-core's."""
+        super().zero_grad(set_to_none)
+        clear = self.unit and self.unit.steps.zero_grad
+        if self.unit and clear:
+            for optimizer in self.unit.optimizers:
+                clear(self.unit, optimizer, set_to_none)
+
     def own_layers(self) -> Iterator[tuple[str, nn.Module]]:
         """Modules that compute on this rank, by their names in the whole model."""
         for chunk in self.chunks.raw:

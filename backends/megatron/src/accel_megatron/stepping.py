@@ -37,6 +37,11 @@ _ADDED: Final = (
     " megatron-core cannot reduce gradients twice\n"
     "clip or unscale once, just before optimizer.step()"
 )
+_KEPT: Final = (
+    "megatron: backward came after optimizer.step() without zero_grad() in between, and megatron-core"
+    " still holds the gradients of that step, which it cannot reduce twice\n"
+    "call zero_grad() of the prepared optimizer or model after each step"
+)
 
 
 def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | None:
@@ -73,6 +78,8 @@ class Stepper:
         """True if the gradients were clipped already."""
         self.told = False
         """True if a backward went through core since gradients were dropped."""
+        self.kept = False
+        """True if gradients of a step were not dropped yet."""
         groups = _groups_of(unit, self.user_optimizer, chunks)
         # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
@@ -140,6 +147,8 @@ class Stepper:
 
         if self.ready is not None:
             raise AccelError(_ADDED)
+        if self.kept:
+            raise AccelError(_KEPT)
         chunks, is_empty = self.chunks.run, not self._has_gradients()
         if is_empty and chunks[0].ddp_config.overlap_grad_reduce:
             raise AccelError(_NO_GRADIENT)
@@ -167,6 +176,7 @@ class Stepper:
             self.edits.note()
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
+        self.kept = True
         return finite
 
     def _training(self) -> list[nn.Parameter]:
@@ -211,7 +221,7 @@ class Stepper:
         for chunk in self.chunks.run:
             chunk.zero_grad_buffer()
         self.inner.zero_grad()
-        self.told, self._dropped = False, self._versions()
+        self.told, self.kept, self._dropped = False, False, self._versions()
         self.forget()
 
     def forget(self) -> None:
