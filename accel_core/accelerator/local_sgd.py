@@ -174,6 +174,7 @@ class LocalSGD:
         kinds = (int, float, tuple, torch.Tensor)
         rates = [{key: group[key] for key in group if isinstance(group[key], kinds)} for group in groups]
         told = self._taken, rates, [scheduler.state_dict() for scheduler in self.unit.schedulers]
+        self._taken = 0
         _, rates, states = max(self._ranks.all_gather_object(told), key=itemgetter(0))
         for scheduler, state in zip(self.unit.schedulers, states, strict=True):
             scheduler.load_state_dict(state)

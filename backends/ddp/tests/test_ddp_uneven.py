@@ -179,6 +179,26 @@ def test_ranks_go_on_with_the_schedule_of_a_rank_with_the_most_steps() -> None:
     assert run_processes(scheduled) == [[0.01 / 8, 3, 0.01 / 16, 4]] * 2
 
 
+def scheduled_twice() -> int:
+    run, model, optimizer, _ = made(nn.Linear(6, 1))
+    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+    local = LocalSGD(run, model, 2)
+    for steps in [(3, 1), (2, 3)]:
+        with local:
+            for _ in range(steps[run.process_index]):
+                run.backward(model(torch.ones(2, 6)).square().mean())
+                optimizer.step()
+                scheduler.step()
+                local.step()
+    found: int = scheduler.last_epoch
+    run.end_training()
+    return found
+
+
+def test_steps_of_a_block_before_do_not_choose_the_schedule() -> None:
+    assert run_processes(scheduled_twice) == [3 + 3] * 2
+
+
 def told_of_items() -> str:
     run, model, _, loader = made(nn.Linear(6, 1))
     with LocalSGD(run, model, 2):
