@@ -41,7 +41,7 @@ _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_
 
 
 def _indices_in(dataset: Any) -> Iterator[bytes]:
-    """Yield the indices of each part of another dataset, as torch's Subset is, as bytes.
+    """Yield, as bytes, the indices of each part of another dataset (a Subset).
 
     Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
     """
