@@ -178,6 +178,12 @@ def test_a_torch_files_weights_are_written_once_in_their_dtype(tmp_path, x):
         load_checkpoint_in_model(empty(), tmp_path / "model.bin", DISK)
 
 
+@pytest.mark.parametrize("device_map", [{}, {"0": "cpu", "1": "cpu"}], ids=str)
+def test_weights_that_a_map_leaves_out_are_refused(checkpoint, device_map):
+    with pytest.raises(ValueError, match=r"\w doesn't have any device set\.\nname its module"):
+        load_checkpoint_in_model(empty(), checkpoint, device_map)
+
+
 @pytest.mark.parametrize("name", ["0.weight", "1.weight"])
 @pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
 def test_a_file_with_one_name_of_a_tied_weight_fills_both(tmp_path, name, device_map):

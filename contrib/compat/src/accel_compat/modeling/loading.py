@@ -198,9 +198,13 @@ def _files(checkpoint: Path) -> Iterator[Path]:
 
 
 def _device(name: str, device_map: Mapping[str, Any] | None, old: torch.Tensor) -> Any:
-    """Find a tensor's device: its module's in the map, else the tensor's own."""
-    place = find_place(name, device_map or {})
-    return place if place is not None else "cpu" if old.is_meta else old.device
+    """Find a tensor's device in the map; without a map, the tensor's own."""
+    if device_map is None:
+        return "cpu" if old.is_meta else old.device
+    place = find_place(name, device_map)
+    if place is None:
+        raise ValueError(f"{name} doesn't have any device set.\nname its module in the device_map")
+    return place
 
 
 def _dtype(name: str, asked: Any, value: torch.Tensor, kept: Sequence[str]) -> Any:
