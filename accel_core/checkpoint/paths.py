@@ -29,7 +29,7 @@ def path_text(given: object) -> str:
         CheckpointError: it is neither.
     """
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
-    if not isinstance(text, str) or "\0" in text:
+    if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"{given!r:.80} is not a path\ngive text or a pathlib.Path")
     return text
 

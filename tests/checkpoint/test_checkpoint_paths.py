@@ -70,7 +70,7 @@ def test_single_files_are_local_ones(accelerator, call):
         FILES[call](accelerator, "s3://bucket/file")
 
 
-@pytest.mark.parametrize("path", [b"here", 3, None, "a\0b"], ids=repr)
+@pytest.mark.parametrize("path", [b"here", 3, None, "", "a\0b"], ids=repr)
 @pytest.mark.parametrize("call", [*CALLS, *FILES])
 def test_what_is_not_a_path_is_refused(accelerator, call, path):
     if path is not None or call in FILES:
@@ -116,7 +116,7 @@ def test_home_is_expanded_in_the_projects_folder(tmp_path, monkeypatch):
 def test_the_working_folder_is_not_replaced(accelerator, tmp_path, monkeypatch):
     accelerator.save_state(tmp_path / "ck")
     monkeypatch.chdir(tmp_path / "ck")
-    for path in (".", "", tmp_path / "ck"):
+    for path in (".", tmp_path / "ck"):
         with pytest.raises(CheckpointError, match=r"working folder.*\nsave to a folder in it"):
             accelerator.save_state(path)
     accelerator.load_state(".")
