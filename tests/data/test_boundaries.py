@@ -185,10 +185,11 @@ def test_the_length_of_a_loader_that_skips_holds_inside_its_loop():
         assert [len(skipping) for _ in skipping] == [2, 2]
 
 
-def test_less_than_no_batches_cannot_be_skipped():
+@pytest.mark.parametrize("number", [-1, 1.5, "2", None])
+def test_what_is_no_number_of_batches_cannot_be_skipped(number):
     for loader in (prepared(numbers(12))[0], numbers(12)(0)):
-        with pytest.raises(ConfigError, match="give 0 or more"):
-            skip_first_batches(loader, -1)
+        with pytest.raises(ConfigError, match="batches cannot be left out\ngive a whole number, 0 or more"):
+            skip_first_batches(loader, number)
 
 
 # -- the current iteration -----------------------------------------------------------------------
