@@ -333,6 +333,36 @@ def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
         assert "(0.weight)" in said
 
 
+def frozen_later(stage: int) -> str | bool:
+    """Whether weights move that are frozen after a step of AdamW; or the error."""
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for trains in (True, False):
+        first = ours.unwrap_model(model)[0].requires_grad_(trains)
+        before = first.weight.clone()
+        ours.backward(model(torch.ones(2, 4)).square().sum())
+        try:
+            optimizer.step()
+        except AccelError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return not torch.equal(before, first.weight)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_parameter_that_is_frozen_after_prepare_does_not_move(stage: int) -> None:
+    """DeepSpeed's engine would go on by its moments and decay, but in stage 0; in stage 3 backward fails."""
+    (found,) = run_processes(frozen_later, stage, world=1)
+    if stage == 0:
+        assert found is False
+    else:
+        assert str(found).startswith(
+            "DeepSpeed: 2 parameter(s) were trained when the model was prepared and are"
+        )
+        assert "(0.weight)" in str(found)
+
+
 def lowered(kind: str) -> tuple[list[float], torch.Tensor]:
     from deepspeed.ops.adam import FusedAdam
 

@@ -175,12 +175,12 @@ def test_a_model_in_16_bits_answers_in_float32(optimizes: bool) -> None:
     assert run_processes(answered, optimizes, world=1) == ["torch.float32"]
 
 
-def unfrozen() -> list[str]:
+def changed(begins: bool) -> list[str]:
     ours, said = accelerator(), []
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    model[0].requires_grad_(False)
-    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for trains in (False, True):
+    model[0].requires_grad_(begins)
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    for trains in (begins, not begins):
         ours.unwrap_model(model)[0].requires_grad_(trains)
         ours.backward(model(torch.ones(2, 4)).square().sum())
         try:
@@ -193,9 +193,19 @@ def unfrozen() -> list[str]:
 
 def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
     """megatron-core would leave it as it is, without a word."""
-    (found,) = run_processes(unfrozen, world=1)
+    (found,) = run_processes(changed, False, world=1)
     assert len(found) == 1
     assert found[0].startswith("True megatron: 2 parameter(s) were frozen")
+    assert "(0.weight)" in found[0]
+
+
+def test_a_parameter_that_is_frozen_after_prepare_is_refused() -> None:
+    """megatron-core would go on by its moments and decay."""
+    (found,) = run_processes(changed, True, world=1)
+    assert len(found) == 1
+    assert found[0].startswith(
+        "False megatron: 2 parameter(s) were trained when the model was prepared and are"
+    )
     assert "(0.weight)" in found[0]
 
 

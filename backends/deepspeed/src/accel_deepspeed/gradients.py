@@ -115,14 +115,17 @@ class Gradients:
 
     0: no more, as they are clipped already.
     """
+    _steps_frozen = False
+    """True if a step moves parameters that were frozen since the engine was made."""
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = max_norm
         self.fixed = fixed
         self.engine, self.optimizer = engine, engine.optimizer
         named = dict(engine.module.named_parameters())
-        self.trained = frozenset(id(p) for p in named.values() if p.requires_grad)
-        self.frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self._training = {name: p for name, p in named.items() if p.requires_grad}
+        self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
+        self.trained = frozenset(map(id, self._training.values()))
         self._reduce = self._take_over()
         # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
@@ -237,6 +240,7 @@ class Gradients:
     def step(self) -> bool:
         """Clip as was asked, and have the engine step; whether it did. Collective."""
         self._refuse_unfrozen()
+        self._refuse_frozen()
         if not self._is_reduced:  # the model's own `zero_grad` came after
             self.reduce()
         self.clip(self.configured if self._asked is None else self._asked)
@@ -246,12 +250,21 @@ class Gradients:
         return bool(self.engine.was_step_applied())
 
     def _refuse_unfrozen(self) -> None:
-        late = [name for name, parameter in self.frozen.items() if parameter.requires_grad]
+        late = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
         if late:
             raise AccelError(
                 f"DeepSpeed: {len(late)} parameter(s) were frozen when the model was prepared and train now"
                 f" ({late[0]}): its engine does not step them\n"
                 "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
+
+    def _refuse_frozen(self) -> None:
+        late = [name for name, parameter in self._training.items() if not parameter.requires_grad]
+        if late and self._steps_frozen:
+            raise AccelError(
+                f"DeepSpeed: {len(late)} parameter(s) were trained when the model was prepared and are frozen"
+                f" now ({late[0]}): its engine still moves them by their moments and decay\n"
+                "freeze before prepare, or call accelerator.free_memory() and prepare the model again"
             )
 
     def clip(self, max_norm: float) -> None:
@@ -273,6 +286,8 @@ class Masters(Gradients):
     Whole, in the optimizer.
     """
 
+    _steps_frozen = True
+
     @property
     def has_any(self) -> bool:
         return super().has_any or any(map(any, self.optimizer.fp32_groups_has_gradients))
@@ -287,6 +302,8 @@ class Masters(Gradients):
 
 class WholeWeights(Gradients):
     """Stages 1 and 2: this rank's share of each group, in the optimizer."""
+
+    _steps_frozen = True
 
     _taken = False
     """True if a backward has brought gradients to stage 2 or 3.

@@ -84,7 +84,8 @@ class Stepper:
         # Parameters in no group are not trained, as in the user's optimizer.
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
-        self.unit, self.trained = unit, frozenset(map(id, self._training()))
+        self.unit = unit
+        self._trained = {id(parameter): parameter for parameter in self._training()}
         self.make(run, plugin, groups)
         self._dropped = self._versions()
         held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
@@ -166,6 +167,7 @@ class Stepper:
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
         self._refuse_unfrozen()
+        self._refuse_frozen()
         self.edits.take_over()
         finite = self.prepare()
         if finite:
@@ -183,14 +185,26 @@ class Stepper:
         return [p for group in self.user_optimizer.param_groups for p in group["params"] if p.requires_grad]
 
     def _refuse_unfrozen(self) -> None:
-        late = [parameter for parameter in self._training() if id(parameter) not in self.trained]
+        late = [parameter for parameter in self._training() if id(parameter) not in self._trained]
         if late:
-            names = {id(parameter): name for name, parameter in self.unit.named_parameters().items()}
             raise AccelError(
                 f"megatron: {len(late)} parameter(s) were frozen when the model was prepared and train now"
-                f" ({names.get(id(late[0]), 'of a new group')}): megatron-core does not step them\n"
+                f" ({self._name(late[0])}): megatron-core does not step them\n"
                 "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
             )
+
+    def _refuse_frozen(self) -> None:
+        late = [parameter for parameter in self._trained.values() if not parameter.requires_grad]
+        if late:
+            raise AccelError(
+                f"megatron: {len(late)} parameter(s) were trained when the model was prepared and are frozen"
+                f" now ({self._name(late[0])}): megatron-core still moves them by their moments and decay\n"
+                "freeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
+
+    def _name(self, parameter: nn.Parameter) -> str:
+        names = {id(each): name for name, each in self.unit.named_parameters().items()}
+        return names.get(id(parameter), "of a new group")
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to this norm; return the norm before. Collective.
