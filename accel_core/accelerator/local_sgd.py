@@ -171,8 +171,11 @@ class LocalSGD:
     def _share_schedules(self) -> None:
         """Go on with schedule and learning rates of the rank with the most steps."""
         groups = [group for optimizer in self.unit.optimizers for group in optimizer.param_groups]
-        kinds = (int, float, tuple, torch.Tensor)
-        rates = [{key: group[key] for key in group if isinstance(group[key], kinds)} for group in groups]
+        rates: list[dict[str, object]] = [
+            {key: value for key, value in group.items() if isinstance(value, (int, float, tuple))}
+            | {key: value.cpu() for key, value in group.items() if isinstance(value, torch.Tensor)}
+            for group in groups
+        ]
         told = self._taken, rates, [scheduler.state_dict() for scheduler in self.unit.schedulers]
         self._taken = 0
         _, rates, states = max(self._ranks.all_gather_object(told), key=itemgetter(0))
