@@ -209,6 +209,25 @@ def test_a_parameter_that_is_frozen_after_prepare_is_refused() -> None:
     assert "(0.weight)" in found[0]
 
 
+def added() -> str:
+    ours = accelerator()
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, optimizer = ours.prepare(model, torch.optim.AdamW(model[1].parameters(), lr=0.1))
+    optimizer.add_param_group({"params": list(ours.unwrap_model(model)[0].parameters())})
+    ours.backward(model(torch.ones(2, 4)).square().sum())
+    try:
+        optimizer.step()
+    except AccelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_a_group_that_is_added_after_prepare_is_refused() -> None:
+    """megatron-core would leave its weights as they are, without a word."""
+    (found,) = run_processes(added, world=1)
+    assert found.startswith("megatron: 2 parameter(s) came into the optimizer after prepare (0.weight)")
+
+
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": lambda weight: weight.detach().fill_(0.5),
     "data": lambda weight: weight.data.fill_(0.5),

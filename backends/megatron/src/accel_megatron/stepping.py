@@ -86,6 +86,7 @@ class Stepper:
             parameter.requires_grad_(parameter in groups)
         self.unit = unit
         self._trained = {id(parameter): parameter for parameter in self._training()}
+        self._grouped = {id(parameter) for parameter in self._in_groups()}
         self.make(run, plugin, groups)
         self._dropped = self._versions()
         held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
@@ -166,6 +167,7 @@ class Stepper:
 
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
+        self._refuse_added()
         self._refuse_unfrozen()
         self._refuse_frozen()
         self.edits.take_over()
@@ -181,8 +183,20 @@ class Stepper:
         self.kept = True
         return finite
 
+    def _in_groups(self) -> list[nn.Parameter]:
+        return [p for group in self.user_optimizer.param_groups for p in group["params"]]
+
     def _training(self) -> list[nn.Parameter]:
-        return [p for group in self.user_optimizer.param_groups for p in group["params"] if p.requires_grad]
+        return [parameter for parameter in self._in_groups() if parameter.requires_grad]
+
+    def _refuse_added(self) -> None:
+        late = [parameter for parameter in self._in_groups() if id(parameter) not in self._grouped]
+        if late:
+            raise AccelError(
+                f"megatron: {len(late)} parameter(s) came into the optimizer after prepare"
+                f" ({self._name(late[0])}): megatron-core does not step them\n"
+                "add the group before prepare, or call accelerator.free_memory() and prepare again"
+            )
 
     def _refuse_unfrozen(self) -> None:
         late = [parameter for parameter in self._training() if id(parameter) not in self._trained]
@@ -204,7 +218,7 @@ class Stepper:
 
     def _name(self, parameter: nn.Parameter) -> str:
         names = {id(each): name for name, each in self.unit.named_parameters().items()}
-        return names.get(id(parameter), "of a new group")
+        return names.get(id(parameter), "of another model")
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to this norm; return the norm before. Collective.
