@@ -5,20 +5,19 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
-import numpy as np
 import torch
 from attrs import evolve
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
 from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
 from accel_core.data.epoch import EpochSource
+from accel_core.data.fingerprint import fingerprint
 from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
@@ -38,23 +37,6 @@ _logger = get_logger(__name__)
 
 _OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
-
-
-def _indices_in(dataset: Any) -> Iterator[bytes]:
-    """Yield, as bytes, the indices of each part of another dataset (a Subset).
-
-    Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
-    """
-    inner = getattr(dataset, "dataset", None)
-    if inner is not None and hasattr(dataset, "indices"):
-        chosen = np.asarray(dataset.indices)
-        if not chosen.dtype.hasobject:
-            yield chosen.tobytes()
-    joined = getattr(dataset, "datasets", None)
-    joined = joined.values() if isinstance(joined, Mapping) else joined
-    for each in (inner, *(joined if isinstance(joined, Sequence) else ())):
-        if isinstance(each, Dataset):
-            yield from _indices_in(each)
 
 
 class _Loop(chain[Any]):
@@ -142,18 +124,9 @@ class PreparedLoader(DataLoader[Any]):
     @property
     def data_in_words(self) -> str:
         """Data that all ranks must have alike, to read shares of it; "" if unknown."""
-        dataset: Any = self.dataset
         if self._plan.dispatches or self._plan.sampler is None:
             return ""
-        try:
-            words = f"{len(dataset)} samples"
-            checksum = None
-            for indices in _indices_in(dataset):
-                checksum = crc32(indices, checksum or 0)
-            words += "" if checksum is None else f" chosen by indices {checksum:08x}"
-        except Exception:  # the dataset's own code: no length, or no indices that can be compared
-            return ""
-        return words
+        return fingerprint(self.dataset)
 
     def __len__(self) -> int:
         return max(0, self._whole_length() - (self._skip or self._skipped))
@@ -242,15 +215,16 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: the loader cannot go on there; the error names what has changed.
         """
-        position = Position.from_json(state, self._position())
+        here = self._position()
+        position = Position.from_json(state, here)
         for role, generator in self._plan.generators.items():
             if role in position.generators:  # torch raises where it is no state
                 torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
-        if midway and position.sampler not in ("", sampler := self._position().sampler):
+        if midway and position.sampler not in ("", here.sampler):
             raise CheckpointError(
                 "a dataloader was saved in the middle of an epoch in the order of"
-                f" {position.sampler}, and here the order is that of {sampler}\n"
+                f" {position.sampler}, and here the order is that of {here.sampler}\n"
                 "resume with the sampler that it was saved with, or at the start of an epoch"
             )
         if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
