@@ -13,7 +13,8 @@ from torch.utils.data import Dataset
 def fingerprint(dataset: Any) -> str:
     """Return a map-style dataset's length, and a checksum of its indices.
 
-    Those are of the parts that it takes of other datasets. "" where its own code gives no length, or no indices that can be compared.
+    Those are of the parts that it takes of other datasets. "" where its own code gives no length, or no
+    indices that can be compared.
     """
     try:
         words = f"{len(dataset)} samples"
