@@ -114,9 +114,10 @@ class States:
         other arguments as of `save_state`.
 
         Raises:
-            CheckpointError: as `save_state`; or the ranks cannot agree when to stop, as one is gone.
+            CheckpointError: as `save_state`, at the first call if nothing can be saved to `output_dir`; or
+                the ranks cannot agree when to stop, as one is gone.
         """
-        if not self.run.checkpoints.is_preempted(signals):
+        if not self.run.checkpoints.is_preempted(signals, lambda: self._saved_directory(output_dir)):
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
         unmeasured = {metric_and_mode(best)[0]: math.nan} if best else None
@@ -158,6 +159,14 @@ class States:
             )
         loaded = self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
         return None if loaded is None else told(loaded)
+
+    def _saved_directory(self, given: str | os.PathLike[str] | None) -> None:
+        """Refuse a directory that a save would refuse."""
+        directory = self._checkpoint_directory(given, "save_on_preemption")
+        if isinstance(directory, Path):
+            from accel_core.checkpoint.commit import refuse_others  # late: start-up need not wait for it
+
+            refuse_others(Path(os.path.realpath(directory)))
 
     def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Place | None:
         from accel_core.checkpoint.stored import place  # late: start-up need not wait for it

@@ -67,16 +67,10 @@ def partial_folder(target: Path, save_id: str) -> Path:
     return target.parent / f".{target.name}.{save_id}.partial"
 
 
-def begin(target: Path, save_id: str, size: int) -> str | None:
-    """Make the folder to write `size` bytes into.
+def refuse_others(target: Path) -> None:
+    """Raise CheckpointError where a save must not write.
 
-    Returns the id of the save in the target.
-
-    From now on this process writes the save, until `end_writing`.
-
-    Raises:
-        CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process;
-            or its disk has no room.
+    That is over what is not a checkpoint, and over the working folder of this process.
     """
     if _is_working_folder(target):
         raise CheckpointError(
@@ -90,6 +84,20 @@ def begin(target: Path, save_id: str, size: int) -> str | None:
             "save to another folder, or move this one away",
             path=str(target),
         )
+
+
+def begin(target: Path, save_id: str, size: int) -> str | None:
+    """Make the folder to write `size` bytes into.
+
+    Returns the id of the save in the target.
+
+    From now on this process writes the save, until `end_writing`.
+
+    Raises:
+        CheckpointError: the target exists and is not a checkpoint, or is the working folder of this process;
+            or its disk has no room.
+    """
+    refuse_others(target)
     begin_writing(save_id)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -182,12 +182,12 @@ class CheckpointSession:
         if self._saver is not None:
             self._saver.wait(patience)
 
-    def is_preempted(self, signals: Sequence[int]) -> bool:
+    def is_preempted(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
         """Ask whether all ranks stop now, because one was told to.
 
         All ask, after each step.
 
-        The first call begins to watch for these signals.
+        The first call begins to watch for these signals, once `check` has not raised.
 
         Raises:
             CheckpointError: a rank does not answer.
@@ -195,7 +195,7 @@ class CheckpointSession:
         from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
 
         if self._preemption is None:
-            self.run.require_alive()
+            check()
             self._preemption = Preemption(self.run, signals)
         # A checkpoint holds no gradients: within a window there is nothing to ask yet.
         self._is_preempted = all(unit.window.boundary for unit in self.run.units) and self._preemption.due()

@@ -51,7 +51,7 @@ def _train(folder: Path) -> None:
 def window(folder: str) -> list[bool]:
     """What it says at each micro-batch of a window, after the signal."""
     job = Job(gradient_accumulation_steps=3)
-    said = [job.accelerator.save_on_preemption(folder)]
+    said = [job.accelerator.save_on_preemption(Path(folder) / "here")]
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(1)
     for _ in range(3):
@@ -90,7 +90,7 @@ def finished(folder: str) -> bool:
 def alone(folder: str) -> None:
     """One process whose loop ends before it is told to stop."""
     job = Job()
-    assert not job.accelerator.save_on_preemption(folder)
+    assert not job.accelerator.save_on_preemption(Path(folder) / "here")
     os.kill(os.getpid(), signal.SIGTERM)
     job.accelerator.end_training()
 

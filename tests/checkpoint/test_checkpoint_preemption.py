@@ -5,6 +5,7 @@ from __future__ import annotations
 import preemption_job
 import pytest
 
+from accel_core import Accelerator, CheckpointError
 from accel_testing.processes import run_processes
 
 
@@ -24,6 +25,26 @@ def test_one_process_saves_and_says_so(tmp_path):
     ((end,),) = run(preemption_job.told, tmp_path, 0, 1, 7, world=1)
     assert end["saved"]
     assert end["same"]
+
+
+@pytest.mark.parametrize(
+    ("directory", "text"),
+    [
+        (None, "save_on_preemption was given no path"),
+        (3, "3 is not a path"),
+        ("nowhere://bucket/run", "nowhere"),
+        (".", "is the working folder of this process"),
+        ("other", "other exists and is not a checkpoint"),
+    ],
+)
+def test_the_first_call_refuses_what_nothing_can_be_saved_to(tmp_path, monkeypatch, directory, text):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes").touch()
+    monkeypatch.chdir(tmp_path)
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CheckpointError, match=text):
+        accelerator.save_on_preemption(directory)
+    accelerator.end_training()
 
 
 def test_inside_a_window_it_waits_for_the_boundary(tmp_path):
