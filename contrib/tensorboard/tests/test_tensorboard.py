@@ -54,6 +54,11 @@ def test_nested_names_are_joined_and_none_is_left_out(board):
     assert events.Tags()["scalars"] == ["eval/a/f1"]
 
 
+def test_two_values_of_one_name_are_refused(board):
+    with pytest.raises(AccelError, match="two values called 'eval/loss'\ngive them other names"):
+        board(lambda accelerator: accelerator.log({"eval/loss": 1, "eval": {"loss": 2}}))
+
+
 def test_what_is_not_finite_stays_so(board):
     events = board(lambda accelerator: accelerator.log({"loss": float("inf")}))
 

@@ -38,6 +38,13 @@ def test_the_run_begins_with_the_first_log_and_has_the_settings(notes):
     ]
 
 
+def test_two_values_of_one_name_are_refused(notes):
+    with pytest.raises(
+        AccelError, match="two values are called 'eval/loss', and one would be lost\ngive them"
+    ):
+        started(notes()).log({"eval/loss": 1, "eval": {"loss": 2}}, 0, {})
+
+
 def test_a_run_in_which_nothing_is_logged_still_has_its_settings(notes):
     tracker = started(notes(), {"lr": 0.1})
     tracker.run_ended()

@@ -126,10 +126,19 @@ class TensorBoardTracker:
             warnings.warn(text, stacklevel=2)
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    names: set[str] = set()
+    for name, value in _joined(values, ""):
+        if name in names:
+            raise AccelError(f"tensorboard would have two values called {name!r:.80}\ngive them other names")
+        names.add(name)
+        yield name, value
+
+
+def _joined(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
+            yield from _joined(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 

@@ -12,14 +12,31 @@ from typing import Any
 
 from torch import Tensor
 
+from accel_core import AccelError
+
 __all__ = ["as_csv", "as_identifier", "as_images", "described", "flat", "is_finite", "plain"]
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(name, value) of each value, `OUTER/INNER` in nested mappings."""
+def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """(name, value) of each value, `OUTER/INNER` in nested mappings.
+
+    Raises:
+        AccelError: two have one name.
+    """
+    names: set[str] = set()
+    for name, value in _joined(values, ""):
+        if name in names:
+            raise AccelError(
+                f"two values are called {name!r:.80}, and one would be lost\ngive them other names"
+            )
+        names.add(name)
+        yield name, value
+
+
+def _joined(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}/")
+            yield from _joined(value, f"{prefix}{key}/")
         else:
             yield f"{prefix}{key}", value
 
