@@ -177,10 +177,17 @@ def broadcast_object_list(
 
     Raises:
         CollectiveError: another rank calls something else, or `from_process` cannot pickle its items.
+        TypeError: it is not a list.
         ValueError: the world has no such rank.
     """
     operation = f"broadcast_object_list from {from_process}"
     with collective_call(run or current(), "world", operation, object_list, objects=True) as call:
+        with call.local():
+            if not isinstance(object_list, list):
+                raise TypeError(
+                    f"broadcast_object_list: items of a {type(object_list).__name__} cannot be replaced\n"
+                    "give a list"
+                )
         call.check_rank(from_process)
         object_list[:] = call.one_object(object_list, from_process)
         return object_list
@@ -285,7 +292,7 @@ def split_between_processes(
     """Give this reader's contiguous part of a sequence, tensor, array or dict.
 
     Not collective. Sequences are lists, tuples and ranges, and tables that `select` rows, as datasets do. The
-    values of a dict are split alike.
+    values of a dict are split alike, and so are those of dicts in it.
 
     The first readers get one item more where the length does not divide.
     apply_padding: repeat the last item, so that all readers have equally many.
@@ -295,12 +302,13 @@ def split_between_processes(
         TypeError: there are several readers, and something else to split: each would get all of it.
     """
     topology = (run or current()).topology
-    if isinstance(inputs, Mapping) and len({len(value) for value in inputs.values()}) > 1:
+    lengths = {*_lengths(inputs)} if isinstance(inputs, Mapping) else set()
+    if len(lengths) > 1:
         raise ValueError("split_between_processes: all values of the dict must have the same length")
     if topology.readers == 1:
         yield inputs
         return
-    length = len(next(iter(inputs.values()), ())) if isinstance(inputs, Mapping) else len(inputs)
+    length = max(lengths, default=0) if isinstance(inputs, Mapping) else len(inputs)
     share, extra = divmod(length, topology.readers)
     start = topology.reader * share + min(topology.reader, extra)
     stop = start + share + (topology.reader < extra)
@@ -345,6 +353,14 @@ def _reducible(tensor: Tensor, reduction: Reduction) -> Tensor:
     if dtype.is_floating_point and dtype.itemsize < 4:
         return tensor.float()
     return tensor.to(_WIDER.get(dtype, dtype))
+
+
+def _lengths(values: Mapping[Any, Any]) -> Iterator[int]:
+    for value in values.values():
+        if isinstance(value, Mapping):
+            yield from _lengths(value)
+        else:
+            yield len(value)
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:

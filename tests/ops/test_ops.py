@@ -277,6 +277,12 @@ def broadcast_all(accelerator):
     return returned["weight"] is weight, weight.unique().tolist(), large.all().item(), objects
 
 
+@pytest.mark.parametrize("objects", [(1,), "ab", {"a": 1}, None], ids=repr)
+def test_objects_that_cannot_be_replaced_are_refused(alone, objects):
+    with pytest.raises(TypeError, match=r"items of a \w+ cannot be replaced\ngive a list"):
+        ops.broadcast_object_list(objects, run=alone)
+
+
 @pytest.mark.together
 def test_broadcast_overwrites_in_place():
     expected = (True, [1.0], True, [1, {"rank": 1}])
@@ -357,6 +363,8 @@ class Table:
         (Table([1, 2, 3]), True, [Table([1, 2]), Table([3, 3])]),
         (Table([1, 2, 3, 4]), True, [Table([1, 2]), Table([3, 4]), Table([4, 4])]),
         (UserDict(p=[1, 2, 3]), False, [{"p": [1, 2]}, {"p": [3]}]),
+        ({"a": {"b": [1, 2, 3]}}, False, [{"a": {"b": [1, 2]}}, {"a": {"b": [3]}}]),
+        ({"a": {}, "b": [1, 2]}, False, [{"a": {}, "b": [1]}, {"a": {}, "b": [2]}]),
         (range(3), False, [[0, 1], [2]]),
         (range(3), True, [[0, 1], [2, 2]]),
     ],
@@ -401,6 +409,11 @@ def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alon
     with (
         pytest.raises(ValueError, match="same length"),
         ops.split_between_processes({"p": [1, 2], "q": [1]}, run=alone),
+    ):
+        pass
+    with (
+        pytest.raises(ValueError, match="same length"),
+        ops.split_between_processes({"p": [1], "q": {"r": [1, 2]}}, run=alone),
     ):
         pass
 
