@@ -168,7 +168,8 @@ class Training:
         Returns the total norm before clipping (0-dim), or None inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; or the strategy cannot clip so.
+            AccelError: the parameters are of several units, or of none; `max_norm` is negative or nan; or the
+                strategy cannot clip so.
         """
         unit, owned = self._owner(parameters)
         return step.clip_norm(unit, owned, max_norm, norm_type)
@@ -179,7 +180,8 @@ class Training:
         Nothing happens inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
+            AccelError: the parameters are of several units, or of none; `clip_value` is negative or nan; or
+                the strategy cannot clamp them.
         """
         unit, owned = self._owner(parameters)
         step.clip_value(unit, owned, clip_value)

@@ -260,6 +260,12 @@ def clip_norm(
         unit.window.note_backward()
     if not unit.window.boundary:
         return None
+    # torch takes a tensor too, whose device is not waited for.
+    if not (isinstance(max_norm, torch.Tensor) or max_norm >= 0):  # type: ignore[redundant-expr]
+        raise AccelError(
+            f"clip_grad_norm_: max_norm is {max_norm!r}, which would turn gradients round or make them NaN\n"
+            "give 0 or more; inf clips nothing"
+        )
     clip, norm = unit.steps.clip_grad_norm, None
     try:
         if unit.step_state.needs_finish:
@@ -280,6 +286,11 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     """Clamp at a window's boundary; do nothing inside it."""
     if not unit.window.boundary:
         return
+    if not value >= 0:
+        raise AccelError(
+            f"clip_grad_value_: clip_value is {value!r}, which would give all gradients one value\n"
+            "give 0 or more"
+        )
     try:
         unscale(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)

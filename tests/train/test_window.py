@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from functools import partial
 
@@ -661,6 +662,17 @@ def test_an_ended_run_refuses_to_train(accelerator_of, use):
     }
     with pytest.raises(AccelError, match="this run has ended"):
         uses[use]()
+
+
+@pytest.mark.parametrize("limit", [-1.0, math.nan], ids=str)
+@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
+def test_a_limit_of_gradients_that_would_spoil_them_is_refused(accelerator_of, clip, limit):
+    accelerator = accelerator_of()
+    model, _ = one_weight(accelerator)
+    accelerator.backward(model(ONE).sum())
+    with pytest.raises(AccelError, match=rf"{clip}: \w+ is {limit}, .*\ngive 0 or more"):
+        getattr(accelerator, clip)(model.parameters(), limit)
+    assert model.weight.grad.item() == 1.0
 
 
 def test_gradients_of_sums_are_divided_before_they_are_edited(accelerator_of):
