@@ -6,6 +6,7 @@ They are thin objects that know their unit's window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -26,16 +27,21 @@ class PreparedOptimizer(Optimizer):
 
     clean_from: int
     """Number of the first window of which there may be gradients."""
+    grouped: list[Any]
+    """The parameters of its groups, when they were looked at last."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
         clean_from = unit.window.number + 1  # gradients that exist already may be of the next window
         self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=clean_from)
+        self.__dict__["grouped"] = _in_groups(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
+            if unit.run.world.size > 1:  # alone it reduces nothing
+                self._refuse_added()
             self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
         elif closure is not None and unit.window.size > 1:
             step.refuse_closure(unit)
@@ -111,6 +117,23 @@ class PreparedOptimizer(Optimizer):
                 " when they were prepared; its gradient would not be reduced\n"
                 "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
             )
+
+    def _refuse_added(self) -> None:
+        """Raise AccelError for parameters that were put into the groups directly."""
+        now, before, unit = _in_groups(self.optimizer), self.grouped, self.unit
+        if len(now) == len(before) and all(map(is_, now, before)):
+            return
+        added = (
+            () if unit.hooks.step("prepare_unit") else set(now).difference(before)
+        )  # an engine's are its own
+        if None in unit.run.prepared.parameters.units_of(added):
+            raise AccelError(
+                f"step: a parameter was put into the groups of the {type(self.optimizer).__name__} that was"
+                " not in its models when they were prepared: its gradient is not reduced, and each rank would"
+                " train its own\n"
+                "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
+            )
+        self.__dict__["grouped"] = now
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Its own attributes, and methods that are patched (`step`), stay here; others take effect inside.
@@ -205,6 +228,10 @@ def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedS
         follows=unit.run.config.step_scheduler_with_optimizer,
         each_micro_batch=not unit.run.config.accumulation.adjust_scheduler,
     )
+
+
+def _in_groups(optimizer: Optimizer) -> list[Any]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _same(value: Any) -> Any:

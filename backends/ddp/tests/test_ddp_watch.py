@@ -268,6 +268,23 @@ def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer() -> No
         assert "add_param_group: a parameter for the SGD was not in its models when" in found
 
 
+def growing_in_place(run, model, optimizer, number, loss, x):
+    inner = run.unwrap_model(model)
+    if number == 1:
+        inner.late = nn.Parameter(torch.ones(1))
+        optimizer.param_groups[0]["params"].append(inner.late)
+    out = model(x)
+    run.backward(loss(out * inner.late if number else out))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_parameters_that_were_put_into_a_group_are_refused_by_the_step() -> None:
+    """Each rank would train its own, silently."""
+    for found in run_processes(told, growing_in_place):
+        assert "a parameter was put into the groups of the SGD that was not in its models when" in found
+
+
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
