@@ -260,6 +260,31 @@ def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(versio
         assert moved == 0
 
 
+def replaced(kind: str) -> str | None:
+    """What a forward says after a step, and after a sharded parameter's place or data was given away."""
+    run = accelerator(plugin("mlp", 2))
+    given = net("mlp")
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    run.backward(loss_of(model, *batch()))
+    optimizer.step()
+    linear = next(module for module in model.modules() if isinstance(module, nn.Linear))
+    if kind == "no bias":
+        linear.bias = None
+    else:
+        linear.weight.data = torch.ones(linear.weight.shape)
+    said = said_by(lambda: model(batch()[0]))
+    run.end_training()
+    return said
+
+
+@pytest.mark.parametrize(("kind", "other"), [("no bias", "nothing"), ("data", "another tensor")])
+def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(kind: str, other: str) -> None:
+    """Torch would put its own shard back, and compute with that, silently."""
+    for said in run_processes(replaced, kind):
+        assert said is not None
+        assert said.startswith(f"{other} stands for the sharded parameter")
+
+
 def assigned(version: int) -> list[tuple[str | None, bool]]:
     run = accelerator(plugin("mlp", version))
     model = run.prepare(net("mlp"))

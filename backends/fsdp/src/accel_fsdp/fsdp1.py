@@ -301,9 +301,11 @@ def _flat_places(wrapper: FSDP) -> list[Place]:
     return [(info.module, info.param_name, (parameter, flat)) for info, parameter in (*of_one, *shared)]
 
 
-def _is_own(asked: tuple[Tensor, Any], tensor: Tensor) -> bool:
+def _is_own(asked: tuple[Tensor, Any], tensor: Tensor | None) -> bool:
     parameter, flat = asked
-    if tensor is parameter:
+    if (
+        tensor is None or tensor is parameter
+    ):  # None: torch has its own, plain tensors, there inside a forward
         return True
     memory = tensor.untyped_storage().data_ptr()  # of the gathered weights, while they are there; 0 if freed
     gathered = getattr(flat, "_full_param_padded", flat)

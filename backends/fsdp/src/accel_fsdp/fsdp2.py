@@ -262,7 +262,7 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str
 
 def _sharded_places(state: Any) -> list[Place]:
     return [
-        (module, key, one)
+        (module, key, (one, one.sharded_param, one.sharded_param.untyped_storage()))
         for gathering in parameter_groups(state)
         for one in gathering.fsdp_params
         for info in [one._module_info]
@@ -273,11 +273,13 @@ def _sharded_places(state: Any) -> list[Place]:
     ]
 
 
-def _is_own(asked: Any, tensor: Tensor) -> bool:
-    if tensor is asked.sharded_param:
-        return True
-    gathered = (getattr(asked, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
-    return any(tensor is each for each in gathered)
+def _is_own(asked: tuple[Any, Tensor, Any], tensor: Tensor | None) -> bool:
+    one, made, storage = asked
+    if tensor is one.sharded_param:
+        # `parameter.data = tensor` gives it another storage, and leaves the shard as it was.
+        return tensor is not made or tensor.untyped_storage()._cdata == storage._cdata
+    gathered = (getattr(one, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
+    return tensor is not None and any(tensor is each for each in gathered)
 
 
 def whole(tensor: Tensor) -> Tensor:

@@ -102,7 +102,9 @@ def replace_parameter(old: nn.Parameter, new: Any, name: str) -> None:
     vars(old)["_name"] = name
 
 
-def refuse_stand_ins(module: Any, places: Sequence[Place], is_own: Callable[[Any, Tensor], bool]) -> None:
+def refuse_stand_ins(
+    module: Any, places: Sequence[Place], is_own: Callable[[Any, Tensor | None], bool]
+) -> None:
     """Refuse forwards in which another tensor stands for a sharded parameter.
 
     torch would gather its own shards over it, or take it for a shard and keep it.
@@ -111,11 +113,12 @@ def refuse_stand_ins(module: Any, places: Sequence[Place], is_own: Callable[[Any
     def look(*call: Any) -> None:
         for holder, key, asked in places:
             now = holder._parameters.get(key)
-            if now is not None and not is_own(asked, now):
+            if not is_own(asked, now):
+                other = "nothing" if now is None else "another tensor"
                 raise AccelError(
-                    f"another tensor stands for the sharded parameter {key} of {type(holder).__name__}"
-                    " (torch.func.functional_call, an assignment, or full_parameters), and a forward would"
-                    " not use it\n"
+                    f"{other} stands for the sharded parameter {key} of {type(holder).__name__}"
+                    " (torch.func.functional_call, an assignment to it or its data, or full_parameters), and"
+                    " a forward would not use it\n"
                     "change weights in place, and leave full_parameters before a forward; for"
                     " functional_call, prepare this model with strategy ddp"
                 )
