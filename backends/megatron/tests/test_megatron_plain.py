@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from megatron_jobs import accelerator
+from megatron_jobs import accelerator, batches, gpt2
 from torch import nn
 
 from accel_core import AccelError
@@ -296,3 +296,139 @@ def test_the_next_step_and_the_next_save_start_from_edited_weights_in_16_bits(di
             assert torch.equal(saved, wanted), name
             assert torch.equal(after, wanted), name
             assert torch.equal(live, wanted.bfloat16().float()), name
+
+
+def after(change: str, strategy: str, options: dict[str, Any]) -> Any:
+    """Weights of SGD or AdamW steps after `change` of the optimizer or the model; or what was said."""
+    ours = accelerator(strategy=strategy, **options)
+    torch.manual_seed(0)
+    given = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    groups = [{"params": given[0].parameters()}, {"params": given[1].parameters(), "lr": 0.01}]
+    model, optimizer = ours.prepare(given, torch.optim.AdamW(groups, lr=0.1, eps=1e-2))
+    for number in range(3):
+        if number == 1:
+            CHANGES[change](given, optimizer)
+        try:
+            ours.backward(model(torch.full((2, 4), float(number + 1))).square().sum())
+            if change == "assigned gradient" and number == 1:
+                ours.unscale_gradients()
+                given[0].weight.grad = torch.ones(4, 4)
+            optimizer.step()
+            optimizer.zero_grad()
+        except AccelError as error:
+            return str(error)
+    try:
+        return {name: each.clone() for name, each in whole(ours, model).items()}
+    except AccelError as error:
+        return str(error)
+
+
+def moved(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    first, second = optimizer.param_groups
+    second["params"].append(first["params"].pop())
+
+
+def clamped(optimizer: Any, *call: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.detach().clamp_(-0.2, 0.2)
+
+
+def slowed(optimizer: Any, *call: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = 0.003
+
+
+def given_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    other = torch.optim.AdamW([{"params": [*layer.parameters()]} for layer in model])
+    for parameter in model.parameters():
+        other.state[parameter] = {"step": torch.tensor(1.0), "exp_avg": torch.ones_like(parameter)}
+    optimizer.load_state_dict(other.state_dict())
+
+
+def rebuilt(model: Any, optimizer: Any) -> None:
+    model[1] = nn.Linear(4, 4)
+
+
+def placed(model: Any, optimizer: Any) -> None:
+    model[1].weight.data = torch.ones(4, 4)
+
+
+def converted(model: nn.Module, optimizer: Any) -> None:
+    model.double().float()
+
+
+CHANGES: dict[str, Callable[[Any, Any], object]] = {
+    "left out": lambda model, optimizer: optimizer.param_groups[0]["params"].pop(),
+    "moved": moved,
+    "reversed": lambda model, optimizer: optimizer.param_groups.reverse(),
+    "maximize": lambda model, optimizer: optimizer.param_groups[0].update(maximize=True),
+    "given state": given_state,
+    "converted": converted,
+    "replaced": rebuilt,
+    "placed": placed,
+    "assigned gradient": lambda model, optimizer: None,
+    "a hook before": lambda model, optimizer: optimizer.optimizer.register_step_pre_hook(slowed),
+    "a hook after": lambda model, optimizer: optimizer.optimizer.register_step_post_hook(clamped),
+}
+"""What is done between two steps."""
+SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    ("change", "options", "said"),
+    [
+        ("left out", {}, "megatron: parameters were taken out of the optimizer's groups"),
+        (
+            "moved",
+            {},
+            "megatron: parameters were taken out of the optimizer's groups after prepare, or moved",
+        ),
+        ("reversed", {}, "megatron: parameters were taken out of the optimizer's groups after prepare"),
+        ("maximize", {}, "megatron: AdamW with amsgrad or maximize"),
+        ("given state", {}, "megatron: the optimizer was given state after prepare"),
+        ("converted", {}, "megatron: 4 parameter(s) have a gradient that megatron-core does not see"),
+        ("converted", SHARDED, "megatron: 4 parameter(s) have a gradient that megatron-core does not see"),
+        ("placed", SHARDED, "megatron: a weight of shape [4, 4] was replaced"),
+        ("assigned gradient", SHARDED, "megatron: 1 parameter(s) have a gradient that megatron-core does"),
+        ("replaced", {}, "megatron: 1.weight was replaced, tied or added after prepare"),
+    ],
+)
+def test_a_change_that_megatron_core_would_not_follow_is_refused(
+    change: str, options: dict[str, Any], said: str
+) -> None:
+    """Each was silent: the step, or what is saved, was of what prepare saw."""
+    for found in run_processes(after, change, "megatron", options):
+        assert str(found).startswith(said)
+
+
+@pytest.mark.parametrize("options", [{}, SHARDED])
+@pytest.mark.parametrize("change", ["a hook before", "a hook after"])
+def test_hooks_of_a_step_are_called(change: str, options: dict[str, Any]) -> None:
+    (wanted,) = run_processes(after, change, "single", {}, world=1)
+    for found in run_processes(after, change, "megatron", options):
+        torch.testing.assert_close(found, wanted)
+
+
+def written(writes: bool) -> str | None:
+    """The error of a step after a write into the user's model, whose weights are megatron-core's now."""
+    ours = accelerator()
+    given: Any = gpt2()
+    model, optimizer = ours.prepare(given, torch.optim.AdamW(given.parameters(), lr=0.1))
+    (batch,) = batches(1)
+    if writes:
+        nn.init.zeros_(given.lm_head.weight)
+    try:
+        ours.backward(model(**batch).loss)
+        optimizer.step()
+    except AccelError as error:
+        return str(error)
+    return None
+
+
+def test_a_write_into_a_converted_model_is_refused_by_the_step() -> None:
+    """It went into placeholders, silently."""
+    assert run_processes(written, False, world=1) == [None]
+    (said,) = run_processes(written, True, world=1)
+    assert said is not None
+    assert "were written after prepare" in said

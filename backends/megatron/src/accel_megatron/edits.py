@@ -28,14 +28,17 @@ class Edits:
     Such an edit is not seen where it keeps a weight's norm to the last digit, as a permutation may.
     """
 
-    def __init__(self, stepped: Iterable[Stepped]) -> None:
+    def __init__(self, stepped: Iterable[Stepped], copied: Iterable[Tensor]) -> None:
         halves = (torch.float16, torch.bfloat16)
         weights = [
             each for each in stepped if each.parameter.dtype in halves and each.key.dtype not in halves
         ]
         # float8 tensors of transformer-engine say bfloat16, and are laid out otherwise
         self._masters = [each for each in weights if type(each.parameter.detach()) is torch.Tensor]
-        self._homes = [each.parameter.detach() for each in self._masters]  # megatron-core writes here
+        self._homes = [each.parameter.detach() for each in self._masters]
+        plain = [(each, each.detach()) for each in copied]
+        self._placed = [pair for pair in plain if type(pair[1]) is torch.Tensor]
+        """Weights of which others are stepped, and what megatron-core writes these into."""
         self.note()
 
     def note(self) -> None:
@@ -48,8 +51,8 @@ class Edits:
 
         Elements that were not edited keep the masters' digits. Raises AccelError for replaced ones.
         """
-        for each, home in zip(self._masters, self._homes, strict=True):
-            if each.parameter.data_ptr() != home.data_ptr():
+        for parameter, home in self._placed:
+            if parameter.data_ptr() != home.data_ptr():
                 raise AccelError(
                     f"megatron: a weight of shape {list(home.shape)} was replaced (parameter.data = tensor),"
                     " and megatron-core would write its steps into the old one\n"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, StepOutput
 from accel_megatron.adapters.adapter import LABELS
-from accel_megatron.building import global_modules
+from accel_megatron.building import empty, global_modules
 from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
 from accel_megatron.microbatches import check_lengths, cut, shape
@@ -79,6 +79,9 @@ class Engine(nn.Module):
         """The gradient that backward of the last loss came with."""
         self._chunk: Any = None
         """The one that the schedule runs."""
+        self._named: Mapping[str, nn.Parameter] | None = None
+        self._emptied: list[tuple[nn.Parameter, int]] = []
+        """The user's parameters without weights, with their versions then."""
         made = plugin.custom_train_step_class
         self.train_step: Any = None if made is None else made(plugin, **plugin.custom_train_step_kwargs)
 
@@ -88,6 +91,33 @@ class Engine(nn.Module):
         for each in self.chunks.run:
             each.train(mode)
         return self
+
+    def empty(self) -> None:
+        """Give up the weights of the user's model, which are in the chunks now."""
+        empty(self.module)
+        self._emptied = [(each, each._version) for each in self.module.parameters()]
+
+    def refuse_written(self) -> None:
+        """Raise AccelError for a write into weights that are elsewhere."""
+        if written := [each for each, version in self._emptied if each._version != version]:
+            raise AccelError(
+                f"megatron: {len(written)} parameter(s) of {type(self.module).__name__} were written after"
+                f" prepare, such as one of shape {list(written[0].shape)}: its weights are elsewhere, in"
+                " megatron-core's form, and the write would be lost\n"
+                "write, or load_state_dict, before prepare; or call accelerator.load_state"
+            )
+
+    def refuse_replaced(self, named: Mapping[str, nn.Parameter]) -> None:
+        """Raise AccelError for a parameter that prepare did not see."""
+        if self._named is None:
+            self._named = dict(named)
+        for name, parameter in named.items():
+            if self._named.get(name) is not parameter:
+                raise AccelError(
+                    f"megatron: {name} was replaced, tied or added after prepare, and what is saved is of the"
+                    " weights that prepare saw\n"
+                    "change the model before prepare, or call accelerator.free_memory() and prepare it again"
+                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, which are in buffers of megatron-core's."""

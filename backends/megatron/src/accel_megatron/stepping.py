@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -57,8 +57,13 @@ def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | Non
             f"megatron-core's distributed optimizer is AdamW, and a {name} is prepared\n"
             "prepare torch.optim.AdamW, or leave use_distributed_optimizer out"
         )
+    return _why_no_equal(optimizer)
+
+
+def _why_no_equal(optimizer: Optimizer) -> str | None:
     if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
-        return f"{name} with amsgrad or maximize has no equal in megatron-core\nleave them out"
+        kind = type(optimizer).__name__
+        return f"{kind} with amsgrad or maximize has no equal in megatron-core\nleave them out"
     return None
 
 
@@ -86,11 +91,17 @@ class Stepper:
             parameter.requires_grad_(parameter in groups)
         self.unit = unit
         self._trained = {id(parameter): parameter for parameter in self._training()}
-        self._grouped = {id(parameter) for parameter in self._in_groups()}
+        self._grouped = self._numbers()
         self.make(run, plugin, groups)
         self._dropped = self._versions()
         held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
-        self.edits = Edits(each for each in self.stepped() if each.parameter in held)
+        stepped = [*self.stepped()]
+        if any(hasattr(each, "gbuf_ranges") for each in self.inner_optimizers()):  # on all ranks the same
+            self.copied = [each for each in chunks.parameters() if each.requires_grad]
+        else:
+            self.copied = [each.parameter for each in stepped if each.key is not each.parameter]
+        """Weights of which megatron-core steps copies or parts, by gradients of these."""
+        self.edits = Edits((each for each in stepped if each.parameter in held), self.copied)
 
     def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
         """Wrap the chunks, and make the optimizer of them. Collective."""
@@ -151,6 +162,7 @@ class Stepper:
             raise AccelError(_ADDED)
         if self.kept:
             raise AccelError(_KEPT)
+        self._refuse_given(self._trained.values())
         chunks, is_empty = self.chunks.run, not self._has_gradients()
         if is_empty and chunks[0].ddp_config.overlap_grad_reduce:
             raise AccelError(_NO_GRADIENT)
@@ -167,17 +179,23 @@ class Stepper:
 
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
-        self._refuse_added()
+        self._refuse_regrouped()
         self._refuse_unfrozen()
         self._refuse_frozen()
+        self._refuse_changed()
         self.edits.take_over()
-        finite = self.prepare()
+        self._refuse_given(self.copied)
+        finite, optimizer = self.prepare(), self.user_optimizer
         if finite:
             if self.clipping and not self.clipped:
                 self.clip(self.clipping)
+            for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
+                hook(optimizer, (), {})
             self.follow()
             self.inner.step_with_ready_grads()
             self.edits.note()
+            for hook in [*optimizer._optimizer_step_post_hooks.values()]:
+                hook(optimizer, (), {})
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         self.kept = True
@@ -189,14 +207,26 @@ class Stepper:
     def _training(self) -> list[nn.Parameter]:
         return [parameter for parameter in self._in_groups() if parameter.requires_grad]
 
-    def _refuse_added(self) -> None:
+    def _numbers(self) -> dict[int, int]:
+        """Return id of a parameter -> number of its group, of the user's optimizer."""
+        groups = enumerate(self.user_optimizer.param_groups)
+        return {id(parameter): number for number, group in groups for parameter in group["params"]}
+
+    def _refuse_regrouped(self) -> None:
+        if (now := self._numbers()) == self._grouped:
+            return
         late = [parameter for parameter in self._in_groups() if id(parameter) not in self._grouped]
-        if late:
+        if not late:
             raise AccelError(
-                f"megatron: {len(late)} parameter(s) came into the optimizer after prepare"
-                f" ({self._name(late[0])}): megatron-core does not step them\n"
-                "add the group before prepare, or call accelerator.free_memory() and prepare again"
+                "megatron: parameters were taken out of the optimizer's groups after prepare, or moved to"
+                f" others ({len(self._grouped.items() - now.items())}): megatron-core steps them as before\n"
+                "group them before prepare, or call accelerator.free_memory() and prepare again"
             )
+        raise AccelError(
+            f"megatron: {len(late)} parameter(s) came into the optimizer after prepare"
+            f" ({self._name(late[0])}): megatron-core does not step them\n"
+            "add the group before prepare, or call accelerator.free_memory() and prepare again"
+        )
 
     def _refuse_unfrozen(self) -> None:
         late = [parameter for parameter in self._training() if id(parameter) not in self._trained]
@@ -214,6 +244,28 @@ class Stepper:
                 f"megatron: {len(late)} parameter(s) were trained when the model was prepared and are frozen"
                 f" now ({self._name(late[0])}): megatron-core still moves them by their moments and decay\n"
                 "freeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
+
+    def _refuse_changed(self) -> None:
+        """Refuse what was asked of the user's optimizer since, which does not step."""
+        if self.user_optimizer.state:
+            raise AccelError(
+                "megatron: the optimizer was given state after prepare (load_state_dict), and megatron-core"
+                " steps by its own\n"
+                "load it by accelerator.load_state"
+            )
+        if reason := _why_no_equal(self.user_optimizer):
+            raise AccelError(f"megatron: {reason}")
+
+    def _refuse_given(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Refuse gradients in parameters, where megatron-core does not look."""
+        given = [parameter for parameter in parameters if parameter.grad is not None]
+        if given:
+            raise AccelError(
+                f"megatron: {len(given)} parameter(s) have a gradient that megatron-core does not see"
+                f" ({self._name(given[0])}): it was assigned (parameter.grad = tensor), or the weights were"
+                " converted or parametrized after prepare\n"
+                "do so before prepare; compute gradients by accelerator.backward"
             )
 
     def _name(self, parameter: nn.Parameter) -> str:

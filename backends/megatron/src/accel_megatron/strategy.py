@@ -149,7 +149,7 @@ class Megatron(MegatronState):
             if isinstance(engine, unsplit.UnsplitEngine):
                 building.share_buffers(unit.models[0], self.run)
             else:
-                building.empty(unit.models[0])
+                engine.empty()
             self.state_loaded(unit)
         engine.train(unit.models[0].training)
 
@@ -308,6 +308,7 @@ class Megatron(MegatronState):
                 "optimizer.step(closure) evaluates the loss several times a step; megatron-core cannot\n"
                 "use an optimizer that needs no closure"
             )
+        self.engines[unit].refuse_written()
         return self.steppers[unit].step()
 
     @implements(hooks.zero_grad)
