@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 from zlib import crc32
 
 import numpy as np
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, SubsetRandomSampler
 
 
 def fingerprint(dataset: Any) -> str:
@@ -18,12 +19,30 @@ def fingerprint(dataset: Any) -> str:
     """
     try:
         words = f"{len(dataset)} samples"
-        checksum = None
-        for indices in _indices_in(dataset):
-            checksum = crc32(indices, checksum or 0)
+        checksum = _checksum(_indices_in(dataset))
     except Exception:  # the dataset's own code
         return ""
     return words if checksum is None else f"{words} chosen by indices {checksum:08x}"
+
+
+def choice(dataset: Any, sampler: Any) -> str:
+    """Return words that tell an epoch's samples from others of the same number; "" without indices.
+
+    Those are of the parts that the dataset takes of others, and of torch's sampler of a part.
+    """
+    chosen = _bytes(sampler.indices) if type(sampler) is SubsetRandomSampler else ()
+    try:
+        checksum = _checksum(chain(_indices_in(dataset), chosen))
+    except Exception:  # the dataset's own code
+        return ""
+    return "" if checksum is None else f" among indices {checksum:08x}"
+
+
+def _checksum(parts: Iterable[bytes]) -> int | None:
+    checksum = None
+    for part in parts:
+        checksum = crc32(part, checksum or 0)
+    return checksum
 
 
 def _indices_in(dataset: Any) -> Iterator[bytes]:
@@ -33,11 +52,15 @@ def _indices_in(dataset: Any) -> Iterator[bytes]:
     """
     inner = getattr(dataset, "dataset", None)
     if inner is not None and hasattr(dataset, "indices"):
-        chosen = np.asarray(dataset.indices)
-        if not chosen.dtype.hasobject:
-            yield chosen.tobytes()
+        yield from _bytes(dataset.indices)
     joined = getattr(dataset, "datasets", None)
     joined = joined.values() if isinstance(joined, Mapping) else joined
     for each in (inner, *(joined if isinstance(joined, Sequence) else ())):
         if isinstance(each, Dataset):
             yield from _indices_in(each)
+
+
+def _bytes(indices: Any) -> Iterator[bytes]:
+    chosen = np.asarray(indices)
+    if not chosen.dtype.hasobject:
+        yield (chosen.astype(np.int64) if chosen.dtype.kind in "iu" else chosen).tobytes()

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from accel_core.data.ahead import keep
 from accel_core.data.dispatch import dispatched
 from accel_core.data.epoch import EpochSource
-from accel_core.data.fingerprint import fingerprint
+from accel_core.data.fingerprint import choice, fingerprint
 from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress
 from accel_core.data.prefetch import batch_mover
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-_OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move"})
+_OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move", "_choice"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
 
 
@@ -60,6 +60,7 @@ class PreparedLoader(DataLoader[Any]):
         self._plan = plan
         self._cursor = Cursor()
         self._skip = self._skipped = 0
+        self._choice: str | None = None  # until it is asked for
         self._source = EpochSource(plan)
         # Reading ahead in this very process would draw random numbers before their time.
         ahead = loader.num_workers > 0 and plan.kind != "stateful"
@@ -225,7 +226,8 @@ class PreparedLoader(DataLoader[Any]):
             raise CheckpointError(
                 "a dataloader was saved in the middle of an epoch in the order of"
                 f" {position.sampler}, and here the order is that of {here.sampler}\n"
-                "resume with the sampler that it was saved with, or at the start of an epoch"
+                "resume with the sampler and the samples that it was saved with (give what splits data a"
+                " seed), or at the start of an epoch"
             )
         if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
             raise CheckpointError(
@@ -253,7 +255,7 @@ class PreparedLoader(DataLoader[Any]):
         plan, cursor = self._plan, self._cursor
         plan.check_unchanged(self)
         skipped, self._skip = self._skip, 0
-        self._skipped = skipped
+        self._skipped, self._choice = skipped, None
         if plan.kind == "stateful" or plan.persists:
             cursor.cut_off(
                 "this dataloader was begun anew while this loop over it was running, and its workers (or its"
@@ -370,7 +372,7 @@ class PreparedLoader(DataLoader[Any]):
             kind=plan.kind,
             epoch=progress.epoch,
             consumed=consumed if length is None else min(consumed, length),
-            sampler=plan.shuffle.name if plan.kind in ("indexed", "batches") else "",
+            sampler=self._order_in_words() if plan.kind in ("indexed", "batches") else "",
             drawn=progress.drawn,
             draws=progress.draws,
             workers=progress.workers,
@@ -388,6 +390,11 @@ class PreparedLoader(DataLoader[Any]):
             begun=self._source.begun,
             dataset=self._source.untouched(),
         )
+
+    def _order_in_words(self) -> str:
+        if self._choice is None:  # in an epoch it stays, and indices may be many
+            self._choice = choice(self.dataset, self._plan.shuffle.items)
+        return f"{self._plan.shuffle.name}{self._choice}"
 
     def _is_over(self, progress: Progress) -> bool:
         """Return whether this reader knows that no reader gets another batch."""

@@ -30,7 +30,8 @@ class Position:
         `stateful` counts rounds, and holds what the loader says itself: the same `dealt`.
     epoch: iterations over the loader that were begun before this one.
     consumed: samples, batches or rounds of this epoch, without padding.
-    sampler: name of what orders samples or batches; "" where nothing does.
+    sampler: name of what orders samples or batches, and a checksum of the indices that they are chosen by;
+        "" where nothing orders them.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
     draws: those that the user's generator of the order has made in this epoch; -1 where it has made all.
     workers: state of the generator that the seeds of this epoch's workers were drawn from.

@@ -10,7 +10,13 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
-from torch.utils.data import DataLoader, RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    DataLoader,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    random_split,
+)
 
 from accel_core import CheckpointError, skip_first_batches
 
@@ -329,6 +335,19 @@ def sampled(sampler, **options):
     return lambda _: DataLoader(range(8), 2, sampler=sampler(range(8), **options))
 
 
+def part(seed, *, shuffle=True):
+    """Make a loader over 8 of 16 numbers."""
+    return lambda _: DataLoader(halves(seed)[0], 2, shuffle=shuffle)
+
+
+def sampled_part(seed):
+    return lambda _: DataLoader(Numbers(16), 2, sampler=SubsetRandomSampler(halves(seed)[0].indices))
+
+
+def halves(seed):
+    return random_split(Numbers(16), [8, 8], torch.Generator().manual_seed(seed))
+
+
 @pytest.mark.parametrize(
     ("state", "make", "readers", "says"),
     [
@@ -341,9 +360,12 @@ def sampled(sampler, **options):
             position_of(sampled(RandomSampler)),
             sampled(SubsetRandomSampler),
             1,
-            "that of SubsetRandomSampler\n",
+            "that of SubsetRandomSampler among",
         ),
         (position_of(sampled(RandomSampler)), sampled(RandomSampler, replacement=True), 3, "replacement\n"),
+        (position_of(part(1)), part(2), 1, r"RandomSampler among indices \w+, and here .*\n.* a seed"),
+        (position_of(part(1, shuffle=False)), part(2, shuffle=False), 3, "SequentialSampler among indices"),
+        (position_of(sampled_part(1)), sampled_part(2), 1, "SubsetRandomSampler among indices"),
     ],
 )
 def test_a_position_that_means_nothing_here_is_refused(state, make, readers, says):
