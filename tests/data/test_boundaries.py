@@ -192,6 +192,12 @@ def test_what_is_no_number_of_batches_cannot_be_skipped(number):
             skip_first_batches(loader, number)
 
 
+@pytest.mark.parametrize("loader", [None, 3, [1, 2], DataLoader, iter([1, 2])], ids=str)
+def test_what_is_no_dataloader_cannot_be_skipped(loader):
+    with pytest.raises(ConfigError, match=r"a \w+ is not a dataloader\ngive a DataLoader; of other"):
+        skip_first_batches(loader, 1)
+
+
 # -- the current iteration -----------------------------------------------------------------------
 
 
