@@ -285,3 +285,12 @@ def test_lazily_conjugated_weights_are_written_as_what_they_are(accelerator, tmp
 
     accelerator.save_model(accelerator.prepare(Complex()), tmp_path / "model")
     assert load_file(tmp_path / "model" / "model.safetensors")["p"].item() == 1 - 2j
+
+
+@pytest.mark.parametrize(("thing", "name"), [(nn.Linear, "the class Linear"), (3, "int")], ids=str)
+def test_what_cannot_be_saved_is_not_registered(thing, name):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(CheckpointError, match=f"register_for_checkpointing: {name} cannot be saved"):
+        accelerator.register_for_checkpointing(nn.Linear(1, 1), thing)
+    assert not accelerator.run.registered
+    accelerator.end_training()
