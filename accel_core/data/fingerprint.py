@@ -26,9 +26,10 @@ def fingerprint(dataset: Any) -> str:
 
 
 def choice(dataset: Any, sampler: Any) -> str:
-    """Return words that tell an epoch's samples from others of the same number; "" without indices.
+    """Return words that tell an epoch's samples from others of the same number.
 
-    Those are of the parts that the dataset takes of others, and of torch's sampler of a part.
+    They are a checksum of the indices of parts that the dataset takes of others, and of torch's sampler of a
+    part; "" without any.
     """
     chosen = _bytes(sampler.indices) if type(sampler) is SubsetRandomSampler else ()
     try:
