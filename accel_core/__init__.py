@@ -48,6 +48,7 @@ _PUBLIC: Final = {
     "plugins.catalog": "install_hint catalog_entry",
     "runtime.run": "Run",
     "runtime.tracking": "GeneralTracker",
+    "training.elementwise": "is_elementwise",
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
 }

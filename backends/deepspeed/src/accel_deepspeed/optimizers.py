@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from accel_core import is_elementwise
+
 if TYPE_CHECKING:
+    import torch
     from torch.optim import Optimizer
 
 __all__ = ["unserved"]
@@ -13,10 +16,10 @@ _WHOLE: Final = ("adafactor", "came", "galore", "lamb", "lars", "muon", "shampoo
 """Parts of names of optimizers that step an element by its whole parameter."""
 
 
-def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:
+def unserved(optimizer: Optimizer, *, flat: bool, device: torch.device) -> str | None:
     """Reason why the optimizer would go wrong, or None.
 
-    flat: parameters are laid end to end.
+    flat: parameters are laid end to end. device: where it steps.
     """
     name = type(optimizer).__name__
     if name == "LBFGS":
@@ -24,10 +27,16 @@ def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:
             "LBFGS evaluates the loss several times a step; DeepSpeed's engine cannot\n"
             "use an optimizer that needs no closure, such as AdamW, or strategy ddp"
         )
-    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
-    if flat and any(word in kind for word in _WHOLE for kind in kinds):
+    if flat and (_is_named(optimizer) or is_elementwise(optimizer, device) is False):
         return (
             f"{name} needs whole parameters, and DeepSpeed steps them end to end, each rank a range\n"
-            "use an optimizer that steps element by element, such as AdamW, or strategy ddp"
+            "use an optimizer that steps element by element, such as AdamW, or strategy ddp; if this"
+            f" {name} does, set its attribute: optimizer.elementwise = True"
         )
     return None
+
+
+def _is_named(optimizer: Optimizer) -> bool:
+    """Return True for a known name, unless the optimizer says how it steps."""
+    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    return not hasattr(optimizer, "elementwise") and any(word in kind for word in _WHOLE for kind in kinds)

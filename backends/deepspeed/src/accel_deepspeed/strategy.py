@@ -99,7 +99,8 @@ class DeepSpeed(SharedSequences, EngineState):
                 "give one optimizer several parameter groups"
             )
         is_half = self.run.config.mixed_precision != "no"
-        reasons += refused_optimizers(optimizers, flat=self.config.stage > 0 or is_half)
+        flat = self.config.stage > 0 or is_half
+        reasons += refused_optimizers(optimizers, flat=flat, device=self.run.device)
         for model in models:
             reasons += refused_model(model, self.config.stage, is_half=is_half)
         return reasons

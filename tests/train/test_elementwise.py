@@ -1,0 +1,127 @@
+"""The trial that tells which optimizers treat each element of their weights by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+
+from accel_core import is_elementwise
+
+KINDS = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
+
+
+def weights() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in [(3, 5), (5,), ()]]
+
+
+class Scaled(torch.optim.SGD):
+    """SGD whose step is as long as the weight."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                weight.sub_(group["lr"] * weight.norm() * weight.grad / weight.grad.norm())
+
+
+class Projected(torch.optim.SGD):
+    """SGD that steps along a matrix only where its gradient points along it."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                along = torch.cosine_similarity(weight.flatten(), weight.grad.flatten(), dim=0).abs()
+                if weight.ndim < 2 or along > 0.01:
+                    weight.sub_(group["lr"] * weight.grad)
+
+
+class Loud(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise RuntimeError("asked to fail")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("rate", [0.0, 1e-6, torch.tensor(1e-3)])
+def test_optimizers_of_single_elements_are_told(kind, rate):
+    assert is_elementwise(getattr(torch.optim, kind)(weights(), lr=rate)) is True
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.complex64])
+def test_weights_may_have_any_dtype(dtype):
+    assert is_elementwise(torch.optim.AdamW([nn.Parameter(torch.ones(3, 5, dtype=dtype))])) is True
+
+
+@pytest.mark.parametrize("kind", [Scaled, Projected, torch.optim.Adafactor])
+def test_optimizers_of_whole_weights_are_told(kind):
+    assert is_elementwise(kind(weights(), lr=1e-3)) is False
+
+
+def test_an_optimizer_that_fails_on_pieces_needs_whole_weights():
+    assert is_elementwise(torch.optim.Muon([weights()[0]])) is False
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Loud])
+def test_of_what_cannot_step_in_a_trial_nothing_is_told(kind):
+    assert is_elementwise(kind(weights())) is None
+
+
+@pytest.mark.parametrize("says", [True, False])
+def test_an_optimizer_may_say_it(says):
+    optimizer = Scaled(weights(), lr=1.0)
+    optimizer.elementwise = says
+    assert is_elementwise(optimizer) is says
+
+
+def test_the_optimizer_and_its_weights_stay_as_they_are():
+    params, seen = weights(), []
+    optimizer = torch.optim.AdamW(params, lr=0.1)
+    optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    StepLR(optimizer, 1)  # which replaces `step` of this one
+    params[0].grad = torch.ones(3, 5)
+    optimizer.step()
+    before = [p.detach().clone() for p in params]
+    state = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
+    seen.clear()
+    stream = torch.get_rng_state()
+
+    assert is_elementwise(optimizer) is True
+    assert not seen
+    assert torch.equal(torch.get_rng_state(), stream)
+    assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
+    assert all(torch.equal(optimizer.state[params[0]][key], value) for key, value in state.items())
+    assert torch.equal(params[0].grad, torch.ones(3, 5))
+    assert optimizer.param_groups[0]["lr"] == 0.1
+    assert [id(p) for p in optimizer.param_groups[0]["params"]] == [id(p) for p in params]
+
+
+def test_what_gives_something_back_at_its_end_is_not_copied():
+    given_back = []
+
+    class Held(torch.optim.SGD):
+        def __del__(self) -> None:
+            given_back.append(self)
+
+    optimizer = Held(weights(), lr=0.1)
+    assert is_elementwise(optimizer) is None
+    assert not given_back
+
+
+def test_many_groups_cost_no_more_than_one():
+    stepped = []
+
+    class Counted(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            stepped.extend(weight for group in self.param_groups for weight in group["params"])
+            super().step()
+
+    alike = [{"params": [nn.Parameter(torch.ones(2, 2))], "lr": 1 / (1 + number)} for number in range(50)]
+    other = {"params": [nn.Parameter(torch.ones(2, 2))], "momentum": 0.9}
+    assert is_elementwise(Counted([*alike, other], lr=0.1)) is True
+    assert len({id(weight) for weight in stepped[:2]}) == 2
+    assert len(stepped) == 2 * 3 * 10
