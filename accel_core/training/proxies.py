@@ -6,7 +6,6 @@ They are thin objects that know their unit's window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -27,14 +26,14 @@ class PreparedOptimizer(Optimizer):
 
     clean_from: int
     """Number of the first window of which there may be gradients."""
-    grouped: list[Any]
-    """The parameters of its groups, when they were looked at last."""
+    grouped: list[tuple[list[Any], int]]
+    """The groups' lists of parameters, and their lengths, when they were looked at last."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
         clean_from = unit.window.number + 1  # gradients that exist already may be of the next window
         self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=clean_from)
-        self.__dict__["grouped"] = _in_groups(optimizer)
+        self.__dict__["grouped"] = _lists_of(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
@@ -119,14 +118,19 @@ class PreparedOptimizer(Optimizer):
             )
 
     def _refuse_added(self) -> None:
-        """Raise AccelError for parameters that were put into the groups directly."""
-        now, before, unit = _in_groups(self.optimizer), self.grouped, self.unit
-        if len(now) == len(before) and all(map(is_, now, before)):
+        """Raise AccelError for parameters that were put into the groups directly.
+
+        Lists are looked into when another one is there, or its length has changed: each step comes here.
+        """
+        now, before, unit = _lists_of(self.optimizer), self.grouped, self.unit
+        if len(now) == len(before) and all(
+            one is other and length == then for (one, length), (other, then) in zip(now, before, strict=True)
+        ):
             return
-        added = (
-            () if unit.hooks.step("prepare_unit") else set(now).difference(before)
-        )  # an engine's are its own
-        if None in unit.run.prepared.parameters.units_of(added):
+        known = {parameter for parameters, length in before for parameter in parameters[:length]}
+        added = {parameter for parameters, _ in now for parameter in parameters} - known
+        engine = unit.hooks.step("prepare_unit")  # whose groups are its own
+        if not engine and None in unit.run.prepared.parameters.units_of(added):
             raise AccelError(
                 f"step: a parameter was put into the groups of the {type(self.optimizer).__name__} that was"
                 " not in its models when they were prepared: its gradient is not reduced, and each rank would"
@@ -230,8 +234,8 @@ def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedS
     )
 
 
-def _in_groups(optimizer: Optimizer) -> list[Any]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _lists_of(optimizer: Optimizer) -> list[tuple[list[Any], int]]:
+    return [(group["params"], len(group["params"])) for group in optimizer.param_groups]
 
 
 def _same(value: Any) -> Any:
