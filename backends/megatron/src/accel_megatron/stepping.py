@@ -190,12 +190,12 @@ class Stepper:
             if self.clipping and not self.clipped:
                 self.clip(self.clipping)
             for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
-                hook(optimizer, (), {})
+                hook(optimizer, (optimizer,), {})
             self.follow()
             self.inner.step_with_ready_grads()
             self.edits.note()
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
-                hook(optimizer, (), {})
+                hook(optimizer, (optimizer,), {})
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
         self.forget()
         self.kept = True
