@@ -219,3 +219,46 @@ def test_stage_3_takes_no_work_of_its_own_for_an_edit(threshold: int, tmp_path: 
         optimizer.zero_grad()
     for found in run_processes(served, threshold, str(tmp_path), timeout=250):
         torch.testing.assert_close(found, [each.clone() for each in model.state_dict().values()])
+
+
+def changed(stage: int, change: str) -> str | None:
+    """The error of a step after `change`, if there is one."""
+    run = accelerator(DeepSpeedPlugin(zero_stage=stage))
+    given = network()
+    groups = [{"params": given[0].parameters()}, {"params": given[2].parameters(), "lr": 0.01}]
+    model, optimizer = run.prepare(given, torch.optim.SGD(groups, lr=0.1))
+    for number in range(2):
+        inputs = torch.ones(4, 3)
+        if number == 1 and change == "moved":
+            optimizer.param_groups[1]["params"].append(given[0].weight)
+        if number == 1 and change == "converted":
+            given.bfloat16()
+            inputs = inputs.bfloat16()
+        try:
+            run.backward(model(inputs).square().mean())
+            if number == 1 and change == "assigned":
+                run.unscale_gradients()
+                given[0].weight.grad = torch.ones_like(given[0].weight)
+            optimizer.step()
+        except AccelError as error:
+            return str(error)
+        optimizer.zero_grad()
+    return None
+
+
+@pytest.mark.parametrize(
+    ("stage", "change", "said"),
+    [
+        (1, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
+        (2, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
+        (3, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
+        (1, "assigned", "DeepSpeed: 1 parameter(s) have a gradient that its engine does not see"),
+        (2, "assigned", "DeepSpeed: 1 parameter(s) have a gradient that its engine does not see"),
+        (3, "assigned", "DeepSpeed: 1 parameter(s) have a gradient that its engine does not see"),
+        (2, "converted", "DeepSpeed: a weight of shape [5, 3] was converted from torch.float32"),
+    ],
+)
+def test_what_the_engine_would_not_follow_is_refused(stage: int, change: str, said: str) -> None:
+    """It went on with what it had copied, silently."""
+    for found in run_processes(changed, stage, change):
+        assert str(found).startswith(said)

@@ -48,6 +48,7 @@ class WholeWeights:
     def __init__(self, unit: Unit, optimizer: Any) -> None:
         self._unit, self._optimizer = unit, optimizer
         self._parameters = list(dict.fromkeys(part.parameter for part in fragments(unit)))
+        self._dtypes = [parameter.dtype for parameter in self._parameters]
         self._addresses = self._find()
         self.note()
 
@@ -59,7 +60,17 @@ class WholeWeights:
         self._bits = [_fingerprint(flat) for flat in self._live()]
 
     def take_over(self) -> None:
-        """Write edited weights into the copies that are stepped."""
+        """Write edited weights into the copies that are stepped.
+
+        Raises AccelError for weights of another dtype now, which a step would take back.
+        """
+        for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
+            if parameter.dtype != dtype:
+                raise AccelError(
+                    f"DeepSpeed: a weight of shape {list(parameter.shape)} was converted from {dtype} to"
+                    f" {parameter.dtype} after prepare, and its engine would take that back\n"
+                    "convert the model before prepare"
+                )
         pairs = zip(self._live(), self._bits, strict=True)
         if self._find() != self._addresses or not all(torch.equal(_fingerprint(x), y) for x, y in pairs):
             keep_written(self._unit, self._unit.named_parameters().keys())

@@ -115,8 +115,8 @@ class Gradients:
 
     0: no more, as they are clipped already.
     """
-    _steps_frozen = False
-    """True if a step moves parameters that were frozen since the engine was made."""
+    _steps_copies = False
+    """True if a step is of copies, laid out when the engine was made."""
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = max_norm
@@ -126,6 +126,7 @@ class Gradients:
         self._training = {name: p for name, p in named.items() if p.requires_grad}
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.trained = frozenset(map(id, self._training.values()))
+        self._grouped = self._in_groups()
         self._reduce = self._take_over()
         # Programs ask the engine for the norm. The engine itself clips nothing: `clip` does.
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
@@ -240,14 +241,33 @@ class Gradients:
     def step(self) -> bool:
         """Clip as was asked, and have the engine step; whether it did. Collective."""
         self._refuse_unfrozen()
-        self._refuse_frozen()
+        if self._steps_copies:
+            self._refuse_frozen()
+            self._refuse_regrouped()
         if not self._is_reduced:  # the model's own `zero_grad` came after
             self.reduce()
+        self._refuse_given()
         self.clip(self.configured if self._asked is None else self._asked)
         with _scale_kept(self.optimizer):
             self.engine.step()
         self._is_reduced, self._asked = False, None
+        self._grouped = self._in_groups()
         return bool(self.engine.was_step_applied())
+
+    def _in_groups(self) -> list[list[Tensor]]:
+        return [[*group["params"]] for group in getattr(self.optimizer, "param_groups", ())]
+
+    def _refuse_regrouped(self) -> None:
+        now = self._in_groups()
+        if [[*map(id, each)] for each in now] != [[*map(id, each)] for each in self._grouped]:
+            raise AccelError(
+                "DeepSpeed: the parameters of the optimizer's groups were changed after prepare, and its"
+                " engine steps those of before\n"
+                "group parameters before prepare, or call accelerator.free_memory() and prepare again"
+            )
+
+    def _refuse_given(self) -> None:
+        """Refuse gradients in parameters, where they are not those of a step."""
 
     def _refuse_unfrozen(self) -> None:
         late = [name for name, parameter in self._frozen.items() if parameter.requires_grad]
@@ -260,7 +280,7 @@ class Gradients:
 
     def _refuse_frozen(self) -> None:
         late = [name for name, parameter in self._training.items() if not parameter.requires_grad]
-        if late and self._steps_frozen:
+        if late:
             raise AccelError(
                 f"DeepSpeed: {len(late)} parameter(s) were trained when the model was prepared and are frozen"
                 f" now ({late[0]}): its engine still moves them by their moments and decay\n"
@@ -286,7 +306,7 @@ class Masters(Gradients):
     Whole, in the optimizer.
     """
 
-    _steps_frozen = True
+    _steps_copies = True
 
     @property
     def has_any(self) -> bool:
@@ -303,7 +323,7 @@ class Masters(Gradients):
 class WholeWeights(Gradients):
     """Stages 1 and 2: this rank's share of each group, in the optimizer."""
 
-    _steps_frozen = True
+    _steps_copies = True
 
     _taken = False
     """True if a backward has brought gradients to stage 2 or 3.
@@ -354,6 +374,16 @@ class WholeWeights(Gradients):
         if self.optimizer.cpu_offload:
             return [group.grad for group in self.optimizer.single_partition_of_fp32_groups]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or ()]
+
+    def _refuse_given(self) -> None:
+        given = [name for name, parameter in self._training.items() if parameter.grad is not None]
+        if given:
+            raise AccelError(
+                f"DeepSpeed: {len(given)} parameter(s) have a gradient that its engine does not see"
+                f" ({given[0]}): of parameter.grad = tensor after the reduction, or of a second backward of"
+                " one forward\n"
+                "scale the loss, or add to it, in place of its gradients; call backward once"
+            )
 
     def norm(self) -> Tensor:
         norm: Tensor = self.optimizer.scaled_global_norm() / self.scale
