@@ -27,7 +27,7 @@ class PreparedOptimizer(Optimizer):
     clean_from: int
     """Number of the first window of which there may be gradients."""
     grouped: list[tuple[list[Any], int]]
-    """The groups' lists of parameters, and their lengths, when they were looked at last."""
+    """The groups' lists of parameters, with the lengths seen last."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
