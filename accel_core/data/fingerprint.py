@@ -28,12 +28,12 @@ def fingerprint(dataset: Any) -> str:
 def choice(dataset: Any, sampler: Any) -> str:
     """Return words that tell an epoch's samples from others of the same number.
 
-    They are a checksum of the indices of parts that the dataset takes of others, and of torch's sampler of a
-    part; "" without any.
+    They are a checksum of the indices of torch's own parts of datasets, and of its sampler of a part; ""
+    without any. Other classes may draw theirs anew for each epoch, or note in them what was read.
     """
     chosen = _bytes(sampler.indices) if type(sampler) is SubsetRandomSampler else ()
     try:
-        checksum = _checksum(chain(_indices_in(dataset), chosen))
+        checksum = _checksum(chain(_indices_in(dataset, torchs_only=True), chosen))
     except Exception:  # the dataset's own code
         return ""
     return "" if checksum is None else f" among indices {checksum:08x}"
@@ -46,19 +46,20 @@ def _checksum(parts: Iterable[bytes]) -> int | None:
     return checksum
 
 
-def _indices_in(dataset: Any) -> Iterator[bytes]:
+def _indices_in(dataset: Any, *, torchs_only: bool = False) -> Iterator[bytes]:
     """Yield, as bytes, the indices of each part of another dataset (a Subset).
 
     Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
     """
     inner = getattr(dataset, "dataset", None)
-    if inner is not None and hasattr(dataset, "indices"):
+    is_torchs = type(dataset).__module__.startswith("torch.")
+    if inner is not None and hasattr(dataset, "indices") and (is_torchs or not torchs_only):
         yield from _bytes(dataset.indices)
     joined = getattr(dataset, "datasets", None)
     joined = joined.values() if isinstance(joined, Mapping) else joined
     for each in (inner, *(joined if isinstance(joined, Sequence) else ())):
         if isinstance(each, Dataset):
-            yield from _indices_in(each)
+            yield from _indices_in(each, torchs_only=torchs_only)
 
 
 def _bytes(indices: Any) -> Iterator[bytes]:

@@ -6,6 +6,8 @@ They are thin objects that know their unit's window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
@@ -26,14 +28,14 @@ class PreparedOptimizer(Optimizer):
 
     clean_from: int
     """Number of the first window of which there may be gradients."""
-    grouped: list[tuple[list[Any], int]]
-    """The groups' lists of parameters, with the lengths seen last."""
+    grouped: list[tuple[Any, ...]]
+    """The groups' parameters, as they were seen last."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
         clean_from = unit.window.number + 1  # gradients that exist already may be of the next window
         self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=clean_from)
-        self.__dict__["grouped"] = _lists_of(optimizer)
+        self.__dict__["grouped"] = _in_groups(optimizer)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
@@ -120,15 +122,16 @@ class PreparedOptimizer(Optimizer):
     def _refuse_added(self) -> None:
         """Raise AccelError for parameters that were put into the groups directly.
 
-        Lists are looked into when another one is there, or its length has changed: each step comes here.
+        Each step comes here, so that what has not changed takes no copy: 10 us for 500 parameters.
         """
-        now, before, unit = _lists_of(self.optimizer), self.grouped, self.unit
-        if len(now) == len(before) and all(
-            one is other and length == then for (one, length), (other, then) in zip(now, before, strict=True)
+        groups, before, unit = self.optimizer.param_groups, self.grouped, self.unit
+        if len(groups) == len(before) and all(
+            len(group["params"]) == len(seen) and all(map(is_, group["params"], seen))
+            for group, seen in zip(groups, before, strict=True)
         ):
             return
-        known = {parameter for parameters, length in before for parameter in parameters[:length]}
-        added = {parameter for parameters, _ in now for parameter in parameters} - known
+        now = _in_groups(self.optimizer)
+        added = set(chain.from_iterable(now)).difference(*before)
         engine = unit.hooks.step("prepare_unit")  # whose groups are its own
         if not engine and None in unit.run.prepared.parameters.units_of(added):
             raise AccelError(
@@ -234,8 +237,8 @@ def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedS
     )
 
 
-def _lists_of(optimizer: Optimizer) -> list[tuple[list[Any], int]]:
-    return [(group["params"], len(group["params"])) for group in optimizer.param_groups]
+def _in_groups(optimizer: Optimizer) -> list[tuple[Any, ...]]:
+    return [tuple(group["params"]) for group in optimizer.param_groups]
 
 
 def _same(value: Any) -> Any:

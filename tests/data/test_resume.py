@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
 from torch.utils.data import (
     DataLoader,
+    Dataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -372,6 +373,33 @@ def test_a_position_that_means_nothing_here_is_refused(state, make, readers, say
     (loader, *_) = prepared(make, readers)
     with pytest.raises(CheckpointError, match=says):
         loader.load_state_dict(state)
+
+
+class Redrawn(Dataset):
+    """Half of some numbers, another one in each epoch, which notes what was read."""
+
+    def __init__(self) -> None:
+        self.dataset, self.indices = Numbers(16), []
+        self.chosen = range(8)
+
+    def set_epoch(self, epoch: int) -> None:
+        self.chosen = range(epoch, 16, 2)
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, number: int) -> int:
+        self.indices.append(number)
+        return self.dataset[self.chosen[number]]
+
+
+def test_indices_of_other_classes_than_torchs_may_change():
+    (old,), (new,) = (prepared(lambda _: DataLoader(Redrawn(), 2)) for _ in range(2))
+    list(old)
+    begun = iter(old)
+    next(begun)
+    new.load_state_dict(saved(old))
+    assert [batch.tolist() for batch in new] == [batch.tolist() for batch in begun]
 
 
 def test_an_order_is_gone_on_with_where_the_loader_has_no_generator_any_more():

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
-from accel_core import is_elementwise
+from accel_core import AccelError, is_elementwise
 
 KINDS = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "SGD"]
 
@@ -57,7 +59,30 @@ def test_weights_may_have_any_dtype(dtype):
     assert is_elementwise(torch.optim.AdamW([nn.Parameter(torch.ones(3, 5, dtype=dtype))])) is True
 
 
-@pytest.mark.parametrize("kind", [Scaled, Projected, torch.optim.Adafactor])
+class OfOneGroup(torch.optim.SGD):
+    """SGD whose steps are as long as the weight in one group, and very small."""
+
+    def __init__(self, weights: list[nn.Parameter], lr: float) -> None:
+        groups = [{"params": weights[:1], "name": "matrices"}, {"params": weights[1:], "name": "others"}]
+        super().__init__(groups, lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for weight in group["params"]:
+                by = 1e-4 * weight.norm() if group["name"] == "matrices" else 1.0
+                weight.sub_(group["lr"] * by * weight.grad)
+
+
+class Clipped(torch.optim.SGD):
+    """SGD that clips the gradients of all weights by their norm."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([w for group in self.param_groups for w in group["params"]], 50.0)
+        super().step()
+
+
+@pytest.mark.parametrize("kind", [Scaled, Projected, OfOneGroup, Clipped, torch.optim.Adafactor])
 def test_optimizers_of_whole_weights_are_told(kind):
     assert is_elementwise(kind(weights(), lr=1e-3)) is False
 
@@ -78,21 +103,34 @@ def test_an_optimizer_may_say_it(says):
     assert is_elementwise(optimizer) is says
 
 
+class Drawing(torch.optim.AdamW):
+    """AdamW that draws numbers of all sorts, and uses none."""
+
+    def step(self, closure: Any = None) -> None:
+        random.random()
+        np.random.rand()  # noqa: NPY002 - the global stream
+        torch.rand(())
+        super().step()
+
+
 def test_the_optimizer_and_its_weights_stay_as_they_are():
     params, seen = weights(), []
-    optimizer = torch.optim.AdamW(params, lr=0.1)
+    optimizer = Drawing(params, lr=0.1)
     optimizer.register_step_pre_hook(lambda *_: seen.append("hook"))
+    random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     StepLR(optimizer, 1)  # which replaces `step` of this one
     params[0].grad = torch.ones(3, 5)
     optimizer.step()
     before = [p.detach().clone() for p in params]
     state = {key: value.clone() for key, value in optimizer.state[params[0]].items()}
     seen.clear()
-    stream = torch.get_rng_state()
+    stream, others = torch.get_rng_state(), (random.getstate(), np.random.get_state()[1].tolist())  # noqa: NPY002
 
     assert is_elementwise(optimizer) is True
     assert not seen
     assert torch.equal(torch.get_rng_state(), stream)
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == others  # noqa: NPY002
     assert all(torch.equal(p, old) for p, old in zip(params, before, strict=True))
     assert all(torch.equal(optimizer.state[params[0]][key], value) for key, value in state.items())
     assert torch.equal(params[0].grad, torch.ones(3, 5))
@@ -125,3 +163,31 @@ def test_many_groups_cost_no_more_than_one():
     assert is_elementwise(Counted([*alike, other], lr=0.1)) is True
     assert len({id(weight) for weight in stepped[:2]}) == 2
     assert len(stepped) == 2 * 3 * 10
+
+
+def test_a_step_that_reaches_the_weights_by_another_way_is_an_error():
+    params = weights()
+
+    class Shrinking(torch.optim.SGD):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            params[0].mul_(0.9)
+
+    with pytest.raises(AccelError, match="a copy of it stepped small weights, and changed the model's"):
+        is_elementwise(Shrinking(params, lr=0.1))
+
+
+def test_what_an_optimizer_keeps_of_real_weights_is_not_mistaken_for_a_need_of_whole_ones():
+    class Keeping(torch.optim.SGD):
+        def __init__(self, weights: list[nn.Parameter], lr: float) -> None:
+            super().__init__(weights, lr=lr)
+            self.kept = [torch.zeros_like(weight) for weight in weights]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for weight, kept in zip(self.param_groups[0]["params"], self.kept, strict=True):
+                weight.sub_(kept.add_(weight.grad))
+
+    assert (
+        is_elementwise(Keeping([nn.Parameter(torch.ones(4, 6)), nn.Parameter(torch.ones(8))], lr=0.1)) is None
+    )

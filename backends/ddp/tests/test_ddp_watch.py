@@ -279,9 +279,18 @@ def growing_in_place(run, model, optimizer, number, loss, x):
     optimizer.zero_grad()
 
 
-def test_parameters_that_were_put_into_a_group_are_refused_by_the_step() -> None:
+def replaced_in_place(run, model, optimizer, number, loss, x):
+    if number == 1:
+        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(1))
+    run.backward(loss(model(x)))
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("change", [growing_in_place, replaced_in_place])
+def test_parameters_that_were_put_into_a_group_are_refused_by_the_step(change) -> None:
     """Each rank would train its own, silently."""
-    for found in run_processes(told, growing_in_place):
+    for found in run_processes(told, change):
         assert "a parameter was put into the groups of the SGD that was not in its models when" in found
 
 
