@@ -303,9 +303,7 @@ def _flat_places(wrapper: FSDP) -> list[Place]:
 
 def _is_own(asked: tuple[Tensor, Any], tensor: Tensor | None) -> bool:
     parameter, flat = asked
-    if (
-        tensor is None or tensor is parameter
-    ):  # None: torch has its own, plain tensors, there inside a forward
+    if tensor is None or tensor is parameter:  # None: in a forward torch has plain tensors there
         return True
     memory = tensor.untyped_storage().data_ptr()  # of the gathered weights, while they are there; 0 if freed
     gathered = getattr(flat, "_full_param_padded", flat)
