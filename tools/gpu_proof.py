@@ -59,7 +59,7 @@ def parts(device: str) -> list[Part]:
     found = [Part("tests marked gpu", gpu_tests, 120)]
     for stack in STACKS:
         needs = ("accel_fsdp",) if "fsdp" in stack else ()
-        found.append(Part(f"kit: {stack}", (*KIT, "--accel-stack", stack, "--accel-world", "1"), 180, needs))
+        found.append(Part(f"kit: {stack}", (*KIT, "--accel-stack", stack, "--accel-world", "1"), 300, needs))
     saves = ("benchmarks/checkpoint.py", "--device", "cuda", "--case", "large", "--without", "DCP")
     benchmarks = (
         ("Llama", ("benchmarks/llama.py", *size, *peers), 150, (), False),
