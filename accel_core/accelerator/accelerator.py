@@ -13,7 +13,7 @@ from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
 from accel_core.contract.options import remember_given
 from accel_core.contract.unit import inside
-from accel_core.errors import ConfigError
+from accel_core.errors import AccelError, ConfigError
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
 from accel_core.training.accumulation import Accumulation
@@ -120,6 +120,14 @@ class Accelerator(Ranks, Training, States):
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in self._given}
+        if cpu not in (True, False, None):
+            raise ConfigError(f"Accelerator(cpu={cpu!r:.80}): give True or False")
+        for name, listed in (("kwargs_handlers", kwargs_handlers), ("plugins", plugins)):
+            if listed is not None and not hasattr(listed, "__iter__"):
+                raise ConfigError(
+                    f"Accelerator({name}=...) was given {listed!r:.80}, and not a list\n"
+                    f"give a list: {name}=[{type(listed).__name__}(...)]"
+                )
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
@@ -131,7 +139,9 @@ class Accelerator(Ranks, Training, States):
             settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
-        objects = [thing for thing in (*sections, *(kwargs_handlers or ()), *plugins) if thing is not None]
+        objects = [
+            thing for thing in (*sections, *(kwargs_handlers or ()), *(plugins or ())) if thing is not None
+        ]
         self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
@@ -272,6 +282,11 @@ class Accelerator(Ranks, Training, States):
             keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
+        if not hasattr(model, "__dict__"):  # None, a number, a list
+            raise AccelError(
+                f"unwrap_model: a {type(model).__name__} is not a model\n"
+                "give one model, as prepare returned it"
+            )
         unit = self.run.prepared.unit_of_model(model)
         if unit is None:
             return self.run.prepared.inside_copy(model, keep_torch_compile)
@@ -406,13 +421,14 @@ class Accelerator(Ranks, Training, States):
             profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
 
         Raises:
-            ConfigError: torch cannot record one of its `activities` here.
+            ConfigError: `profile_handler` is something else; or torch cannot record one of its `activities`
+                here.
         """
         if profile_handler is None:
             self.run.note_profile()
         from accel_core.accelerator.profiler import profiling  # late: start-up need not wait for it
 
-        return profiling(self.run, profile_handler or self.run.config.profile)
+        return profiling(self.run, self.run.config.profile if profile_handler is None else profile_handler)
 
     # -- the end ---------------------------------------------------------------------------------
 

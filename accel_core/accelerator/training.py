@@ -10,7 +10,7 @@ import torch
 
 from accel_core.data.uneven import check_unit, refuse_another
 from accel_core.defaults.precision import autocast
-from accel_core.errors import AccelError
+from accel_core.errors import AccelError, ConfigError
 from accel_core.training import step
 from accel_core.training.accumulation import Accumulation, units_of
 
@@ -91,7 +91,7 @@ class Training:
         """
         try:  # `get` would be one more call in each micro-batch
             accumulation: Accumulation | None = self._accumulations[models]
-        except KeyError:
+        except (KeyError, TypeError):  # new models; a list of them, which is refused below
             accumulation = None
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
@@ -269,9 +269,19 @@ class Training:
             even_batches: what prepared loaders of map-style data do inside, instead of what is configured.
 
         Raises:
-            ConfigError: their strategy cannot.
-            AccelError: inside LocalSGD, or join_uneven_inputs of other models.
+            ConfigError: their strategy cannot, or `even_batches` is not True, False or None.
+            AccelError: inside LocalSGD, or join_uneven_inputs of other models; or they are in no list.
         """
+        if isinstance(joinables, torch.nn.Module) or not isinstance(joinables, Iterable):
+            raise AccelError(
+                f"join_uneven_inputs: joinables is a {type(joinables).__name__}, and not a list of models\n"
+                "give prepared models: join_uneven_inputs([model])"
+            )
+        if even_batches not in (True, False, None):
+            raise ConfigError(
+                f"join_uneven_inputs: even_batches is {even_batches!r:.80}\n"
+                "give True or False; leave it out for what is configured"
+            )
         units = units_of(self.run, joinables)
         if not (self.run.config.data.even_batches if even_batches is None else even_batches):
             refuse_another(self.run, "join_uneven_inputs", units)
@@ -329,7 +339,10 @@ def _countable(items: Tensor | float) -> Tensor | float:
         # The value on a device is not read: it would have to be waited for.
         is_number = items.numel() == 1 and (items.device.type != "cpu" or 0 <= items.item() < float("inf"))
     else:
-        is_number = 0 <= items < float("inf")
+        try:
+            is_number = 0 <= items < float("inf")
+        except TypeError:  # text, a list: what has no order beside a number
+            is_number = False
     if not is_number:
         raise AccelError(
             f"items={items!r}: gradients are to be divided by how many items there are\n"

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -45,7 +45,14 @@ class Preemption:
     another, which must know first that it has to go on.
     """
 
-    def __init__(self, run: Run, signals: Sequence[int]) -> None:
+    def __init__(self, run: Run, signals: Collection[int]) -> None:
+        uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
+        caught = signal.valid_signals() - {*uncaught}
+        if not hasattr(signals, "__iter__") or not signals or not caught.issuperset(signals):
+            raise CheckpointError(
+                f"save_on_preemption: signals is {signals!r:.80}\n"
+                "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"
+            )
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = Votes.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False

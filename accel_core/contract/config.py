@@ -219,15 +219,16 @@ class ProjectConfiguration(Remembering):
             metric_and_mode(self.keep_best)
 
 
-def metric_and_mode(keep_best: str) -> tuple[str, bool]:
+def metric_and_mode(keep_best: Any) -> tuple[str, bool]:
     """Return the metric's name, and True if the largest value is the best.
 
     Raises:
         ValueError: it is not a loss, and no mode says which value is the best.
     """
-    mode, _, name = keep_best.partition(":")
+    text = keep_best if isinstance(keep_best, str) else ""
+    mode, _, name = text.partition(":")
     if mode not in ("min", "max"):
-        mode, name = "", keep_best
+        mode, name = "", text
     if not name or not (mode or name.endswith("loss")):
         raise ValueError(
             f"keep_best {keep_best!r} does not say which value is the best;"

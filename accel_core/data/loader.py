@@ -28,7 +28,7 @@ from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
-from accel_core.errors import AccelError, CheckpointError
+from accel_core.errors import AccelError, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -160,6 +160,10 @@ class PreparedLoader(DataLoader[Any]):
         Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
         starts at its beginning.
         """
+        if not hasattr(epoch, "__index__"):
+            raise ConfigError(
+                f"set_epoch: {epoch!r:.80} is not the number of an epoch\ngive a whole number, such as 0"
+            )
         if epoch != self.epoch:
             self._cursor.plan(Progress(epoch=epoch))
 

@@ -302,13 +302,13 @@ def split_between_processes(
         TypeError: there are several readers, and something else to split: each would get all of it.
     """
     topology = (run or current()).topology
-    lengths = {*_lengths(inputs)} if isinstance(inputs, Mapping) else set()
+    lengths = {*_lengths(inputs)} if topology.readers > 1 or isinstance(inputs, Mapping) else set()
     if len(lengths) > 1:
         raise ValueError("split_between_processes: all values of the dict must have the same length")
     if topology.readers == 1:
         yield inputs
         return
-    length = max(lengths, default=0) if isinstance(inputs, Mapping) else len(inputs)
+    length = max(lengths, default=0)
     share, extra = divmod(length, topology.readers)
     start = topology.reader * share + min(topology.reader, extra)
     stop = start + share + (topology.reader < extra)
@@ -355,12 +355,21 @@ def _reducible(tensor: Tensor, reduction: Reduction) -> Tensor:
     return tensor.to(_WIDER.get(dtype, dtype))
 
 
-def _lengths(values: Mapping[Any, Any]) -> Iterator[int]:
-    for value in values.values():
-        if isinstance(value, Mapping):
-            yield from _lengths(value)
-        else:
-            yield len(value)
+def _lengths(value: Any) -> Iterator[int]:
+    if isinstance(value, Mapping):
+        for inner in value.values():
+            yield from _lengths(inner)
+    elif hasattr(value, "__len__"):
+        yield len(value)
+    else:
+        raise _unsplittable(value)
+
+
+def _unsplittable(value: Any) -> TypeError:
+    return TypeError(
+        f"split_between_processes: each process would get all of the {type(value).__name__}\n"
+        "give a list, a tensor, an array, or a dict of such"
+    )
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
@@ -369,10 +378,7 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     if hasattr(value, "select") and not isinstance(value, Tensor):  # tables, which are not sliced
         return value.select([*range(start, stop), *[len(value) - 1] * missing])
     if not isinstance(value, list | tuple | range | Tensor | np.ndarray):
-        raise TypeError(
-            f"split_between_processes: each process would get all of the {type(value).__name__}\n"
-            "give a list, a tensor, an array, or a dict of such"
-        )
+        raise _unsplittable(value)
     part = [*value[start:stop]] if isinstance(value, range) else value[start:stop]
     if not missing:
         return part

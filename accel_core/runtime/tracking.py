@@ -5,6 +5,7 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -77,6 +78,11 @@ def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker
 
     The names are None if `log_with` is None or has trackers only.
     """
+    if log_with is not None and not isinstance(log_with, (GeneralTracker, Iterable)):
+        raise ConfigError(
+            f"log_with is {log_with!r:.80}, which names no tracker\n"
+            "give names of trackers, or made objects of your own: log_with=MyTracker()"
+        )
     given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
     own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
     names = [name for name in given if not isinstance(name, GeneralTracker)]
@@ -123,6 +129,13 @@ class Trackers:
                 f"log: the values are {values!r:.80}, which have no names\n"
                 "give a mapping: log({'loss': loss})"
             )
+        try:
+            step = None if step is None else operator.index(step)
+        except (TypeError, RuntimeError) as error:
+            raise AccelError(
+                f"log: step is {step!r:.80}, and not a whole number\n"
+                "give the number of the step, and another value by name among the values"
+            ) from error
         if not self._loggers or self.run.ended or self.has_finished:
             self._require_start()
             self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device

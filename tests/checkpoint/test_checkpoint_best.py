@@ -146,7 +146,7 @@ def test_a_save_on_preemption_is_made_and_never_the_best(job, tmp_path):
     assert left(tmp_path) == [0, 2]
 
 
-@pytest.mark.parametrize("keep_best", ["accuracy", "best:accuracy", "max:", ""])
+@pytest.mark.parametrize("keep_best", ["accuracy", "best:accuracy", "max:", "", 3, ["loss"]])
 def test_a_metric_without_a_direction_is_refused(keep_best):
     with pytest.raises((ConfigError, ValueError), match="does not say which value is the best; write 'max:"):
         ProjectConfiguration(automatic_checkpoint_naming=True, keep_best=keep_best)

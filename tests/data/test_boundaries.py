@@ -198,6 +198,14 @@ def test_what_is_no_dataloader_cannot_be_skipped(loader):
         skip_first_batches(loader, 1)
 
 
+@pytest.mark.parametrize("epoch", ["x", None, 1.5, [1]], ids=str)
+def test_what_is_no_number_of_an_epoch_is_refused(epoch):
+    (loader,) = prepared(numbers(4))
+    with pytest.raises(ConfigError, match="set_epoch: .* is not the number of an epoch\ngive a whole number"):
+        loader.set_epoch(epoch)
+    assert list(loader) == [[0, 1], [2, 3]]
+
+
 # -- the current iteration -----------------------------------------------------------------------
 
 

@@ -385,7 +385,7 @@ def test_split_between_processes_splits_an_array(padding, parts):
             assert part["rows"].tolist() == [[number, number] for number in expected]
 
 
-@pytest.mark.parametrize("inputs", ["abc", {"text": "abc"}, {1, 2, 3}], ids=repr)
+@pytest.mark.parametrize("inputs", ["abc", {"text": "abc"}, {1, 2, 3}, None, {"a": 3}], ids=repr)
 def test_split_between_processes_refuses_what_each_process_would_get_whole(inputs):
     run = SimpleNamespace(topology=Topology(reader=0, readers=2))
     with pytest.raises(TypeError, match="give a list"), ops.split_between_processes(inputs, run=run):

@@ -313,6 +313,31 @@ def test_options_for_nobody_are_an_error(tracked, use):
         use(accelerator)
 
 
+@pytest.mark.parametrize("name", [None, 3, ["mine"]], ids=str)
+def test_a_tracker_is_not_asked_for_by_what_is_no_name(tracked, name):
+    with pytest.raises(ConfigError, match="get_tracker: this run has no tracker "):
+        tracked(Mine()).get_tracker(name)
+
+
+@pytest.mark.parametrize("step", ["3", 1.5, torch.zeros(2), torch.tensor(1.5)], ids=str)
+def test_a_step_that_is_not_a_whole_number_is_refused(tracked, step):
+    mine = Mine()
+    accelerator = tracked(mine)
+    accelerator.init_trackers("project")
+    with pytest.raises(AccelError, match="log: step is .*, and not a whole number"):
+        accelerator.log({"loss": 1}, step=step)
+    assert mine.seen[2:] == []
+
+
+def test_a_step_of_torch_or_numpy_arrives_as_a_number(tracked):
+    mine = Mine()
+    accelerator = tracked(mine)
+    accelerator.init_trackers("project")
+    for step in (torch.tensor(3), np.int64(4)):
+        accelerator.log({"loss": 1}, step=step)
+    assert [(type(seen[0]), seen[0]) for seen in mine.seen[2:]] == [(int, 3), (int, 4)]
+
+
 def test_no_folder_is_an_error_at_the_start():
     with pytest.raises(ConfigError, match="tracker jsonl has no folder to write to"):
         Accelerator(cpu=True, log_with="jsonl")

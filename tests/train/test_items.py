@@ -80,7 +80,8 @@ def test_an_evaluation_that_counts_items_leaves_a_window_of_means_alone(accelera
     assert_near(model.parameters(), reference.parameters())
 
 
-NO_NUMBERS = [-1, float("nan"), float("inf"), torch.tensor(-2.0), torch.tensor(torch.nan), torch.ones(2)]
+NO_NUMBERS = [-1, float("nan"), float("inf"), "3", [3], 1j]
+NO_NUMBERS += [torch.tensor(-2.0), torch.tensor(torch.nan), torch.ones(2)]
 
 
 @pytest.mark.parametrize("items", NO_NUMBERS, ids=str)

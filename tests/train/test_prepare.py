@@ -379,6 +379,12 @@ def test_an_object_that_is_given_twice_is_prepared_once(accelerator):
     assert (len(unit.models), unit.optimizers, unit.schedulers) == (1, [optimizer], [objects[2]])
 
 
+@pytest.mark.parametrize("thing", [None, 3, [nn.Linear(1, 1)]], ids=str)
+def test_what_is_no_model_is_not_unwrapped(accelerator, thing):
+    with pytest.raises(AccelError, match=r"unwrap_model: a \w+ is not a model"):
+        accelerator.unwrap_model(thing)
+
+
 def test_evaluation_mode_prepares_without_training(accelerator):
     model = accelerator.prepare_model(net(), evaluation_mode=True)
     assert accelerator.run.prepared.unit_of_model(model).strategy == "single"

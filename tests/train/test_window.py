@@ -298,6 +298,8 @@ def test_clipping_parameters_of_no_unit_says_so(accelerator):
 def test_accumulate_of_an_unprepared_model_says_so(accelerator):
     with pytest.raises(AccelError, match="has not prepared the Sequential"):
         accelerator.accumulate(net())
+    with pytest.raises(AccelError, match="has not prepared the list"):
+        accelerator.accumulate([net()])
 
 
 def test_the_window_can_be_set_by_hand(accelerator_of):
