@@ -122,12 +122,6 @@ class Accelerator(Ranks, Training, States):
         given = {name: value for name, value in locals().items() if name in self._given}
         if cpu not in (True, False, None):
             raise ConfigError(f"Accelerator(cpu={cpu!r:.80}): give True or False")
-        for name, listed in (("kwargs_handlers", kwargs_handlers), ("plugins", plugins)):
-            if listed is not None and not hasattr(listed, "__iter__"):
-                raise ConfigError(
-                    f"Accelerator({name}=...) was given {listed!r:.80}, and not a list\n"
-                    f"give a list: {name}=[{type(listed).__name__}(...)]"
-                )
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
@@ -139,9 +133,8 @@ class Accelerator(Ranks, Training, States):
             settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
-        objects = [
-            thing for thing in (*sections, *(kwargs_handlers or ()), *(plugins or ())) if thing is not None
-        ]
+        more = (*_listed("kwargs_handlers", kwargs_handlers), *_listed("plugins", plugins))
+        objects = [thing for thing in (*sections, *more) if thing is not None]
         self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
@@ -448,3 +441,17 @@ class Accelerator(Ranks, Training, States):
     def __repr__(self) -> str:
         world = self.run.world
         return f"Accelerator({self.run.stack}, rank {world.rank} of {world.size} on {self.device})"
+
+
+def _listed(name: str, given: Any) -> Sequence[object]:
+    """Return the config objects that an argument was given.
+
+    Raises:
+        ConfigError: it was given one, in no list.
+    """
+    if given is not None and not hasattr(given, "__iter__"):
+        raise ConfigError(
+            f"Accelerator({name}=...) was given {given!r:.80}, and not a list\n"
+            f"give a list: {name}=[{type(given).__name__}(...)]"
+        )
+    return given or ()

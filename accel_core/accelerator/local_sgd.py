@@ -54,7 +54,7 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        if local_sgd_steps < 1:
+        if not hasattr(local_sgd_steps, "__index__") or local_sgd_steps < 1:
             raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
         run = accelerator.run
         unit = run.prepared.unit_of_model(model)

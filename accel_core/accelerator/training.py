@@ -149,8 +149,13 @@ class Training:
             options: for torch: retain_graph, create_graph, inputs.
 
         Raises:
-            AccelError: the loss requires no gradient, or `model` is needed.
+            AccelError: the loss is not a tensor or requires no gradient, or `model` is needed.
         """
+        if not hasattr(loss, "backward"):
+            raise AccelError(
+                f"backward: the loss is a {type(loss).__name__}, not a tensor\n"
+                "give what the forward computed; a model that got no labels may return None"
+            )
         step.backward(self.run, loss, None if model is None else units_of(self.run, [model])[0], options)
 
     def clip_grad_norm_(
@@ -191,12 +196,25 @@ class Training:
 
         To look at them or change them. On all ranks.
 
-        optimizer: as `prepare` returned it, or several; default: all. Those of its unit go with it.
+        optimizer: one that is prepared, or several; default: all. Those of its unit go with it.
+
+        Raises:
+            AccelError: one is not prepared.
         """
-        chosen = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
-        for unit in self.run.prepared.trained:
-            proxies = [proxy for _, proxy in self.run.prepared.optimizers if proxy.unit is unit]
-            if unit.window.boundary and (optimizer is None or any(proxy in chosen for proxy in proxies)):
+        prepared = self.run.prepared
+        units = prepared.trained
+        if optimizer is not None:
+            listed = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+            proxies = [prepared.proxy_of(each) for each in listed]
+            if None in proxies:
+                raise AccelError(
+                    "unscale_gradients: this run has not prepared the"
+                    f" {type(listed[proxies.index(None)]).__name__} it was given\n"
+                    "give what accelerator.prepare(...) returned, or nothing for all optimizers"
+                )
+            units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
+        for unit in units:
+            if unit.window.boundary:
                 step.unscale(unit)
 
     @property
@@ -272,16 +290,7 @@ class Training:
             ConfigError: their strategy cannot, or `even_batches` is not True, False or None.
             AccelError: inside LocalSGD, or join_uneven_inputs of other models; or they are in no list.
         """
-        if isinstance(joinables, torch.nn.Module) or not isinstance(joinables, Iterable):
-            raise AccelError(
-                f"join_uneven_inputs: joinables is a {type(joinables).__name__}, and not a list of models\n"
-                "give prepared models: join_uneven_inputs([model])"
-            )
-        if even_batches not in (True, False, None):
-            raise ConfigError(
-                f"join_uneven_inputs: even_batches is {even_batches!r:.80}\n"
-                "give True or False; leave it out for what is configured"
-            )
+        _require_joinable(joinables, even_batches)
         units = units_of(self.run, joinables)
         if not (self.run.config.data.even_batches if even_batches is None else even_batches):
             refuse_another(self.run, "join_uneven_inputs", units)
@@ -297,6 +306,11 @@ class Training:
             yield
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
+        if not hasattr(parameters, "__iter__"):
+            raise AccelError(
+                f"clipping: a {type(parameters).__name__} is not parameters\n"
+                "pass model.parameters(), or a list"
+            )
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.run.ended:
             self.run.require_alive()
@@ -317,6 +331,19 @@ class Training:
             " one call clips the parameters of one prepared model\n"
             "pass model.parameters() of a model that was prepared",
             units,
+        )
+
+
+def _require_joinable(joinables: Any, even_batches: Any) -> None:
+    if isinstance(joinables, torch.nn.Module) or not isinstance(joinables, Iterable):
+        raise AccelError(
+            f"join_uneven_inputs: joinables is a {type(joinables).__name__}, and not a list of models\n"
+            "give prepared models: join_uneven_inputs([model])"
+        )
+    if even_batches not in (True, False, None):
+        raise ConfigError(
+            f"join_uneven_inputs: even_batches is {even_batches!r:.80}\n"
+            "give True or False; leave it out for what is configured"
         )
 
 

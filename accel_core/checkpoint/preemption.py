@@ -46,13 +46,7 @@ class Preemption:
     """
 
     def __init__(self, run: Run, signals: Collection[int]) -> None:
-        uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
-        caught = signal.valid_signals() - {*uncaught}
-        if not hasattr(signals, "__iter__") or not signals or not caught.issuperset(signals):
-            raise CheckpointError(
-                f"save_on_preemption: signals is {signals!r:.80}\n"
-                "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"
-            )
+        _require_signals(signals)
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = Votes.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
@@ -152,6 +146,16 @@ class Preemption:
             )
             self._heard = True
         self._agreed.set()
+
+
+def _require_signals(signals: Collection[int]) -> None:
+    uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
+    caught = signal.valid_signals() - {*uncaught}
+    if not hasattr(signals, "__iter__") or not signals or not caught.issuperset(signals):
+        raise CheckpointError(
+            f"save_on_preemption: signals is {signals!r:.80}\n"
+            "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"
+        )
 
 
 def _note(word: str) -> None:

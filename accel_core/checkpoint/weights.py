@@ -140,6 +140,7 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     run.require_alive()
     place = run.prepared.place_of(model)
     if place is None:
+        _require_model(model)
         for unit in run.units:
             _refuse_parts(unit, model)
         if not _IN_PARTS.isdisjoint(model.modules()):
@@ -155,6 +156,14 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         place = unit, 0
     place[0].drop_cut_ties()
     return place
+
+
+def _require_model(model: Any) -> None:
+    if isinstance(model, type) or not hasattr(model, "modules"):
+        raise AccelError(
+            f"a {type(model).__name__} is not a model whose weights there are\n"
+            "give the model that accelerator.prepare(...) returned"
+        )
 
 
 def note_parts(units: Iterable[Unit]) -> None:

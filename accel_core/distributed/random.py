@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ def set_seed(
     use deterministic algorithms only. Without a live run the world is the one that the launcher's
     variables describe.
     """
+    seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
     runs = list(live_runs)
     if run is None and len(runs) == 1:
         run = runs[0]

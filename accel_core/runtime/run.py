@@ -376,7 +376,9 @@ class Run:
         return self._meshes[alias]
 
 
-def _require_new(name: str | None, taken: Collection[str]) -> None:
+def _require_new(name: Any, taken: Collection[str]) -> None:
+    if not isinstance(name, (str, type(None))):
+        raise ConfigError(f"prepare: {name!r:.80} is not a name of a unit\ngive text, such as name='student'")
     if name in taken:
         raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
 

@@ -129,13 +129,7 @@ class Trackers:
                 f"log: the values are {values!r:.80}, which have no names\n"
                 "give a mapping: log({'loss': loss})"
             )
-        try:
-            step = None if step is None else operator.index(step)
-        except (TypeError, RuntimeError) as error:
-            raise AccelError(
-                f"log: step is {step!r:.80}, and not a whole number\n"
-                "give the number of the step, and another value by name among the values"
-            ) from error
+        step = _plain_step(step)
         if not self._loggers or self.run.ended or self.has_finished:
             self._require_start()
             self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device
@@ -231,6 +225,16 @@ class _Silence:
 
     def __call__(self, *args: Any, **kwargs: Any) -> _Silence:
         return self
+
+
+def _plain_step(step: Any) -> int | None:
+    try:
+        return None if step is None else operator.index(step)
+    except (TypeError, RuntimeError) as error:
+        raise AccelError(
+            f"log: step is {step!r:.80}, and not a whole number\n"
+            "give the number of the step, and another value by name among the values"
+        ) from error
 
 
 def _settings(config: Any) -> dict[str, Any]:

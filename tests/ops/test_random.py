@@ -22,6 +22,14 @@ def drawn():
     return random.random(), np.random.random(), torch.rand(()).item()
 
 
+def test_a_seed_may_be_a_number_of_numpy_or_torch():
+    set_seed(3)
+    first = drawn()
+    for seed in (np.int64(3), torch.tensor(3)):
+        set_seed(seed)
+        assert drawn() == first
+
+
 def test_the_same_seed_draws_the_same_from_every_stream():
     set_seed(3)
     first = drawn()

@@ -219,6 +219,28 @@ def test_gradients_unscaled_and_dropped_do_not_disturb_the_next_step(accelerator
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("listed", [False, True])
+def test_gradients_are_unscaled_by_the_optimizer_that_prepare_was_given_too(accelerator_of, listed):
+    accelerator = fp16(accelerator_of, init_scale=1024.0)
+    model = net()
+    plain = SGD(model.parameters(), lr=0.1)
+    model, _ = accelerator.prepare(model, plain)
+    accelerator.backward(model(X).float().mean())
+    scaled = [p.grad.clone() for p in model.parameters()]
+    accelerator.unscale_gradients([plain] if listed else plain)
+    for gradient, parameter in zip(scaled, model.parameters(), strict=True):
+        torch.testing.assert_close(gradient / 1024.0, parameter.grad)
+
+
+def test_gradients_of_an_optimizer_that_was_not_prepared_are_not_unscaled(accelerator_of):
+    accelerator = fp16(accelerator_of)
+    model = net()
+    accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for optimizer in (SGD(net().parameters(), lr=0.1), "adam", [None]):
+        with pytest.raises(AccelError, match=r"unscale_gradients: this run has not prepared the \w+"):
+            accelerator.unscale_gradients(optimizer)
+
+
 def test_each_optimizer_may_be_clipped_just_before_it_steps(accelerator_of):
     accelerator = fp16(accelerator_of, init_scale=1024.0)
     model = net()

@@ -288,11 +288,19 @@ def test_backward_of_a_loss_without_gradient_says_why(accelerator):
         accelerator.backward(torch.ones(()))
 
 
+@pytest.mark.parametrize("loss", [None, 0.5, [torch.ones(())]], ids=str)
+def test_backward_of_what_is_no_loss_says_so(accelerator, loss):
+    with pytest.raises(AccelError, match=r"backward: the loss is a \w+, not a tensor\n"):
+        accelerator.backward(loss)
+
+
 def test_clipping_parameters_of_no_unit_says_so(accelerator):
     with pytest.raises(AccelError, match="belong to no unit"):
         accelerator.clip_grad_norm_(net().parameters(), 1.0)
     with pytest.raises(AccelError, match="no parameters were given"):
         accelerator.clip_grad_norm_(filter(None, []), 1.0)
+    with pytest.raises(AccelError, match="clipping: a Linear is not parameters\npass model.parameters()"):
+        accelerator.clip_grad_norm_(nn.Linear(1, 1), 1.0)
 
 
 def test_accumulate_of_an_unprepared_model_says_so(accelerator):

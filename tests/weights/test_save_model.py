@@ -308,6 +308,13 @@ def test_weights_that_readers_would_not_look_at_are_not_written(accelerator, tmp
         accelerator.save_model(model_of(1), tmp_path, safe_serialization=False)
 
 
+@pytest.mark.parametrize("thing", [None, 3, nn.Linear, [nn.Linear(1, 1)]], ids=str)
+def test_what_is_no_model_has_no_weights(accelerator, tmp_path, thing):
+    for use in (lambda it: accelerator.save_model(it, tmp_path), accelerator.get_state_dict):
+        with pytest.raises(AccelError, match=r"a \w+ is not a model whose weights there are\ngive the model"):
+            use(thing)
+
+
 # -- in memory -----------------------------------------------------------------------------------
 
 
