@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterator
+from pathlib import PurePath
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.commit import locate
@@ -45,6 +47,13 @@ def export(
             )
         names = [*units] if unit is None else [unit]
         chosen = {name: target if len(names) == 1 else target / name for name in names}
+        for name in chosen if len(names) > 1 else ():
+            if PurePath(name).name != name or name == "..":
+                raise CheckpointError(
+                    f"unit {name!r} has no name that a folder can have, and each is to get one\n"
+                    f"export it alone: --unit {shlex.quote(name)}",
+                    path=str(folder),
+                )
         homes = {
             (name, prefix): home / f"model{number}" if prefix else home
             for name, home in chosen.items()
@@ -65,7 +74,7 @@ def export(
             found = [*_stored(checkpoint, name, prefix)]
             total = sum(stored.nbytes for _, stored in found)
             whole = ((names, stored.tensor()) for names, stored in found)
-            write_weights(home, whole, extra, bytes_in(limit), safe=safe, total=total)
+            write_weights(home, whole, extra, bytes_in(limit), safe=safe, total=total, replace=force)
         return list(homes.values())
 
 

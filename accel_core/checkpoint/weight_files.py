@@ -41,6 +41,9 @@ def bytes_in(size: int | str) -> int:
     return limit
 
 
+_ANY: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors|\.bin)(\.index\.json)?")
+
+
 def write_weights(
     folder: Place,
     weights: Iterable[tuple[Names, Tensor]],
@@ -49,18 +52,20 @@ def write_weights(
     *,
     safe: bool,
     total: int = 0,
+    replace: bool = False,
 ) -> None:
     """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
 
     Needs memory for one file's. What was there before stays until all of it is written. total: bytes of all,
-    if they are known. In a store, weights that are there are not replaced: a reader could mix the two.
+    if they are known. replace: weights of the other format go too; else they stay beside. In a store,
+    weights that are there are not replaced: a reader could mix the two.
     """
     if isinstance(folder, StoredPath):
         _send(
             folder, lambda beside: write_weights(beside, weights, extra, limit, safe=safe, total=total), total
         )
         return
-    _refuse(folder, extra, safe=safe)
+    _refuse(folder, extra, safe=safe, replace=replace)
     done = 0
 
     def counted() -> Iterator[tuple[Names, Tensor]]:
@@ -74,16 +79,15 @@ def write_weights(
         with show_progress(f"writing {folder}", lambda: (done, total)), workshop(folder) as beside:
             written = _write_parts(beside, counted(), extra, limit, safe=safe)
             with _alone(folder):
-                _publish(folder, beside, written, safe=safe)
+                _publish(folder, beside, written, safe=safe, replace=replace)
     except OSError as error:
         raise not_written(folder, error) from error
 
 
 def weights_in(folder: Place) -> list[Place]:
     """Return the files of weights in a folder, whatever wrote them."""
-    names = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors|\.bin)(\.index\.json)?")
     entries: Iterable[Place] = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in entries if names.fullmatch(path.name)), key=str)
+    return sorted((path for path in entries if _ANY.fullmatch(path.name)), key=str)
 
 
 def _send(folder: StoredPath, write: Callable[[Path], None], total: int) -> None:
@@ -104,7 +108,7 @@ def _send(folder: StoredPath, write: Callable[[Path], None], total: int) -> None
             raise not_written(folder, error) from error
 
 
-def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
+def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool, replace: bool) -> None:
     odd = [name for name, value in extra.items() if not isinstance(value, Tensor)]
     if safe and odd:
         raise CheckpointError(
@@ -112,7 +116,7 @@ def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool) -> None:
             "save with safe_serialization=False"
         )
     preferred = folder / "model.safetensors"
-    if not safe and (preferred.exists() or Path(f"{preferred}.index.json").exists()):
+    if not (safe or replace) and (preferred.exists() or Path(f"{preferred}.index.json").exists()):
         raise CheckpointError(
             f"{folder} has weights as safetensors, which readers take instead of pytorch_model.bin\n"
             "save to another folder, or remove them",
@@ -201,7 +205,9 @@ def _alone(folder: Path) -> Iterator[None]:
             os.close(handle)
 
 
-def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool) -> None:
+def _publish(
+    folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool, replace: bool
+) -> None:
     """Name the files so that a reader finds the old save, this one, or an error."""
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     count, index = len(written), f"{stem}{suffix}.index.json"
@@ -210,7 +216,9 @@ def _publish(folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *
         files = [f"{stem}{suffix}"]
     elif (folder / files[0]).exists():
         (folder / index).unlink(missing_ok=True)  # it would name files of two saves
-    ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
+    ours = (
+        _ANY if replace else re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
+    )
     made = {file: (beside / str(number)).stat() for number, file in enumerate(files)}
     for number, file in enumerate(files):
         (beside / str(number)).replace(folder / file)

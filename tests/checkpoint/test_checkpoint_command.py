@@ -234,6 +234,44 @@ def test_weights_that_are_there_are_replaced_only_by_force(project):
     assert (load_file(mine)["embedding.weight"] == 3).all()
 
 
+@pytest.mark.parametrize("size", ["10GB", "1kB"])
+@pytest.mark.parametrize("before", ["safetensors", "torch"])
+def test_by_force_weights_of_another_format_go_once_the_new_ones_are_there(project, before, size):
+    at_3, out = str(project / "checkpoints" / "at_3"), project / "out"
+    export = ("checkpoint", "export", at_3, str(out), "--unit", "unit0", "--max-shard-size", size)
+    after = {"safetensors": "torch", "torch": "safetensors"}[before]
+    assert accel(*export, "--format", before).returncode == 0
+    (out / "notes.txt").touch()
+
+    ended = accel(*export, "--format", after)
+    assert (ended.returncode, "exists, and was left as it is" in ended.stderr) == (1, True)
+    assert accel(*export, "--format", after, "--force").returncode == 0
+
+    suffix = {"safetensors": ".safetensors", "torch": ".bin"}[after]
+    names = {path.name for path in out.iterdir()} - {"notes.txt"}
+    assert {suffix in name for name in names} == {True}
+    assert (len(names) == 1) == (size == "10GB")
+    assert (out / "notes.txt").exists()
+
+
+@pytest.mark.parametrize("outside", ["../outside", ".."])
+def test_a_unit_whose_name_is_not_that_of_a_folder_is_exported_alone(tmp_path, outside):
+    accelerator = Accelerator(cpu=True)
+    for name in (outside, "inside"):
+        model = torch.nn.Linear(1, 1)
+        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), name=name)
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.end_training()
+    words = ("checkpoint", "export", str(tmp_path / "saved"), str(tmp_path / "there" / "out"))
+
+    ended = accel(*words)
+    assert ended.returncode == 1
+    assert f"unit {outside!r} has no name that a folder can have" in ended.stderr
+    assert not (tmp_path / "there").exists()
+    assert accel(*words, "--unit", outside).returncode == 0
+    assert [path.name for path in (tmp_path / "there").iterdir()] == ["out"]
+
+
 @pytest.mark.parametrize(
     "words",
     [
