@@ -256,6 +256,7 @@ def changed(stage: int, change: str) -> str | None:
         (2, "assigned", "DeepSpeed: 1 parameter(s) have a gradient that its engine does not see"),
         (3, "assigned", "DeepSpeed: 1 parameter(s) have a gradient that its engine does not see"),
         (2, "converted", "DeepSpeed: a weight of shape [5, 3] was converted from torch.float32"),
+        (3, "converted", "DeepSpeed: a weight of shape [5, 3] was converted from torch.float32"),
     ],
 )
 def test_what_the_engine_would_not_follow_is_refused(stage: int, change: str, said: str) -> None:

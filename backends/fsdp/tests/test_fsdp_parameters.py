@@ -285,6 +285,68 @@ def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(k
         assert said.startswith(f"{other} stands for the sharded parameter")
 
 
+def given_data(folder: str) -> list[str | None]:
+    """What saving says of a weight whose data was assigned, three ways."""
+    run = accelerator(plugin("mlp", 2))
+    model, _ = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    weight = next(iter(model.parameters()))
+    weight.data = weight.data * 0
+    saves = (partial(run.save_state, folder), partial(run.get_state_dict, model), model.state_dict)
+    found = [said_by(save) for save in saves]
+    run.end_training()
+    return found
+
+
+def test_a_sharded_parameter_that_was_given_other_data_is_not_saved_as_it_was(tmp_path: Path) -> None:
+    """The shard stays as it was, and is what would be saved."""
+    for found in run_processes(given_data, str(tmp_path / "saved")):
+        assert all("was given other data" in str(said) for said in found)
+
+
+CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
+    "to the device": lambda model: model.to("cpu"),
+    "to float32": lambda model: model.float(),
+    "a part": lambda model: next(each for each in model.modules() if isinstance(each, nn.Linear)).cpu(),
+    "to another dtype": lambda model: model.double(),
+}
+
+
+def converted(version: int, kind: str) -> list[str | None]:
+    """What a conversion says of a fresh model, one that has weights gathered, and one that was stepped."""
+    found = []
+    for stage in ("fresh", "gathered", "stepped"):
+        run = accelerator(plugin("mlp", version))
+        model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+        if stage == "gathered":
+            with torch.no_grad():
+                model.eval()(batch()[0])
+            model.train()
+        if stage == "stepped":
+            run.backward(loss_of(model, *batch()))
+            optimizer.step()
+        before = run.get_state_dict(model)
+        found.append(said_by(partial(CONVERSIONS[kind], run.unwrap_model(model))))
+        after = run.get_state_dict(model)
+        assert distance(dict(after), before) == 0
+        run.backward(loss_of(model, *batch()))
+        optimizer.step()
+        assert distance(dict(run.get_state_dict(model)), after) > 0
+        run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("kind", [kind for kind in CONVERSIONS if kind != "to another dtype"])
+def test_a_conversion_that_changes_nothing_passes(version: int, kind: str) -> None:
+    for found in run_processes(converted, version, kind):
+        assert found == [None, None, None]
+
+
+def test_a_conversion_of_sharded_weights_is_refused_and_changes_none() -> None:
+    for found in run_processes(converted, 2, "to another dtype"):
+        assert all("are sharded, and cannot be converted" in str(said) for said in found)
+
+
 def assigned(version: int) -> list[tuple[str | None, bool]]:
     run = accelerator(plugin("mlp", version))
     model = run.prepare(net("mlp"))

@@ -5,7 +5,7 @@ The optimizer inside steps copies of them, so the next step would undo an edit i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 
@@ -64,13 +64,7 @@ class WholeWeights:
 
         Raises AccelError for weights of another dtype now, which a step would take back.
         """
-        for parameter, dtype in zip(self._parameters, self._dtypes, strict=True):
-            if parameter.dtype != dtype:
-                raise AccelError(
-                    f"DeepSpeed: a weight of shape {list(parameter.shape)} was converted from {dtype} to"
-                    f" {parameter.dtype} after prepare, and its engine would take that back\n"
-                    "convert the model before prepare"
-                )
+        _refuse_converted(zip(self._parameters, self._dtypes, strict=True))
         pairs = zip(self._live(), self._bits, strict=True)
         if self._find() != self._addresses or not all(torch.equal(_fingerprint(x), y) for x, y in pairs):
             keep_written(self._unit, self._unit.named_parameters().keys())
@@ -101,6 +95,7 @@ class PartitionedWeights:
 
     def __init__(self, unit: Unit, optimizer: Any) -> None:
         self._named = unit.named_parameters()
+        self._dtypes = [parameter.dtype for parameter in self._named.values()]
         self._small: Sequence[Any] = optimizer.persistent_parameters
         self.note()
 
@@ -112,7 +107,8 @@ class PartitionedWeights:
         self._versions, self._bits = self._count(), self._fingerprint_small()
 
     def take_over(self) -> None:
-        """Raise AccelError for weights that were edited outside such a context."""
+        """Raise AccelError for weights edited outside such a context, or converted."""
+        _refuse_converted(zip(self._named.values(), self._dtypes, strict=True))
         now = zip(self._named, self._count(), self._versions, strict=True)
         edited = [name for name, version, noted in now if version != noted]
         bits = self._fingerprint_small()
@@ -132,6 +128,16 @@ class PartitionedWeights:
     def _fingerprint_small(self) -> Tensor:
         small = [parameter.detach().view(-1) for parameter in self._small]
         return _fingerprint(torch.cat(small)) if small else torch.empty(0)
+
+
+def _refuse_converted(weights: Iterable[tuple[Tensor, torch.dtype]]) -> None:
+    for parameter, dtype in weights:
+        if parameter.dtype != dtype:
+            shape = list(getattr(parameter, "ds_shape", parameter.shape))
+            raise AccelError(
+                f"DeepSpeed: a weight of shape {shape} was converted from {dtype} to {parameter.dtype} after"
+                " prepare, and its engine would take that back\nconvert the model before prepare"
+            )
 
 
 Edits = WholeWeights | PartitionedWeights

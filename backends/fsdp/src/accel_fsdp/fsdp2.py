@@ -28,7 +28,7 @@ from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.parameters import refuse_assigned, refuse_stand_ins, replace_parameter
+from accel_fsdp.parameters import guard_conversions, refuse_assigned, refuse_stand_ins, replace_parameter
 from accel_fsdp.precision import SharedScaler, mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.unused import Unused, followed, parameter_groups
@@ -56,6 +56,7 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
+        self._places: WeakKeyDictionary[Unit, list[Place]] = WeakKeyDictionary()
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -96,12 +97,7 @@ class Sharded(FullyShardedDataParallel):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
         for module in made:
-            state = module._get_fsdp_state()
-            vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
-            for gathering in parameter_groups(state):
-                for name in ("unshard", "wait_for_unshard"):
-                    vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
-            refuse_stand_ins(module, _sharded_places(state), _is_own)
+            self._guard(unit, module)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -112,6 +108,7 @@ class Sharded(FullyShardedDataParallel):
         if made:
             refuse_assigned(model)
             reshard_after_evaluation(model, partial(_reshard, made))
+        guard_conversions(model)
         return model
 
     @implements(hooks.wrap_optimizer)
@@ -162,6 +159,7 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         reshard(unit)
+        _refuse_other_data(self._places.get(unit, ()))
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
@@ -205,6 +203,18 @@ class Sharded(FullyShardedDataParallel):
     def shards(self, model: nn.Module) -> bool:
         """Return True if `fully_shard` has something to do for the model."""
         return True
+
+    def _guard(self, unit: Unit, module: Any) -> None:
+        """Let a sharded module name lost ranks, and refuse what torch passes over."""
+        state = module._get_fsdp_state()
+        vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
+        for gathering in parameter_groups(state):
+            for name in ("unshard", "wait_for_unshard"):
+                vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
+        places = _sharded_places(state)
+        refuse_stand_ins(module, places, _is_own)
+        module.register_state_dict_pre_hook(partial(_refuse_other_data, places))
+        self._places.setdefault(unit, []).extend(places)
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return those without elements, and note if there are any.
@@ -274,12 +284,27 @@ def _sharded_places(state: Any) -> list[Place]:
 
 
 def _is_own(asked: tuple[Any, Tensor, Any], tensor: Tensor | None) -> bool:
-    one, made, storage = asked
+    one, *_ = asked
     if tensor is one.sharded_param:
-        # `parameter.data = tensor` gives it another storage, and leaves the shard as it was.
-        return tensor is not made or tensor.untyped_storage()._cdata == storage._cdata
+        return not _has_other_data(*asked)
     gathered = (getattr(one, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
     return tensor is not None and any(tensor is each for each in gathered)
+
+
+def _has_other_data(one: Any, made: Tensor, storage: Any) -> bool:
+    """Return True if `parameter.data = tensor` left its shard as it was."""
+    return one.sharded_param is made and made.untyped_storage()._cdata != storage._cdata
+
+
+def _refuse_other_data(places: Iterable[Place], *call: Any) -> None:
+    for holder, key, asked in places:
+        if _has_other_data(*asked):
+            raise AccelError(
+                f"the sharded parameter {key} of {type(holder).__name__} was given other data"
+                " (parameter.data = tensor), which its shard does not hold, so it would not be saved\n"
+                "change weights in place (parameter.copy_ under no_grad), or inside"
+                " full_parameters(model, writeback=True)"
+            )
 
 
 def whole(tensor: Tensor) -> Tensor:

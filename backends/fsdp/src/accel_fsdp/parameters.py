@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError
@@ -22,6 +23,7 @@ __all__ = [
     "Place",
     "Replaced",
     "guard",
+    "guard_conversions",
     "is_guarded",
     "refuse_assigned",
     "refuse_stand_ins",
@@ -124,6 +126,40 @@ def refuse_stand_ins(
                 )
 
     module.register_forward_pre_hook(torch.compiler.disable(look), prepend=True)
+
+
+def guard_conversions(model: nn.Module) -> None:
+    """Let `model.to(device)` and the like pass where they change nothing.
+
+    torch swaps each sharded parameter for its conversion, also if that is itself, which cannot be done to
+    those that core follows.
+    """
+    for module in model.modules():
+        if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
+            vars(module)["_apply"] = partial(_apply, module)
+
+
+def _apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+    if isinstance(module, FSDPModule):
+        module.reshard()
+    sharded = {key: each for key, each in module._parameters.items() if isinstance(each, DTensor)}
+    with torch.no_grad():
+        changes = any(convert(each) is not each for each in sharded.values())
+    if changes:
+        try:
+            return cast("nn.Module", type(module)._apply(module, convert, recurse))
+        except RuntimeError as error:
+            raise AccelError(
+                f"the weights of this {type(module).__name__} are sharded, and cannot be converted or moved"
+                " once they are prepared\n"
+                "do so before prepare; accelerator.get_state_dict gives whole ones to save"
+            ) from error
+    of_any: Any = nn.Module  # FSDPModule's looks for what is taken away here
+    try:
+        module._parameters.update(dict.fromkeys(sharded))
+        return cast("nn.Module", of_any._apply(module, convert, recurse))
+    finally:
+        module._parameters.update(sharded)
 
 
 def refuse_assigned(model: nn.Module) -> None:
