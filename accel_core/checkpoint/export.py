@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.commit import locate
@@ -61,8 +61,8 @@ def export(
         }
         if not force and (there := [path for home in homes.values() for path in weights_in(home)]):
             raise CheckpointError(
-                f"{there[0]} exists, and was left as it is\n"
-                "export to another folder, or replace it with --force",
+                f"{there[0]} exists, and was left as it is\nexport to another folder, or"
+                f" {'replace it with --force' if isinstance(target, Path) else 'remove it'}",
                 path=str(there[0]),
             )
         for (name, prefix), home in homes.items():

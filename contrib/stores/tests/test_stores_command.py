@@ -42,3 +42,9 @@ def test_checkpoints_are_listed_verified_shown_and_exported(s3: S3Server, tmp_pa
     exported = accel("export", one, str(tmp_path / "weights"))
     assert exported.returncode == 0, exported.stderr
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], expected)
+
+    target = f"{one.rpartition('/')[0]}/weights"
+    assert accel("export", one, target).returncode == 0
+    again = accel("export", one, target)
+    assert again.returncode == 1
+    assert "exists, and was left as it is\nexport to another folder, or remove it" in again.stderr
