@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sqlite3
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import read_back
+
+from accel_trackers.libraries.clearml import ClearML
 
 JOB = """
 import sys
@@ -82,3 +86,43 @@ def test_two_runs_are_of_one_experiment_whatever_its_name_is(home):
         )
         rows = database.execute(query).fetchall()
     assert [name for name, _ in rows] == ["bob's 実験"] * 2
+
+
+ODD = """
+import sys
+from accel_core import Accelerator
+from accel_trackers import TrackioConfig
+plugin = TrackioConfig(offline=True, directory=f"{sys.argv[1]}/trackio")
+accelerator = Accelerator(cpu=True, log_with="trackio", project_dir=sys.argv[1], plugins=[plugin])
+accelerator.init_trackers("digits", {"lr": 0.1, "seed": 2**70, "nested": {"low": -(2**64)}})
+accelerator.log({"train/loss": 1.0}, step=1)
+accelerator.end_training()
+"""
+
+
+@pytest.mark.timeout(120)
+def test_settings_are_those_that_were_given_however_large_their_numbers(home):
+    if importlib.util.find_spec("trackio") is None:
+        pytest.skip("trackio is not installed")
+    command = [sys.executable, "-c", ODD, str(home)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+    with sqlite3.connect(home / "trackio" / "digits.db") as database:
+        ((stored,),) = database.execute("select config from configs")
+        assert database.execute("select count(*) from metrics").fetchone() == (1,)
+    settings = {name: value for name, value in json.loads(stored).items() if name[0] != "_"}
+    assert settings == {"lr": 0.1, "seed": str(2**70), "nested": {"low": str(-(2**64))}}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")], ids=str)
+def test_a_loss_that_is_not_finite_is_text_to_clearml_which_draws_zero(value):
+    told = []
+    clearml = ClearML()
+    clearml.handle = SimpleNamespace(
+        get_logger=lambda: SimpleNamespace(
+            report_text=lambda text, **_: told.append(text), report_scalar=lambda **facts: told.append(facts)
+        )
+    )
+    clearml.log({"loss": 1.0, "bad": value}, step=1)
+    assert told == [{"title": "loss", "series": "train", "value": 1.0, "iteration": 1}, f"bad: {value}"]

@@ -42,11 +42,16 @@ def _joined(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
 
 
 def plain(value: Any) -> Any:
-    """A setting as JSON has it; text for other objects."""
+    """A setting as JSON has it; text for other objects.
+
+    Whole numbers of more than 64 bits are text too: some libraries lose all settings for one.
+    """
     if isinstance(value, Mapping):
         return {str(key): plain(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(inner) for inner in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        return str(value)
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_trackers.libraries.library import Library
-from accel_trackers.values import as_images
+from accel_trackers.values import as_images, is_finite
 
 if TYPE_CHECKING:
     from accel_trackers.options import TrackerConfig
@@ -73,11 +73,11 @@ class ClearML(Library):
         """Log numbers and texts.
 
         The prefixes eval_, test_ and train_ name the series of numbers. Numbers without a step are single
-        values.
+        values. What is not finite is text: ClearML draws it as 0.
         """
         report = self.handle.get_logger()
         for name, value in values.items():
-            if isinstance(value, str):
+            if isinstance(value, str) or not is_finite(value):
                 report.report_text(f"{name}: {value}", print_console=False)
             elif step is None:
                 report.report_single_value(name=name, value=value, **options)

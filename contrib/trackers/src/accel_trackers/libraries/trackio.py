@@ -64,7 +64,7 @@ class Trackio(Library):
         return str(self.handle.name)
 
     def configure(self, values: Mapping[str, Any]) -> None:
-        self.library.config.update(values, allow_val_change=True)
+        self.library.config.update(values)
 
     def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [values]  # each call without a step is a step of its own
