@@ -46,6 +46,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=0.02)
 
 
+def adagrad(parameters: Any) -> torch.optim.Optimizer:
+    first, *others = parameters
+    return torch.optim.Adagrad([{"params": [first]}, {"params": others, "lr": 0.01}], lr=0.1)
+
+
 def falling(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: 1 / (1 + step))
 

@@ -13,6 +13,7 @@ from deepspeed_problem import (
     BATCH,
     Recipe,
     accelerator,
+    adagrad,
     adamw,
     data,
     falling,
@@ -43,6 +44,11 @@ def whole_trajectory(stage: int) -> Pair:
 def nothing_clipped_unasked(stage: int) -> Pair:
     ours = accelerator(DeepSpeedPlugin(zero_stage=stage))
     return train(ours, Recipe(), sgd), native(Recipe(), ours.num_processes, sgd)
+
+
+def adagrad_by_the_rates_of_its_groups(stage: int) -> Pair:
+    ours, recipe = accelerator(DeepSpeedPlugin(zero_stage=stage)), Recipe(schedule=True)
+    return train(ours, recipe, adagrad), native(recipe, ours.num_processes, adagrad)
 
 
 def clipped_by_the_config(stage: int) -> Pair:
@@ -190,6 +196,7 @@ def _step(*optimizers: Any) -> None:
 SCENARIOS = [
     whole_trajectory,
     nothing_clipped_unasked,
+    adagrad_by_the_rates_of_its_groups,
     clipped_by_the_config,
     prepared_in_several_calls,
     dropped_gradients,

@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from accel_core import ConfigError
 if TYPE_CHECKING:
     from accel_core import Run
 
-__all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "without_first_step"]
+__all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "stepping_as_given"]
 
 
 def deepspeed_for(run: Run, user: object) -> Any:
@@ -77,21 +77,41 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_first_step() -> Iterator[None]:
-    """Engines made inside leave the optimizer's state to its first real step.
+def stepping_as_given() -> Iterator[None]:
+    """Have engines made inside step by the optimizer that they are given.
 
-    Stage 0's optimizers in 16 bits make it by a step of zeros, which decays weights and counts as a step.
+    And not before their first real step. Stage 0's optimizers in 16 bits make their state by a
+    step of zeros, which decays weights and counts as a step. Other stages put a new Adagrad in place of one:
+    with a single group, whose rate no schedule reaches.
     """
-    names = {"fused_optimizer": "FP16_Optimizer", "unfused_optimizer": "FP16_UnfusedOptimizer"}
-    kinds = [getattr(import_module(f"deepspeed.runtime.fp16.{part}"), name) for part, name in names.items()]
+    kinds = [
+        getattr(import_module(f"deepspeed.runtime.{part}"), name)
+        for part, name in (
+            ("fp16.fused_optimizer", "FP16_Optimizer"),
+            ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
+            ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
+            ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+        )
+    ]
     before = [kind.initialize_optimizer_states for kind in kinds]
+    sharded = [_keeping_optimizer(initialize) for initialize in before[2:]]
     try:
-        for kind in kinds:
-            kind.initialize_optimizer_states = lambda _: None
+        for kind, initialize in zip(kinds, [lambda _: None] * 2 + sharded, strict=True):
+            kind.initialize_optimizer_states = initialize
         yield
     finally:
         for kind, made in zip(kinds, before, strict=True):
             kind.initialize_optimizer_states = made
+
+
+def _keeping_optimizer(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
+    def keeping(zero: Any) -> None:
+        given = zero.optimizer
+        initialize(zero)
+        if zero.optimizer is not given:
+            given.state, zero.optimizer = zero.optimizer.state, given
+
+    return keeping
 
 
 _users: set[int] = set()

@@ -14,7 +14,7 @@ import torch
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
-from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, without_first_step
+from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, stepping_as_given
 from accel_deepspeed.config import DeepSpeedPlugin
 from accel_deepspeed.edits import edits_of, note_own_loads
 from accel_deepspeed.engine_init import sharded_init
@@ -167,7 +167,7 @@ class DeepSpeed(SharedSequences, EngineState):
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         try:
-            with quiet(), without_first_step():
+            with quiet(), stepping_as_given():
                 engine = deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
         except (
             AssertionError,
