@@ -56,7 +56,6 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
-        self._places: WeakKeyDictionary[Unit, list[Place]] = WeakKeyDictionary()
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -97,7 +96,7 @@ class Sharded(FullyShardedDataParallel):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
         for module in made:
-            self._guard(unit, module)
+            self._guard(module)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -159,7 +158,8 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         reshard(unit)
-        _refuse_other_data(self._places.get(unit, ()))
+        for module in (each for model in unit.models for each in _sharded(model)):
+            _refuse_other_data(vars(module._get_fsdp_state()).get("places", ()))
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
@@ -204,7 +204,7 @@ class Sharded(FullyShardedDataParallel):
         """Return True if `fully_shard` has something to do for the model."""
         return True
 
-    def _guard(self, unit: Unit, module: Any) -> None:
+    def _guard(self, module: Any) -> None:
         """Let a sharded module name lost ranks, and refuse what torch passes over."""
         state = module._get_fsdp_state()
         vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
@@ -214,7 +214,7 @@ class Sharded(FullyShardedDataParallel):
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
         module.register_state_dict_pre_hook(partial(_refuse_other_data, places))
-        self._places.setdefault(unit, []).extend(places)
+        vars(state)["places"] = places
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return those without elements, and note if there are any.
