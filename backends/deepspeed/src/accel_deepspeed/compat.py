@@ -80,9 +80,8 @@ def quiet() -> Iterator[None]:
 def stepping_as_given() -> Iterator[None]:
     """Have engines made inside step by the optimizer that they are given.
 
-    And not before their first real step. Stage 0's optimizers in 16 bits make their state by a
-    step of zeros, which decays weights and counts as a step. Other stages put a new Adagrad in place of one:
-    with a single group, whose rate no schedule reaches.
+    Stage 0's optimizers in 16 bits make its state by a step of zeros, which decays weights and counts as a
+    step. Stages 1 to 3 put a new Adagrad in its place, with a single group, whose rate no schedule reaches.
     """
     kinds = [
         getattr(import_module(f"deepspeed.runtime.{part}"), name)
