@@ -206,7 +206,9 @@ def measured(file: str, limit: float) -> dict[str, Any]:
         settings, told = Path(folder, "coveragerc"), Path(folder, "tests.json")
         include = ",".join(f"{top}/{package}/*" for package, top in PACKAGES.items())
         settings.write_text(COVERAGE.format(data=Path(folder, "data"), include=include), encoding="utf-8")
-        output, _ = run([sys.executable, __file__, "--measure", folder, *OPTIONS, file], {}, limit)
+        path = before_others(*map(str, PACKAGES.values()))  # where the packages are installed too
+        command = [sys.executable, __file__, "--measure", folder, *OPTIONS, file]
+        output, _ = run(command, {"PYTHONPATH": path}, limit)
         if not told.exists():
             print(f"not measured, so that it kills nothing: {file}\n{output[-2000:]}", flush=True)
             return {"seconds": {}, "names": [], "lines": {}}
@@ -265,6 +267,11 @@ def run(
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, 9)
         return Path(output.name).read_text("utf-8", "replace"), code
+
+
+def before_others(*folders: str) -> str:
+    """Return PYTHONPATH with these folders before what it has."""
+    return os.pathsep.join([*folders, *filter(None, [os.environ.get("PYTHONPATH")])])
 
 
 @cache
@@ -372,7 +379,7 @@ def judged(room: str, mutant: Mutant, found: Reach, budget: float) -> Result:
                 top / package, Path(folder, package), ignore=shutil.ignore_patterns("__pycache__")
             )
             Path(folder, (ROOT / mutant.module).relative_to(top)).write_text(text, encoding="utf-8")
-            path = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
+            path = before_others(folder)
             command = [sys.executable, "-c", PROGRAM, folder, package, "-x", *OPTIONS, *SETTINGS]
             # In the copy: Python's own `-c` and `-m` look into the current folder first, in workers too.
             command += [str(ROOT / test) for test in tests]

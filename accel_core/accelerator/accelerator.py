@@ -121,7 +121,7 @@ class Accelerator(Ranks, Training, States):
     ) -> None:
         given = {name: value for name, value in locals().items() if name in self._given}
         if cpu not in (True, False, None):
-            raise ConfigError(f"Accelerator(cpu={cpu!r:.80}): give True or False")
+            raise ConfigError(f"Accelerator(cpu={cpu!r:.80}) is neither True nor False\ngive one of them")
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"

@@ -151,12 +151,16 @@ class Training:
         Raises:
             AccelError: the loss is not a tensor or requires no gradient, or `model` is needed.
         """
-        if not hasattr(loss, "backward"):
+        unit = None if model is None else units_of(self.run, [model])[0]
+        try:
+            step.backward(self.run, loss, unit, options)
+        except (AttributeError, TypeError, AssertionError) as error:
+            if hasattr(loss, "backward"):
+                raise
             raise AccelError(
                 f"backward: the loss is a {type(loss).__name__}, not a tensor\n"
                 "give what the forward computed; a model that got no labels may return None"
-            )
-        step.backward(self.run, loss, None if model is None else units_of(self.run, [model])[0], options)
+            ) from error
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -306,12 +310,15 @@ class Training:
             yield
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
-        if not hasattr(parameters, "__iter__"):
+        try:
+            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        except TypeError as error:
+            if hasattr(parameters, "__iter__"):
+                raise
             raise AccelError(
                 f"clipping: a {type(parameters).__name__} is not parameters\n"
                 "pass model.parameters(), or a list"
-            )
-        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+            ) from error
         if self.run.ended:
             self.run.require_alive()
         units = self.run.prepared.parameters.units_of(listed)

@@ -151,7 +151,7 @@ class Preemption:
 def _require_signals(signals: Collection[int]) -> None:
     uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
     caught = signal.valid_signals() - {*uncaught}
-    if not hasattr(signals, "__iter__") or not signals or not caught.issuperset(signals):
+    if not hasattr(signals, "__len__") or not signals or not caught.issuperset(signals):
         raise CheckpointError(
             f"save_on_preemption: signals is {signals!r:.80}\n"
             "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"

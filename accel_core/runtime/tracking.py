@@ -228,6 +228,8 @@ class _Silence:
 
 
 def _plain_step(step: Any) -> int | None:
+    if isinstance(step, float) and step.is_integer():
+        return int(step)
     try:
         return None if step is None else operator.index(step)
     except (TypeError, RuntimeError) as error:

@@ -50,7 +50,9 @@ def test_the_first_call_refuses_what_nothing_can_be_saved_to(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "signals", ["SIGUSR1", ["SIGUSR1"], 10, [], None, [999], (signal.SIGTERM, signal.SIGKILL)], ids=str
+    "signals",
+    ["SIGUSR1", ["SIGUSR1"], 10, [], None, [999], (signal.SIGTERM, signal.SIGKILL), iter([signal.SIGTERM])],
+    ids=str,
 )
 def test_what_is_no_signal_is_refused_and_none_is_watched(tmp_path, signals):
     accelerator = Accelerator(cpu=True)

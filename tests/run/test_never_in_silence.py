@@ -16,7 +16,7 @@ from accel_core import Accelerator, AutocastKwargs, ConfigError, GeneralTracker
         ({"log_with": "nowhere"}, r"log_with .*: no tracker 'nowhere' is installed"),
         ({"kwargs_handlers": [object()]}, "object"),
         ({"cpu": True, "device": "xpu"}, "contradict each other"),
-        ({"cpu": "no"}, r"cpu='no'\): give True or False"),
+        ({"cpu": "no"}, r"cpu='no'\) is neither True nor False"),
         (
             {"log_with": GeneralTracker},
             "log_with is <class .*GeneralTracker'>, which names no tracker",

@@ -45,6 +45,19 @@ def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutat
     assert mutation.run(command, {"PYTHONPATH": ""}, 250, tmp_path / "empty")[1] == mutation.ELSEWHERE
 
 
+@pytest.mark.together
+def test_the_lines_that_a_test_runs_are_of_the_checkout_wherever_packages_are_installed(
+    mutation, tmp_path, monkeypatch
+):
+    pytest.importorskip("coverage")
+    shutil.copytree(ROOT / "accel_core", tmp_path / "site/accel_core")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
+    trial = tmp_path / "test_trial.py"
+    trial.write_text("def test_it():\n    from accel_core import AccelError\n    AccelError()\n")
+
+    assert "accel_core/errors.py" in mutation.measured(str(trial), 100)["lines"]
+
+
 def test_a_program_that_runs_out_of_time_is_neither_passed_nor_failed(mutation):
     assert mutation.run([sys.executable, "-c", "import time; time.sleep(600)"], {}, 1)[1] is None
 

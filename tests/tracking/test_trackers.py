@@ -329,13 +329,13 @@ def test_a_step_that_is_not_a_whole_number_is_refused(tracked, step):
     assert mine.seen[2:] == []
 
 
-def test_a_step_of_torch_or_numpy_arrives_as_a_number(tracked):
+def test_a_whole_step_arrives_as_a_number_of_python(tracked):
     mine = Mine()
     accelerator = tracked(mine)
     accelerator.init_trackers("project")
-    for step in (torch.tensor(3), np.int64(4)):
+    for step in (torch.tensor(3), np.int64(4), 5.0, np.float64(6)):
         accelerator.log({"loss": 1}, step=step)
-    assert [(type(seen[0]), seen[0]) for seen in mine.seen[2:]] == [(int, 3), (int, 4)]
+    assert [(type(seen[0]), seen[0]) for seen in mine.seen[2:]] == [(int, 3), (int, 4), (int, 5), (int, 6)]
 
 
 def test_no_folder_is_an_error_at_the_start():
