@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from hashlib import sha256
-from operator import itemgetter
+from operator import index, itemgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
@@ -54,13 +54,17 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        if not hasattr(local_sgd_steps, "__index__") or local_sgd_steps < 1:
+        try:
+            every = index(local_sgd_steps)
+        except TypeError:
+            every = 0
+        if every < 1:
             raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
         run = accelerator.run
         unit = run.prepared.unit_of_model(model)
         if unit is None:
             raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
-        self._run, self.unit, self.every = run, unit, local_sgd_steps
+        self._run, self.unit, self.every = run, unit, every
         self._ranks = run.collectives(run.topology.loss_dim)
         self.enabled = enabled and self._ranks.size > 1
         self._uneven = not run.config.data.even_batches

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import operator
 import os
 import signal
 import threading
 import time
 import weakref
-from collections.abc import Collection
+from collections.abc import Iterable
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -45,8 +46,8 @@ class Preemption:
     another, which must know first that it has to go on.
     """
 
-    def __init__(self, run: Run, signals: Collection[int]) -> None:
-        _require_signals(signals)
+    def __init__(self, run: Run, signals: Iterable[int]) -> None:
+        numbers = _numbers_of(signals)
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = Votes.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
@@ -57,7 +58,7 @@ class Preemption:
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self._failure = ""
         self._process = os.getpid()
-        self._before = {number: signal.signal(number, self._tell) for number in signals}
+        self._before = {number: signal.signal(number, self._tell) for number in numbers}
         weakref.finalize(run, self.end).atexit = False
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
@@ -148,14 +149,19 @@ class Preemption:
         self._agreed.set()
 
 
-def _require_signals(signals: Collection[int]) -> None:
+def _numbers_of(signals: Iterable[int]) -> list[int]:
     uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
     caught = signal.valid_signals() - {*uncaught}
-    if not hasattr(signals, "__len__") or not signals or not caught.issuperset(signals):
+    try:
+        numbers = [operator.index(number) for number in signals]
+    except TypeError:  # names of signals, or one in no list
+        numbers = []
+    if not numbers or not caught.issuperset(numbers):
         raise CheckpointError(
             f"save_on_preemption: signals is {signals!r:.80}\n"
             "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"
         )
+    return numbers
 
 
 def _note(word: str) -> None:

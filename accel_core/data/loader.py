@@ -5,6 +5,7 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -160,10 +161,12 @@ class PreparedLoader(DataLoader[Any]):
         Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
         starts at its beginning.
         """
-        if not hasattr(epoch, "__index__"):
+        try:
+            epoch = operator.index(epoch)  # a number of numpy or torch would be kept as it is
+        except TypeError as error:
             raise ConfigError(
                 f"set_epoch: {epoch!r:.80} is not the number of an epoch\ngive a whole number, such as 0"
-            )
+            ) from error
         if epoch != self.epoch:
             self._cursor.plan(Progress(epoch=epoch))
 

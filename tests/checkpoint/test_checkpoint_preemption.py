@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 
+import numpy as np
 import preemption_job
 import pytest
 
@@ -51,7 +52,7 @@ def test_the_first_call_refuses_what_nothing_can_be_saved_to(tmp_path, monkeypat
 
 @pytest.mark.parametrize(
     "signals",
-    ["SIGUSR1", ["SIGUSR1"], 10, [], None, [999], (signal.SIGTERM, signal.SIGKILL), iter([signal.SIGTERM])],
+    ["SIGUSR1", ["SIGUSR1"], 10, [10.0], [], None, [999], (signal.SIGTERM, signal.SIGKILL)],
     ids=str,
 )
 def test_what_is_no_signal_is_refused_and_none_is_watched(tmp_path, signals):
@@ -61,6 +62,18 @@ def test_what_is_no_signal_is_refused_and_none_is_watched(tmp_path, signals):
         accelerator.save_on_preemption(tmp_path / "saved", signals=signals)
     assert signal.getsignal(signal.SIGTERM) is before
     accelerator.end_training()
+
+
+@pytest.mark.parametrize("of", [iter, map, np.array])
+def test_signals_may_come_one_by_one_and_be_numbers_of_numpy(tmp_path, of):
+    numbers = [signal.SIGUSR1, signal.SIGUSR2]
+    accelerator = Accelerator(cpu=True)
+    before = signal.getsignal(signal.SIGUSR1)
+    given = map(int, numbers) if of is map else of(numbers)
+    assert not accelerator.save_on_preemption(tmp_path / "saved", signals=given)
+    assert all(signal.getsignal(number) is not before for number in numbers)
+    accelerator.end_training()
+    assert all(signal.getsignal(number) is before for number in numbers)
 
 
 def test_inside_a_window_it_waits_for_the_boundary(tmp_path):

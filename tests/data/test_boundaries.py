@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -198,12 +199,22 @@ def test_what_is_no_dataloader_cannot_be_skipped(loader):
         skip_first_batches(loader, 1)
 
 
-@pytest.mark.parametrize("epoch", ["x", None, 1.5, [1]], ids=str)
+@pytest.mark.parametrize("epoch", ["x", None, 1.5, [1], torch.tensor(1.0)], ids=str)
 def test_what_is_no_number_of_an_epoch_is_refused(epoch):
     (loader,) = prepared(numbers(4))
     with pytest.raises(ConfigError, match="set_epoch: .* is not the number of an epoch\ngive a whole number"):
         loader.set_epoch(epoch)
     assert list(loader) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("epoch", [np.uint8(255), torch.tensor(255)], ids=repr)
+def test_the_number_of_an_epoch_may_be_one_of_numpy_or_torch(epoch):
+    (loader,) = prepared(numbers(4))
+    loader.set_epoch(epoch)
+    assert json.loads(json.dumps(loader.state_dict()))["epoch"] == 255
+    list(loader)
+    assert loader.epoch == 256
+    assert type(loader.epoch) is int
 
 
 # -- the current iteration -----------------------------------------------------------------------

@@ -230,7 +230,7 @@ def test_a_model_that_is_not_prepared_is_an_error():
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("steps", [2.5, "8", None], ids=str)
+@pytest.mark.parametrize("steps", [2.5, torch.tensor(2.5), "8", None], ids=str)
 def test_weights_are_averaged_after_a_whole_number_of_steps(steps):
     accelerator = Accelerator(cpu=True)
     with pytest.raises(ConfigError, match="local_sgd_steps is .*\nset it to 1 or more"):
