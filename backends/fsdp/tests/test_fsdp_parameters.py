@@ -14,6 +14,7 @@ from fsdp_problem import MLP, accelerator, distance, loss_of, net, plugin
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
+from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing import run_processes
 
 VERSIONS = (1, 2)
@@ -345,6 +346,34 @@ def test_a_conversion_that_changes_nothing_passes(version: int, kind: str) -> No
 def test_a_conversion_of_sharded_weights_is_refused_and_changes_none() -> None:
     for found in run_processes(converted, 2, "to another dtype"):
         assert all("are sharded, and cannot be converted" in str(said) for said in found)
+
+
+class Following(nn.Linear):
+    """Has a tensor that is no buffer, and converts it too."""
+
+    def __init__(self) -> None:
+        super().__init__(6, 3)
+        self.scale = torch.ones(1)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Following:
+        super()._apply(fn, recurse)
+        self.scale = fn(self.scale)
+        return self
+
+
+def followed(own_group: bool) -> bool:
+    wrapped = ["Following"] if own_group else []
+    run = accelerator(FullyShardedDataParallelPlugin(fsdp_version=2, transformer_cls_names_to_wrap=wrapped))
+    model = run.prepare(nn.Sequential(Following(), nn.Tanh()))
+    before = model[0].scale
+    model._apply(lambda tensor: tensor.clone() if tensor is before else tensor)
+    run.end_training()
+    return model[0].scale is not before
+
+
+@pytest.mark.parametrize("own_group", [True, False])
+def test_a_module_with_a_conversion_of_its_own_is_asked_for_it(own_group: bool) -> None:
+    assert all(run_processes(followed, own_group))
 
 
 def assigned(version: int) -> list[tuple[str | None, bool]]:

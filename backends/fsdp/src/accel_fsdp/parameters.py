@@ -154,10 +154,12 @@ def _apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = Tru
                 " once they are prepared\n"
                 "do so before prepare; accelerator.get_state_dict gives whole ones to save"
             ) from error
-    of_any: Any = nn.Module  # FSDPModule's looks for what is taken away here
+    above: Any = super(FSDPModule, module) if isinstance(module, FSDPModule) else None
+    # FSDPModule's own looks for what is taken away here.
+    own = above._apply if above else partial(type(module)._apply, module)
     try:
         module._parameters.update(dict.fromkeys(sharded))
-        return cast("nn.Module", of_any._apply(module, convert, recurse))
+        return cast("nn.Module", own(convert, recurse))
     finally:
         module._parameters.update(sharded)
 
