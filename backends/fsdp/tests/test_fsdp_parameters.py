@@ -348,6 +348,25 @@ def test_a_conversion_of_sharded_weights_is_refused_and_changes_none() -> None:
         assert all("are sharded, and cannot be converted" in str(said) for said in found)
 
 
+def converted_before_backward() -> list[str | None]:
+    """What conversions of parts say while a forward has their group's weights gathered."""
+    run = accelerator(plugin("mlp", 2, reshard_after_forward=False))
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    loss = loss_of(model, *batch())
+    found = [said_by(part.half) for part in (model[0], model[1].up, model)]
+    found.append(said_by(partial(model[0].to, "cpu")))
+    run.backward(loss)
+    optimizer.step()
+    run.end_training()
+    return found
+
+
+def test_a_conversion_of_a_part_between_forward_and_backward_is_not_lost() -> None:
+    for *refused, passed in run_processes(converted_before_backward):
+        assert all("are sharded, and cannot be converted" in str(said) for said in refused)
+        assert passed is None
+
+
 class Following(nn.Linear):
     """Has a tensor that is no buffer, and converts it too."""
 

@@ -134,14 +134,17 @@ def guard_conversions(model: nn.Module) -> None:
     torch swaps each sharded parameter for its conversion, also if that is itself, which cannot be done to
     those that core follows.
     """
+    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            vars(module)["_apply"] = partial(_apply, module)
+            vars(module)["_apply"] = partial(_apply, groups, module)
 
 
-def _apply(module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-    if isinstance(module, FSDPModule):
-        module.reshard()
+def _apply(
+    groups: Sequence[FSDPModule], module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    for group in groups:  # a conversion of gathered weights would be lost
+        group.reshard()
     sharded = {key: each for key, each in module._parameters.items() if isinstance(each, DTensor)}
     with torch.no_grad():
         changes = any(convert(each) is not each for each in sharded.values())
