@@ -418,6 +418,12 @@ def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alon
         pass
 
 
+@pytest.mark.parametrize("inputs", ["abc", {1, 2}, None, iter([1])], ids=repr)
+def test_split_between_processes_gives_one_process_whatever_it_is(inputs, alone):
+    with ops.split_between_processes(inputs, run=alone) as part:
+        assert part is inputs
+
+
 def test_split_between_processes_gives_all_to_one_process(alone):
     with ops.split_between_processes([1, 2, 3], run=alone) as part:
         assert part == [1, 2, 3]

@@ -319,7 +319,9 @@ def test_a_tracker_is_not_asked_for_by_what_is_no_name(tracked, name):
         tracked(Mine()).get_tracker(name)
 
 
-@pytest.mark.parametrize("step", ["3", 1.5, torch.zeros(2), torch.tensor(1.5)], ids=str)
+@pytest.mark.parametrize(
+    "step", ["3", 1.5, torch.zeros(2), torch.tensor(1.5), torch.empty((), dtype=int, device="meta")], ids=str
+)
 def test_a_step_that_is_not_a_whole_number_is_refused(tracked, step):
     mine = Mine()
     accelerator = tracked(mine)

@@ -232,6 +232,18 @@ def test_gradients_are_unscaled_by_the_optimizer_that_prepare_was_given_too(acce
         torch.testing.assert_close(gradient / 1024.0, parameter.grad)
 
 
+def test_only_gradients_of_the_named_optimizers_unit_are_unscaled(accelerator_of):
+    accelerator = fp16(accelerator_of, init_scale=1024.0)
+    (one, first), (other, _) = (
+        accelerator.prepare(model, SGD(model.parameters(), lr=0.1)) for model in (net(), net())
+    )
+    for model in (one, other):
+        accelerator.backward(model(X).float().mean(), model=model)
+    accelerator.unscale_gradients(first)
+    for unscaled, scaled in zip(one.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(unscaled.grad, scaled.grad / 1024.0)
+
+
 def test_gradients_of_an_optimizer_that_was_not_prepared_are_not_unscaled(accelerator_of):
     accelerator = fp16(accelerator_of)
     model = net()
