@@ -134,16 +134,19 @@ def guard_conversions(model: nn.Module) -> None:
     torch swaps each sharded parameter for its conversion, also if that is itself, which cannot be done to
     those that core follows.
     """
-    groups = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    groups: dict[nn.Module, FSDPModule] = {}
+    for group in model.modules():
+        if isinstance(group, FSDPModule):  # those inside it follow, and count for theirs
+            groups.update(dict.fromkeys(group.modules(), group))
     for module in model.modules():
         if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-            vars(module)["_apply"] = partial(_apply, groups, module)
+            vars(module)["_apply"] = partial(_apply, groups.get(module), module)
 
 
 def _apply(
-    groups: Sequence[FSDPModule], module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True
+    group: FSDPModule | None, module: Any, convert: Callable[[Tensor], Tensor], recurse: bool = True
 ) -> nn.Module:
-    for group in groups:  # a conversion of gathered weights would be lost
+    if group is not None:  # a conversion of gathered weights would be lost
         group.reshard()
     sharded = {key: each for key, each in module._parameters.items() if isinstance(each, DTensor)}
     with torch.no_grad():
