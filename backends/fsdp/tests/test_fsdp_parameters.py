@@ -287,13 +287,19 @@ def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(k
 
 
 def given_data(folder: str) -> list[str | None]:
-    """What saving says of a weight whose data was assigned, three ways."""
+    """What saving says of a weight whose data was assigned, and what reads it otherwise."""
     run = accelerator(plugin("mlp", 2))
     model, _ = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
     weight = next(iter(model.parameters()))
     weight.data = weight.data * 0
-    saves = (partial(run.save_state, folder), partial(run.get_state_dict, model), model.state_dict)
-    found = [said_by(save) for save in saves]
+    reads = (
+        partial(run.save_state, folder),
+        partial(run.get_state_dict, model),
+        model.state_dict,
+        model[0].state_dict,
+        partial(run.full_parameters, model),
+    )
+    found = [said_by(read) for read in reads]
     run.end_training()
     return found
 

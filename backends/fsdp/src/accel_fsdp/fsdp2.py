@@ -157,9 +157,7 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        reshard(unit)
-        for module in (each for model in unit.models for each in _sharded(model)):
-            _refuse_other_data(vars(module._get_fsdp_state()).get("places", ()))
+        _require_own_data(unit)
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
@@ -183,7 +181,7 @@ class Sharded(FullyShardedDataParallel):
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
-        reshard(unit)
+        _require_own_data(unit)
         # No set: gathering is collective, and all ranks go by one order.
         parameters = unit.named_parameters()
         return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
@@ -213,7 +211,8 @@ class Sharded(FullyShardedDataParallel):
                 vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
-        module.register_state_dict_pre_hook(partial(_refuse_other_data, places))
+        for place in places:
+            place[0].register_state_dict_pre_hook(partial(_refuse_other_data, [place]))
         vars(state)["places"] = places
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -294,6 +293,12 @@ def _is_own(asked: tuple[Any, Tensor, Any], tensor: Tensor | None) -> bool:
 def _has_other_data(one: Any, made: Tensor, storage: Any) -> bool:
     """Return True if `parameter.data = tensor` left its shard as it was."""
     return one.sharded_param is made and made.untyped_storage()._cdata != storage._cdata
+
+
+def _require_own_data(unit: Unit) -> None:
+    reshard(unit)
+    for module in (each for model in unit.models for each in _sharded(model)):
+        _refuse_other_data(vars(module._get_fsdp_state()).get("places", ()))
 
 
 def _refuse_other_data(places: Iterable[Place], *call: Any) -> None:
