@@ -110,9 +110,15 @@ def test_a_number_that_is_no_float_is_an_error_that_names_it(board, value):
         board(lambda accelerator: accelerator.log({"x": value}))
 
 
-@pytest.mark.parametrize("step", [0.5, "3", 2**63, -(2**63) - 1, float("nan")])
+@pytest.mark.parametrize("step", [2**63, -(2**63) - 1])
 def test_a_step_that_an_event_cannot_hold_is_an_error(board, step):
-    with pytest.raises(AccelError, match="log: .*(a whole number\\n|whole numbers of 64 bits)"):
+    with pytest.raises(AccelError, match="cannot count a step .*: its steps are whole numbers of 64 bits"):
+        board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
+
+
+@pytest.mark.parametrize("step", [0.5, "3", float("nan")])
+def test_a_step_that_is_no_whole_number_is_an_error(board, step):
+    with pytest.raises(AccelError, match="log: step is .*, and not a whole number"):
         board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
 
 

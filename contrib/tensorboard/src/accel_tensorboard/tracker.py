@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import operator
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from numbers import Number
@@ -81,7 +80,7 @@ class TensorBoardTracker:
 
         `options` are arguments of add_scalar and add_text, such as walltime.
         """
-        step = _whole(step)
+        _require_step(step)
         for name, value in _flat(values):
             tag = _unicode(name)
             if isinstance(value, str):
@@ -143,18 +142,12 @@ def _joined(values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]
             yield f"{prefix}{key}", value
 
 
-def _whole(step: Any) -> int | None:
-    """Return the step as an event has it."""
-    try:
-        number = None if step is None else operator.index(step)
-    except TypeError:
-        number = _STEPS
-    if number is not None and not -_STEPS <= number < _STEPS:
+def _require_step(step: int | None) -> None:
+    if step is not None and not -_STEPS <= step < _STEPS:
         raise AccelError(
             f"log: tensorboard cannot count a step {step!r:.80}: its steps are whole numbers of 64 bits\n"
             "give the number of the step"
         )
-    return number
 
 
 def _real(name: str, value: Any) -> float:
