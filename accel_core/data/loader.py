@@ -5,7 +5,6 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import chain
@@ -20,7 +19,7 @@ from accel_core.data.dispatch import dispatched
 from accel_core.data.epoch import EpochSource
 from accel_core.data.fingerprint import choice, fingerprint
 from accel_core.data.options import plan_loader
-from accel_core.data.position import Cursor, Position, Progress
+from accel_core.data.position import Cursor, Position, Progress, number_of_epoch
 from accel_core.data.prefetch import batch_mover
 from accel_core.data.process_streams import decode, encode
 from accel_core.data.sampler import PinnableCollate
@@ -29,7 +28,7 @@ from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
-from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.errors import AccelError, CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -161,14 +160,9 @@ class PreparedLoader(DataLoader[Any]):
         Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
         starts at its beginning.
         """
-        try:
-            epoch = operator.index(epoch)  # a number of numpy or torch would be kept as it is
-        except TypeError as error:
-            raise ConfigError(
-                f"set_epoch: {epoch!r:.80} is not the number of an epoch\ngive a whole number, such as 0"
-            ) from error
-        if epoch != self.epoch:
-            self._cursor.plan(Progress(epoch=epoch))
+        number = number_of_epoch(epoch)
+        if number != self.epoch:
+            self._cursor.plan(Progress(epoch=number))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position (`Position`) as JSON values; valid at any moment."""

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from attrs import Factory, asdict, define, field, frozen
 
 from accel_core.data.sharding import LAST_ROUND, PARTIAL_ROUND, Sharding
-from accel_core.errors import AccelError, CheckpointError
+from accel_core.errors import AccelError, CheckpointError, ConfigError
 
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
@@ -232,3 +233,17 @@ class Cursor:
         """Raise AccelError if this iteration cannot go on."""
         if progress.term != self.term:
             raise AccelError(self.ended_by)
+
+
+def number_of_epoch(epoch: Any) -> int:
+    """Return an epoch's number as Python's own, which a position can hold as JSON.
+
+    Raises:
+        ConfigError: it is not a whole number.
+    """
+    try:
+        return operator.index(epoch)
+    except TypeError as error:
+        raise ConfigError(
+            f"set_epoch: {epoch!r:.80} is not the number of an epoch\ngive a whole number, such as 0"
+        ) from error
