@@ -296,6 +296,7 @@ def _has_other_data(one: Any, made: Tensor, storage: Any) -> bool:
 
 
 def _require_own_data(unit: Unit) -> None:
+    """Let gathered weights go, and refuse shards whose parameters have other data."""
     reshard(unit)
     for module in (each for model in unit.models for each in _sharded(model)):
         _refuse_other_data(vars(module._get_fsdp_state()).get("places", ()))
