@@ -84,23 +84,26 @@ def stepping_as_given() -> Iterator[None]:
     step. Stages 1 to 3 put a new Adagrad in its place, with a single group, whose rate no schedule reaches.
     """
     kinds = [
-        getattr(import_module(f"deepspeed.runtime.{part}"), name)
-        for part, name in (
-            ("fp16.fused_optimizer", "FP16_Optimizer"),
-            ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer"),
-            ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer"),
-            ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3"),
+        (getattr(import_module(f"deepspeed.runtime.{part}"), name), change)
+        for part, name, change in (
+            ("fp16.fused_optimizer", "FP16_Optimizer", _leaving_state),
+            ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer", _leaving_state),
+            ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer", _keeping_optimizer),
+            ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3", _keeping_optimizer),
         )
     ]
-    before = [kind.initialize_optimizer_states for kind in kinds]
-    sharded = [_keeping_optimizer(initialize) for initialize in before[2:]]
+    before = [kind.initialize_optimizer_states for kind, _ in kinds]
     try:
-        for kind, initialize in zip(kinds, [lambda _: None] * 2 + sharded, strict=True):
-            kind.initialize_optimizer_states = initialize
+        for kind, change in kinds:
+            kind.initialize_optimizer_states = change(kind.initialize_optimizer_states)
         yield
     finally:
-        for kind, made in zip(kinds, before, strict=True):
+        for (kind, _), made in zip(kinds, before, strict=True):
             kind.initialize_optimizer_states = made
+
+
+def _leaving_state(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
+    return lambda _: None
 
 
 def _keeping_optimizer(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
