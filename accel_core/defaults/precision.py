@@ -137,13 +137,16 @@ class Float16(_Autocast):
             return
         scaler = self._scaler(unit)
         self._update(scaler)
-        for stepper in self._sharing(scaler):
+        sharing = self._sharing(scaler)
+        for stepper in sharing:
             if stepper.stage != "scaled":  # but stepped, or unscaled by a scaler of before
                 if stepper.has_gradients():  # that were not cleared: this adds to them
                     stepper.multiply(scaler.get_scale())
                 stepper.stage = "scaled"
         with self._marking(unit, scaler):
             self.below.backward(unit, scaler.scale(loss), boundary, options)
+        for stepper in sharing:
+            stepper.note_gradient()
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
@@ -238,6 +241,7 @@ class Float16(_Autocast):
         if stepper.stage != "scaled":
             return
         scaler = self._scaler(stepper.unit)
+        _warn_of_edits(stepper)
         try:
             with _named(stepper):
                 scaler.unscale_(stepper)  # type: ignore[arg-type]
@@ -314,6 +318,26 @@ def _named(stepper: _Stepper) -> Iterator[None]:
         raise
 
 
+def _warn_of_edits(stepper: _Stepper) -> None:
+    """Warn of a gradient that was changed while it was scaled, such as by a clip.
+
+    A mask or a factor is right there. Where a window's end reduces or divides, others change gradients too.
+    """
+    unit, probe = stepper.unit, stepper.edited()
+    if probe is None or unit.steps.reduce_gradients is not None or unit.window.items is not None:
+        return
+    from accel_core.distributed.logging import get_logger  # late: few runs need it
+
+    name = next((name for name, each in unit.named_parameters().items() if each is probe), "a parameter")
+    get_logger(__name__).warning_once(
+        "mixed_precision fp16: the gradient of %s was changed between backward and the step, where gradients"
+        " are multiplied by the loss scale: a clip or another threshold means something else there\n"
+        "clip by accelerator.clip_grad_norm_ or clip_grad_value_; call accelerator.unscale_gradients() before"
+        " other changes",
+        name,
+    )
+
+
 class _Stepper:
     """Stand-in for an optimizer, which torch's scaler steps.
 
@@ -328,6 +352,9 @@ class _Stepper:
         self._below, self._run, self._optimizer = below, run, optimizer
         self.stage: Literal["scaled", "unscaled", "stepped"] = "scaled"
         self.applied = False
+        self._probe: nn.Parameter | None = None
+        self._noted: tuple[int, int] | None = None
+        """Of the probe's gradient, after the last backward."""
         held, is_first = self._held(), unit.optimizers[0] is optimizer
         named = unit.named_parameters() if is_first else {}
         self._beside = [each for each in named.values() if id(each) not in held]
@@ -370,6 +397,20 @@ class _Stepper:
         """Return True if one of its parameters has a gradient."""
         return any(True for _ in self._gradients())
 
+    def note_gradient(self) -> None:
+        """Note the state of one gradient, after a backward."""
+        if self._probe is None or self._probe.grad is None:
+            held = (each for group in self._optimizer.param_groups for each in group["params"])
+            self._probe = next((each for each in held if each.grad is not None), None)
+        if self._probe is not None:
+            self._noted = _version(self._probe.grad)
+
+    def edited(self) -> nn.Parameter | None:
+        """Return the parameter whose gradient was noted, if that was changed since."""
+        probe = self._probe
+        is_same = probe is None or probe.grad is None or _version(probe.grad) == self._noted
+        return None if is_same else probe
+
     def multiply(self, factor: float) -> None:
         """Multiply the gradients, which counts as no change of them."""
         for gradient in self._gradients() if factor != 1.0 else ():
@@ -380,3 +421,8 @@ class _Stepper:
     def _gradients(self) -> Iterator[Tensor]:
         parameters = (each for group in self.param_groups for each in group["params"])
         return (each.grad for each in parameters if each.grad is not None)
+
+
+def _version(gradient: Any) -> tuple[int, int]:
+    """Return (id, number of changes in place)."""
+    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
