@@ -177,8 +177,8 @@ class Training:
         Returns the total norm before clipping (0-dim), or None inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; `max_norm` is negative or nan; or the
-                strategy cannot clip so.
+            AccelError: the parameters are of several units, or of none; `max_norm` is negative, nan or not a
+                number, `norm_type` is nan; or the strategy cannot clip so.
         """
         unit, owned = self._owner(parameters)
         return step.clip_norm(unit, owned, max_norm, norm_type)
@@ -189,8 +189,8 @@ class Training:
         Nothing happens inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; `clip_value` is negative or nan; or
-                the strategy cannot clamp them.
+            AccelError: the parameters are of several units, or of none; `clip_value` is negative, nan or no
+                number; or the strategy cannot clamp them.
         """
         unit, owned = self._owner(parameters)
         step.clip_value(unit, owned, clip_value)
@@ -253,10 +253,15 @@ class Training:
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
 
         Raises:
-            AccelError: `microbatches` is less than 1, `items` a negative number or nan, or the model not
-                prepared.
+            AccelError: `batches` is one tensor or dict, `microbatches` less than 1, `items` a negative number
+                or nan, or the model not prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
+        if isinstance(batches, (torch.Tensor, dict)):  # its rows or keys would be taken for batches
+            raise AccelError(
+                f"forward_backward: batches is one {type(batches).__name__}, and not several batches\n"
+                "give an iterator or a list of batches, such as iter(loader) or list(batch.split(8))"
+            )
         if microbatches is not None and microbatches < 1:
             raise AccelError(
                 f"forward_backward: microbatches is {microbatches}, and a window has at least 1\n"

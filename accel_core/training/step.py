@@ -261,10 +261,19 @@ def clip_norm(
     if not unit.window.boundary:
         return None
     # torch takes a tensor too, whose device is not waited for.
-    if not (isinstance(max_norm, torch.Tensor) or max_norm >= 0):  # type: ignore[redundant-expr]
+    try:
+        is_norm = isinstance(max_norm, torch.Tensor) or max_norm >= 0  # type: ignore[redundant-expr]
+    except TypeError:  # None, text, a list: what has no order beside a number
+        is_norm = False
+    if not is_norm:
         raise AccelError(
-            f"clip_grad_norm_: max_norm is {max_norm!r}, which would turn gradients round or make them NaN\n"
+            f"clip_grad_norm_: max_norm is {max_norm!r}, and no norm that gradients can have\n"
             "give 0 or more; inf clips nothing"
+        )
+    if norm_type != norm_type:  # noqa: PLR0124  true of nan, and no call in each step
+        raise AccelError(
+            "clip_grad_norm_: norm_type is nan, which would make all gradients NaN\n"
+            "give 2, any other p, or inf"
         )
     clip, norm = unit.steps.clip_grad_norm, None
     try:
@@ -286,10 +295,14 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     """Clamp at a window's boundary; do nothing inside it."""
     if not unit.window.boundary:
         return
-    if not value >= 0:
+    try:
+        is_bound = value >= 0
+    except TypeError:  # None, text, a list: what has no order beside a number
+        is_bound = False
+    if not is_bound:
         raise AccelError(
-            f"clip_grad_value_: clip_value is {value!r}, which would give all gradients one value\n"
-            "give 0 or more"
+            f"clip_grad_value_: clip_value is {value!r}, and no bound of gradients\n"
+            "give 0 or more; inf clamps nothing"
         )
     try:
         unscale(unit)

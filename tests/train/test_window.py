@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from contextlib import nullcontext
 from functools import partial
 
@@ -303,6 +304,12 @@ def test_clipping_parameters_of_no_unit_says_so(accelerator):
         accelerator.clip_grad_norm_(nn.Linear(1, 1), 1.0)
 
 
+def test_a_norm_that_is_not_a_number_is_refused(accelerator):
+    model = accelerator.prepare(net())
+    with pytest.raises(AccelError, match="norm_type is nan, which would make all gradients NaN\ngive 2"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0, math.nan)
+
+
 def test_accumulate_of_an_unprepared_model_says_so(accelerator):
     with pytest.raises(AccelError, match="has not prepared the Sequential"):
         accelerator.accumulate(net())
@@ -368,6 +375,13 @@ def test_a_window_of_no_batches_is_refused(accelerator):
     model = accelerator.prepare(net())
     with pytest.raises(AccelError, match="microbatches is 0, and a window has at least 1"):
         accelerator.forward_backward(model, [], lambda *_: None, microbatches=0)
+
+
+@pytest.mark.parametrize("batch", [torch.ones(8, 4), {"inputs": torch.ones(8, 4)}], ids=["tensor", "dict"])
+def test_one_batch_is_not_taken_for_several(accelerator, batch):
+    model = accelerator.prepare(net())
+    with pytest.raises(AccelError, match=r"forward_backward: batches is one \w+, .*\n.*iter\(loader\)"):
+        accelerator.forward_backward(model, batch, lambda model, x: (model(x).sum(), None))
 
 
 def test_a_whole_window_of_too_few_batches_stops_as_next_does(accelerator):
@@ -674,13 +688,13 @@ def test_an_ended_run_refuses_to_train(accelerator_of, use):
         uses[use]()
 
 
-@pytest.mark.parametrize("limit", [-1.0, math.nan], ids=str)
+@pytest.mark.parametrize("limit", [-1.0, math.nan, None, [1.0]], ids=str)
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
 def test_a_limit_of_gradients_that_would_spoil_them_is_refused(accelerator_of, clip, limit):
     accelerator = accelerator_of()
     model, _ = one_weight(accelerator)
     accelerator.backward(model(ONE).sum())
-    with pytest.raises(AccelError, match=rf"{clip}: \w+ is {limit}, .*\ngive 0 or more"):
+    with pytest.raises(AccelError, match=rf"{clip}: \w+ is {re.escape(str(limit))}, .*\ngive 0 or more"):
         getattr(accelerator, clip)(model.parameters(), limit)
     assert model.weight.grad.item() == 1.0
 
