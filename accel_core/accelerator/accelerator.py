@@ -120,7 +120,7 @@ class Accelerator(Ranks, Training, States):
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         given = {name: value for name, value in locals().items() if name in self._given}
-        if cpu not in (True, False, None):
+        if hasattr(cpu, "__len__") or cpu not in (True, False, None):  # an array has no one truth
             raise ConfigError(f"Accelerator(cpu={cpu!r:.80}) is neither True nor False\ngive one of them")
         if cpu and device not in (None, "cpu"):
             raise ConfigError(

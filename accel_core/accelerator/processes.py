@@ -11,6 +11,7 @@ import torch
 
 from accel_core.accelerator import ops
 from accel_core.distributed.collectives import Reduction
+from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_core.runtime.run import Run
@@ -193,16 +194,32 @@ class Ranks:
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that rank only."""
+        """Decorate a function to run on the process of that rank only.
+
+        Raises ConfigError if no process can have such a rank.
+        """
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
+        _require_rank("on_process: process_index", process_index)
         return _only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that local rank of each node only."""
+        """Decorate a function to run on the process of that local rank of each node only.
+
+        Raises ConfigError if no process can have such a rank.
+        """
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
+        _require_rank("on_local_process: local_process_index", local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)
+
+
+def _require_rank(name: str, rank: Any) -> None:
+    if not hasattr(rank, "__index__") or rank < 0:
+        raise ConfigError(
+            f"{name} is {rank!r:.80}, so the function would run nowhere\n"
+            "give a rank, 0 or more; on_last_process runs it on the last"
+        )
 
 
 def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:

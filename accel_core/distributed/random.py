@@ -29,8 +29,14 @@ def set_seed(
     same data (tensor parallel ranks must: each has a part of one model). deterministic: let torch
     use deterministic algorithms only. Without a live run the world is the one that the launcher's
     variables describe.
+
+    Raises:
+        ConfigError: the seed is not a whole number.
     """
-    seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
+    try:
+        seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
+    except TypeError as error:
+        raise ConfigError(f"set_seed: the seed is {seed!r:.80}\ngive a whole number, such as 42") from error
     runs = list(live_runs)
     if run is None and len(runs) == 1:
         run = runs[0]

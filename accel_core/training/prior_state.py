@@ -26,8 +26,17 @@ def has_state(optimizer: Optimizer) -> bool:
 
     Some optimizers, such as torch's Adagrad, make the state of each parameter when they are made. Such a
     state counts no `step` yet, and can be made again.
+
+    Raises:
+        AccelError: this is not an optimizer.
     """
-    return any(_has_stepped(state) for state in optimizer.state.values())
+    try:
+        states = optimizer.state.values()
+    except AttributeError as error:
+        raise AccelError(
+            f"has_state: a {type(optimizer).__name__} is not an optimizer\ngive one, prepared or not"
+        ) from error
+    return any(_has_stepped(state) for state in states)
 
 
 def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from accel_core import Accelerator, AutocastKwargs, ConfigError, GeneralTracker
 
@@ -17,6 +18,7 @@ from accel_core import Accelerator, AutocastKwargs, ConfigError, GeneralTracker
         ({"kwargs_handlers": [object()]}, "object"),
         ({"cpu": True, "device": "xpu"}, "contradict each other"),
         ({"cpu": "no"}, r"cpu='no'\) is neither True nor False"),
+        ({"cpu": torch.ones(2)}, r"cpu=tensor\(\[1., 1.\]\)\) is neither True nor False"),
         (
             {"log_with": GeneralTracker},
             "log_with is <class .*GeneralTracker'>, which names no tracker",

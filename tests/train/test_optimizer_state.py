@@ -103,3 +103,8 @@ def test_a_program_may_put_another_state_in_the_place_of_a_prepared_optimizers()
     prepared = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     assert all(map(torch.equal, moved(*prepared), expected))
     accelerator.end_training()
+
+
+def test_what_is_no_optimizer_is_not_asked_for_state():
+    with pytest.raises(AccelError, match="has_state: a Linear is not an optimizer\ngive one"):
+        has_state(nn.Linear(1, 1))
