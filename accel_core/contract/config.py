@@ -174,7 +174,9 @@ class GradientAccumulationPlugin(KwargsHandler):
     sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
 
 
-def _home(path: str | os.PathLike[str]) -> str:
+def _home(path: Any) -> Any:
+    if not isinstance(path, (str, os.PathLike)):
+        return path  # a wrong type is told as such
     return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # as text: a folder of logs may be a URL
 
 
@@ -289,6 +291,8 @@ class LaunchConfig:
     )
 
     def __attrs_post_init__(self) -> None:
+        if not all(isinstance(each, int) for each in (self.node_rank, self.nodes, self.min_nodes or 1)):
+            return  # a wrong type is told as such
         if self.node_rank >= self.nodes:
             ranks = f"0 to {self.nodes - 1}" if self.nodes > 1 else "0 only"
             raise ValueError(

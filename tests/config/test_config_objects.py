@@ -15,6 +15,7 @@ from accel_core import (
     DataLoaderConfiguration,
     GradScalerKwargs,
     InitProcessGroupKwargs,
+    LaunchConfig,
     ProjectConfiguration,
     RunConfig,
 )
@@ -75,6 +76,18 @@ def test_an_object_of_an_unknown_class_is_an_error_listing_what_can_be_given(res
 def test_a_wrong_type_in_an_object_is_found(resolve):
     with pytest.raises(ConfigError, match=r"grad_scaler.init_scale: expected a number, got 'big'"):
         resolve(objects=[GradScalerKwargs(init_scale="big")])
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (lambda: LaunchConfig(nodes="x"), "launch.nodes: expected a whole number, got 'x'"),
+        (lambda: ProjectConfiguration(project_dir=3), "project.project_dir: expected text, got 3"),
+    ],
+)
+def test_a_wrong_type_in_an_object_of_core_is_told_with_its_option(resolve, made, message):
+    with pytest.raises(ConfigError, match=message):
+        resolve(objects=[made()])
 
 
 def test_callables_reach_the_plugin(resolve):
