@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Edits", "edits_of", "keep_written", "note_own_loads"]
+__all__ = ["Edits", "edits_of", "keep_written", "note_own_loads", "refuse_own_state"]
 
 _WORDS: Final = 1024
 """Words of 8 bytes in a row of which a fingerprint has the sum."""
@@ -157,6 +157,26 @@ def note_own_loads(engine: Any, edits: Edits) -> None:
         return loaded
 
     engine.load_checkpoint = load_and_note
+
+
+def refuse_own_state(optimizer: Any) -> None:
+    """Refuse a state that is given back to a ZeRO optimizer.
+
+    It loads a list of all ranks' states. One of another rank would be taken for this one's.
+    """
+    load = optimizer.load_state_dict
+
+    @wraps(load)
+    def load_list(*states: Any, **options: Any) -> Any:
+        if states and isinstance(states[0], Mapping):
+            raise AccelError(
+                "DeepSpeed: load_state_dict of an optimizer whose state each rank has a share of; its engine"
+                " does not take it back\n"
+                "use accelerator.save_state and load_state; to change rates, write into param_groups"
+            )
+        return load(*states, **options)
+
+    optimizer.load_state_dict = load_list
 
 
 @torch.no_grad()

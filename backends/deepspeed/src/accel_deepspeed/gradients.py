@@ -158,6 +158,8 @@ class Gradients:
                 " by zeros then, which moves weights by their moments and decay, or fails\n"
                 "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
             )
+        if self._steps_copies:
+            self._refuse_regrouped()
         self.engine._running_engine_step = True  # says to DeepSpeed: this is the boundary
         self._reduce()
         self.engine._running_engine_step = False
