@@ -14,7 +14,7 @@ from fsdp_problem import MLP, accelerator, distance, loss_of, net, plugin
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import run_processes
 
 VERSIONS = (1, 2)
@@ -286,28 +286,55 @@ def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(k
         assert said.startswith(f"{other} stands for the sharded parameter")
 
 
-def given_data(folder: str) -> list[str | None]:
+SPLIT = TorchTensorParallelPlugin(tp_size=2, parallelize_plan={"1.up": "colwise", "1.down": "rowwise"})
+
+
+def given_data(folder: str, split: bool) -> list[str | None]:
     """What saving says of a weight whose data was assigned, and what reads it otherwise."""
-    run = accelerator(plugin("mlp", 2))
+    run = accelerator(plugin("mlp", 2), *[SPLIT] * split)
     model, _ = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
-    weight = next(iter(model.parameters()))
+    weight = model[1].up.weight
     weight.data = weight.data * 0
     reads = (
         partial(run.save_state, folder),
         partial(run.get_state_dict, model),
         model.state_dict,
-        model[0].state_dict,
+        model[1].up.state_dict,
         partial(run.full_parameters, model),
+        *[partial(model, batch()[0])] * split,
     )
     found = [said_by(read) for read in reads]
     run.end_training()
     return found
 
 
-def test_a_sharded_parameter_that_was_given_other_data_is_not_saved_as_it_was(tmp_path: Path) -> None:
-    """The shard stays as it was, and is what would be saved."""
-    for found in run_processes(given_data, str(tmp_path / "saved")):
+@pytest.mark.parametrize("split", [False, True])
+def test_a_sharded_parameter_that_was_given_other_data_is_not_saved_as_it_was(
+    split: bool, tmp_path: Path
+) -> None:
+    """The shard stays as it was, and is what would be saved, or computed with where a layer is split."""
+    for found in run_processes(given_data, str(tmp_path / "saved"), split):
         assert all("was given other data" in str(said) for said in found)
+
+
+def loaded_whole() -> float:
+    run = accelerator(plugin("mlp", 2))
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    wanted = {name: tensor + 1 for name, tensor in run.get_state_dict(model).items()}
+    run.backward(loss_of(model, *batch()))
+    optimizer.step()
+    with run.full_parameters(model, writeback=True):
+        model.load_state_dict(wanted)
+    found = distance(dict(run.get_state_dict(model)), wanted)
+    run.backward(loss_of(model, *batch()))
+    optimizer.step()
+    run.end_training()
+    return found
+
+
+def test_whole_weights_are_loaded_inside_full_parameters() -> None:
+    """Torch looked for a shard in what was loaded, and the model was of no use from then on."""
+    assert run_processes(loaded_whole) == [0, 0]
 
 
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
@@ -360,6 +387,20 @@ def test_a_conversion_that_changes_nothing_passes(version: int, kind: str) -> No
 def test_a_conversion_of_sharded_weights_is_refused_and_changes_none() -> None:
     for found in run_processes(converted, 2, "to another dtype"):
         assert all("are sharded, and cannot be converted" in str(said) for said in found)
+
+
+def converted_when_released() -> set[torch.dtype]:
+    run = accelerator(plugin("mlp", 2))
+    model = run.prepare(net("mlp"))
+    run.backward(loss_of(model, *batch()))
+    run.free_memory()
+    found = {tensor.dtype for tensor in model.double().state_dict().values()}
+    run.end_training()
+    return found
+
+
+def test_a_model_that_was_released_may_be_converted() -> None:
+    assert run_processes(converted_when_released) == [{torch.float64}] * 2
 
 
 def converted_before_backward() -> list[str | None]:

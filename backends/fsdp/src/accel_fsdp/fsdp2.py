@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
+from attrs import frozen
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -56,6 +57,8 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
+        self._places: WeakKeyDictionary[Unit, list[list[Place]]] = WeakKeyDictionary()
+        """Places of sharded parameters, by what looks at them."""
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -95,8 +98,9 @@ class Sharded(FullyShardedDataParallel):
             for place, new in _places(group.modules):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
-        for module in made:
-            self._guard(module)
+        looked_at = [self._guard(module) for module in made]
+        looked_at.append(_guard_split(model, [place for places in looked_at for place in places]))
+        self._places.setdefault(unit, []).extend(looked_at)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
@@ -157,7 +161,7 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        _require_own_data(unit)
+        self._require_own_data(unit)
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
@@ -181,7 +185,7 @@ class Sharded(FullyShardedDataParallel):
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
-        _require_own_data(unit)
+        self._require_own_data(unit)
         # No set: gathering is collective, and all ranks go by one order.
         parameters = unit.named_parameters()
         return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
@@ -202,7 +206,23 @@ class Sharded(FullyShardedDataParallel):
         """Return True if `fully_shard` has something to do for the model."""
         return True
 
-    def _guard(self, module: Any) -> None:
+    @implements(hooks.release)
+    def release(self, unit: Unit) -> None:
+        """Let go of the unit.
+
+        Its model is torch's alone from then on, and may be converted.
+        """
+        super().release(unit)
+        for places in self._places.pop(unit, ()):
+            places.clear()
+
+    def _require_own_data(self, unit: Unit) -> None:
+        """Let gathered weights go, and refuse shards whose parameters have other data."""
+        reshard(unit)
+        for places in self._places.get(unit, ()):
+            _refuse_other_data(places)
+
+    def _guard(self, module: Any) -> list[Place]:
         """Let a sharded module name lost ranks, and refuse what torch passes over."""
         state = module._get_fsdp_state()
         vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
@@ -211,9 +231,10 @@ class Sharded(FullyShardedDataParallel):
                 vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
-        for place in places:
-            place[0].register_state_dict_pre_hook(partial(_refuse_other_data, [place]))
-        vars(state)["places"] = places
+        _guard_state_dicts(places)
+        for one in (one for gathering in parameter_groups(state) for one in gathering.fsdp_params):
+            vars(one)["reset_sharded_param"] = partial(_reset, one, one.reset_sharded_param)
+        return places
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return those without elements, and note if there are any.
@@ -282,6 +303,49 @@ def _sharded_places(state: Any) -> list[Place]:
     ]
 
 
+@frozen
+class _Split:
+    """A parameter of a layer that is split, looked at as one of torch's groups is."""
+
+    sharded_param: Tensor
+
+
+def _guard_split(model: nn.Module, others: Iterable[Place]) -> list[Place]:
+    """Refuse `parameter.data = tensor` of split layers in no group of torch's."""
+    known = {(holder, key) for holder, key, _ in others}
+    places: list[Place] = [
+        (*place, (_Split(parameter), parameter, parameter.untyped_storage()))
+        for place, parameter in _places(model.modules())
+        if isinstance(parameter, DTensor) and place not in known
+    ]
+
+    def look(*call: Any) -> None:
+        if not torch.compiler.is_compiling():
+            _refuse_other_data(places)
+
+    if places:
+        model.register_forward_pre_hook(look)
+        _guard_state_dicts(places)
+    return places
+
+
+def _guard_state_dicts(places: Sequence[Place]) -> None:
+    def look(holder: nn.Module, *call: Any) -> None:
+        _refuse_other_data([place for place in places if place[0] is holder])
+
+    for holder in {place[0] for place in places}:
+        holder.register_state_dict_pre_hook(look)
+
+
+def _reset(one: Any, reset: Callable[[], None]) -> None:
+    """Let torch look at a shard anew, after `load_state_dict`.
+
+    Inside `full_parameters` a whole weight was loaded, and the shard is as it was.
+    """
+    if isinstance(one._module_info.module._parameters.get(one._module_info.param_name), DTensor):
+        reset()
+
+
 def _is_own(asked: tuple[Any, Tensor, Any], tensor: Tensor | None) -> bool:
     one, *_ = asked
     if tensor is one.sharded_param:
@@ -295,19 +359,12 @@ def _has_other_data(one: Any, made: Tensor, storage: Any) -> bool:
     return one.sharded_param is made and made.untyped_storage()._cdata != storage._cdata
 
 
-def _require_own_data(unit: Unit) -> None:
-    """Let gathered weights go, and refuse shards whose parameters have other data."""
-    reshard(unit)
-    for module in (each for model in unit.models for each in _sharded(model)):
-        _refuse_other_data(vars(module._get_fsdp_state()).get("places", ()))
-
-
-def _refuse_other_data(places: Iterable[Place], *call: Any) -> None:
+def _refuse_other_data(places: Iterable[Place]) -> None:
     for holder, key, asked in places:
         if _has_other_data(*asked):
             raise AccelError(
                 f"the sharded parameter {key} of {type(holder).__name__} was given other data"
-                " (parameter.data = tensor), which its shard does not hold, so it would not be saved\n"
+                " (parameter.data = tensor), which no forward and no save would use: its shard is as it was\n"
                 "change weights in place (parameter.copy_ under no_grad), or inside"
                 " full_parameters(model, writeback=True)"
             )
