@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from fsdp_problem import (
     train_ours,
     train_plainly,
 )
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import grad_scaler
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -373,3 +374,33 @@ def test_a_step_by_gradients_of_a_block_that_the_last_micro_batch_left_out_is_re
     """They are of one rank: each would train a block of its own."""
     for said in run_processes(left_out_at_the_end_of_a_window):
         assert "the last backward through second.0.weight ran inside no_sync" in said
+
+
+def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
+    """Weights after two steps; gradients of a micro-batch that is dropped by `way` come between them."""
+    run = accelerator(plugin("mlp", version))
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(2):
+        if step == 1 and way is not None:
+            run.save_state(folder)
+            with run.no_sync(model):
+                run.backward(10 * loss_of(model, *batch("mlp", 7, 1)))
+            drop = {"optimizer": optimizer.zero_grad, "model": model.zero_grad}
+            drop.get(way, lambda: run.load_state(folder))()
+        run.backward(loss_of(model, *batch("mlp", step, 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(run.get_state_dict(model))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("way", ["optimizer", "model", "load_state"])
+def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
+    version: int, way: str, tmp_path: Path
+) -> None:
+    """Version 2 keeps them apart from `parameter.grad`, where `zero_grad` does not see them."""
+    wanted, _ = run_processes(dropped, version, None, "")
+    for found in run_processes(dropped, version, way, str(tmp_path / "saved")):
+        assert distance(found, wanted) == 0

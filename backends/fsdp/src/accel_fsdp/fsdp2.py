@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from accel_core import AccelError, before_step, hooks, implements
+from accel_fsdp.accumulated import clear, clear_with
 from accel_fsdp.agreement import compare_gradients
 from accel_fsdp.base import (
     FullyShardedDataParallel,
@@ -59,6 +60,8 @@ class Sharded(FullyShardedDataParallel):
         """Units that have plain parameters beside sharded ones."""
         self._places: WeakKeyDictionary[Unit, list[list[Place]]] = WeakKeyDictionary()
         """Places of sharded parameters, by what looks at them."""
+        self._accumulating: WeakSet[Unit] = WeakSet()
+        """Units that may have gradients that are not reduced yet."""
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -110,6 +113,7 @@ class Sharded(FullyShardedDataParallel):
             Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
         if made:
             refuse_assigned(model)
+            clear_with(model)
             reshard_after_evaluation(model, partial(_reshard, made))
         guard_conversions(model)
         return model
@@ -131,10 +135,18 @@ class Sharded(FullyShardedDataParallel):
         applied: bool = step_by_kind(optimizer, closure, step) if self.mixes(unit) else step(closure)
         return applied
 
+    @implements(hooks.zero_grad)
+    def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+        self.below.zero_grad(unit, optimizer, set_to_none)
+        if unit in self._accumulating:
+            sharded = (one for places in self._places.get(unit, ()) for _, _, (one, *_) in places)
+            clear(sharded, lambda: chain.from_iterable(group["params"] for group in optimizer.param_groups))
+
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         if self.mesh.size() == 1:  # nothing to reduce, and torch would keep the gradients apart from a step
             return nullcontext()
+        self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
 
     @implements(hooks.grad_scaler)
@@ -308,6 +320,7 @@ class _Split:
     """A parameter of a layer that is split, looked at as one of torch's groups is."""
 
     sharded_param: Tensor
+    unsharded_accumulated_grad: None = None
 
 
 def _guard_split(model: nn.Module, others: Iterable[Place]) -> list[Place]:
