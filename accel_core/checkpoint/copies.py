@@ -112,9 +112,8 @@ class CopyTarget(StoredTarget):
                 "give each run a project_dir of its own"
             )
         around = [path for path in self.series.uncounted() if isinstance(path, StoredPath)]
-        for path in around:
-            left = stored_commit.unfinished(path)
-            stored_commit.remove_unfinished(path, {each for each in left if is_over(each)})
+        left = set().union(*map(stored_commit.unfinished, around))
+        stored_commit.remove_unfinished(around, {each for each in left if is_over(each)})
         commits = commits_in(self.path.listed())
         if not commits:
             begin_writing(self.save_id)

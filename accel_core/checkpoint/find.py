@@ -15,11 +15,12 @@ from attrs import evolve
 from accel_core.checkpoint.agree import gather_from_all_ranks, run_on_all_ranks
 from accel_core.checkpoint.commit import carry_back
 from accel_core.checkpoint.disks import locate_on_all_disks
-from accel_core.checkpoint.manifest import is_there, manifest_if_any
+from accel_core.checkpoint.manifest import manifest_if_any
 from accel_core.checkpoint.problems import MisfitError
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.shared_answers import SharedAnswers
 from accel_core.checkpoint.stored import Place, UnreadableError, place
+from accel_core.checkpoint.stored_commit import is_save
 from accel_core.checkpoint.votes import work_together
 from accel_core.errors import CheckpointError
 
@@ -73,7 +74,9 @@ def find(
         if missing_ok:
             asks = isinstance(folder, Path) or control.rank == 0
             there = gather_from_all_ranks(
-                control, "load_state: look", _together(run, [folder], lambda: asks and is_there(folder))
+                control,
+                "load_state: look",
+                _together(run, [folder], lambda: asks and _holds_something(folder)),
             )
         return _verified(run, folder, needed) if any(there) else None
     candidates = series.best_candidates if best else series.candidates
@@ -102,6 +105,16 @@ def find(
     if missing_ok and not found and not unmeasured:
         return None
     raise _nothing_loaded(run, series, len(found), best=best, unmeasured=unmeasured)
+
+
+def _holds_something(folder: Place) -> bool:
+    """Return True if the folder is there.
+
+    One in a store is there if it holds something else than saves that have not ended.
+    """
+    if isinstance(folder, Path):
+        return folder.exists()
+    return not all(map(is_save, folder.listed().entries))
 
 
 def _together(run: Run, places: Sequence[Place], action: Callable[[], T]) -> Callable[[], T]:

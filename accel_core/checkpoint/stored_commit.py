@@ -15,7 +15,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -43,7 +43,7 @@ def begin(path: StoredPath, save_id: str) -> int:
     """
     here = path.listed()
     commits = commits_in(here)
-    foreign = [name for name in here.entries if name == MANIFEST or not (commits or _is_save(name))]
+    foreign = [name for name in here.entries if name == MANIFEST or not (commits or is_save(name))]
     if foreign:
         raise CheckpointError(
             f"{path} holds {foreign[0]}, which no save to this store has written; it was left as it is\n"
@@ -76,7 +76,7 @@ def unfinished(path: StoredPath) -> set[str]:
     None where the manifest is damaged, which is logged.
     """
     here = path.listed()
-    left = {name for name in here.entries if _is_save(name)}
+    left = {name for name in here.entries if is_save(name)}
     try:
         return left - {read_manifest(path).save_id} if left and commits_in(here) else left
     except UnreadableError:
@@ -86,17 +86,22 @@ def unfinished(path: StoredPath) -> set[str]:
         return set()
 
 
-def remove_unfinished(path: StoredPath, over: Collection[str]) -> None:
+def remove_unfinished(paths: Iterable[StoredPath], over: Collection[str]) -> None:
     """Remove what saves have left that are `over`. What fails is logged."""
-    for save_id in unfinished(path):
-        if save_id in over:
-            discard(path, save_id)
-        else:
-            logger.warning(
-                "%s: another save writes there, or was killed on another machine; it stays: remove it if it"
-                " is over",
-                path / save_id,
-            )
+    staying = []
+    for path in paths:
+        for save_id in sorted(unfinished(path)):
+            if save_id in over:
+                discard(path, save_id)
+            else:
+                staying.append(path / save_id)
+    if staying:
+        logger.warning(
+            "%s%s: another save writes there, or was killed on another machine; it stays: remove it if it"
+            " is over",
+            staying[0],
+            f" and {len(staying) - 1} more" if staying[1:] else "",
+        )
 
 
 def require_room(folder: Path, size: int) -> None:
@@ -158,7 +163,10 @@ def publish(path: StoredPath, save_id: str, number: int) -> None:
             raise error from None
         if not done:
             raise (_overtaken(path, number) if isinstance(error, FileExistsError) else error) from None
-    path.store.remove_stored([str(home / CLAIM)])
+    try:
+        path.store.remove_stored([str(home / CLAIM)])
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s, which is of no more use, could not be removed: %s", home / CLAIM, error)
 
 
 def _overtaken(path: StoredPath, number: int) -> CheckpointError:
@@ -204,7 +212,7 @@ def remove_stored(path: StoredPath) -> None:
     try:
         here = path.listed()
         path.remove([*commits_in(here).values()])
-        for name in filter(_is_save, here.entries):
+        for name in filter(is_save, here.entries):
             _empty(path / name)
     except (OSError, CheckpointError) as error:
         logger.warning("%s could not be removed: %s", path, error)
@@ -225,7 +233,8 @@ def _empty(folder: StoredPath) -> None:
     folder.remove(sorted(entries, key=lambda name: name != MANIFEST))
 
 
-def _is_save(name: str) -> bool:
+def is_save(name: str) -> bool:
+    """Return True if this is the name of one save's folder."""
     return re.fullmatch(SAVE_ID, name) is not None
 
 

@@ -71,8 +71,7 @@ class StoredTarget:
         def begin() -> tuple[int, int]:
             if not disks.is_first:
                 return 0, 0
-            for path in around:
-                stored_commit.remove_unfinished(path, over)
+            stored_commit.remove_unfinished(around, over)
             number = series.next_number if directory is not None else series.free_number()
             return number, stored_commit.begin(directory or folder / f"checkpoint_{number}", save_id)
 

@@ -144,6 +144,39 @@ def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, sta
     assert torch.equal(job.loaded(URL), expected)
 
 
+def test_a_store_that_holds_something_else_is_no_store_without_a_checkpoint(s3: S3Server) -> None:
+    accelerator, *_ = job.made()
+    assert accelerator.load_state(URL, missing_ok=True) is None
+    s3.client.put_object(Bucket=BUCKET, Key="run/ck/weights.bin", Body=b"1")
+    with pytest.raises(CheckpointError, match=r"run/ck is not a checkpoint: manifest.json is missing\n"):
+        accelerator.load_state(URL, missing_ok=True)
+    accelerator.end_training()
+
+
+def test_all_saves_that_have_not_ended_are_told_in_one_line(
+    s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(5):
+        name = f"{number:016x}-00000000-1-1-00000000"
+        s3.client.put_object(Bucket=BUCKET, Key=f"run/ck/{name}/claim", Body=b"1")
+    expected = job.saved(URL, 1)
+    told = [line for line in caplog.messages if "another save writes there" in line]
+    assert len(told) == 1
+    assert told[0].startswith(f"{URL}/{0:016x}-00000000-1-1-00000000 and 4 more: ")
+    assert torch.equal(job.loaded(URL), expected)
+
+
+def test_a_save_that_may_remove_nothing_ends_and_says_what_stays(
+    s3: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    s3.fault = lambda request: 403 if request.method in ("POST", "DELETE") else None
+    job.saved(URL, 1)
+    expected = job.saved(URL, 2)
+    assert torch.equal(job.loaded(URL), expected)
+    assert caplog.text.count("claim, which is of no more use, could not be removed") == 2
+    assert "what this save has replaced could not be removed" in caplog.text
+
+
 def test_what_the_library_gives_up_is_sent_once_more(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
     refused: list[str] = []
 
