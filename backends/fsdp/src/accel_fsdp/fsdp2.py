@@ -343,10 +343,15 @@ def _guard_split(model: nn.Module, others: Iterable[Place]) -> list[Place]:
 
 
 def _guard_state_dicts(places: Sequence[Place]) -> None:
-    def look(holder: nn.Module, *call: Any) -> None:
-        _refuse_other_data([place for place in places if place[0] is holder])
+    held: dict[nn.Module, list[Place]] = {}
+    for place in places:
+        held.setdefault(place[0], []).append(place)
 
-    for holder in {place[0] for place in places}:
+    def look(holder: nn.Module, *call: Any) -> None:
+        if places:  # until their unit is released
+            _refuse_other_data(held.get(holder, ()))  # a copy of it holds none
+
+    for holder in held:
         holder.register_state_dict_pre_hook(look)
 
 
