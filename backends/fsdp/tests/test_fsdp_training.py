@@ -404,3 +404,30 @@ def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
     wanted, _ = run_processes(dropped, version, None, "")
     for found in run_processes(dropped, version, way, str(tmp_path / "saved")):
         assert distance(found, wanted) == 0
+
+
+def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dict[str, Tensor]:
+    """Weights after three steps. skips: before each, a forward without backward. twice: two of one loss."""
+    run = accelerator(plugin("mlp", version), mixed_precision=precision)
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(3):
+        if skips:
+            skipped = loss_of(model, *batch("mlp", 7, 1))  # noqa: F841  whose graph lives on
+        loss = loss_of(model, *batch("mlp", step, 1))
+        run.backward(loss + loss_of(model, *batch("mlp", step, 1)) if twice else 2 * loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(run.get_state_dict(model))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+def test_a_forward_without_backward_changes_nothing(version: int, precision: str) -> None:
+    """Version 1 reduced in the backward of the first one alone: no step after it trained."""
+    wanted, _ = run_processes(with_forwards, version, precision, False, False)
+    assert distance(wanted, net("mlp").state_dict()) > 0.01
+    for skips, twice in ((True, False), (False, True), (True, True)):
+        for found in run_processes(with_forwards, version, precision, skips, twice):
+            assert distance(found, wanted) == 0

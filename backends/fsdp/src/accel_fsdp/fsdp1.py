@@ -23,6 +23,7 @@ from accel_fsdp.base import (
     with_lost_ranks_named,
 )
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
+from accel_fsdp.forwards import Forwards
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
 from accel_fsdp.precision import SharedScaler, mixed_precision
@@ -106,6 +107,7 @@ class Flat(FullyShardedDataParallel):
         vars(wrapped)["forward"] = with_lost_ranks_named(wrapped.forward, self.run)
         kept: dict[FSDP, Tensor] = {}
         wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
+        Forwards(wrapped)
         for module in FSDP.fsdp_modules(wrapped):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
             refuse_stand_ins(module, _flat_places(module), _is_own)
