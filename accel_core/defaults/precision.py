@@ -241,7 +241,10 @@ class Float16(_Autocast):
         if stepper.stage != "scaled":
             return
         scaler = self._scaler(stepper.unit)
-        _warn_of_edits(stepper)
+        if (probe := stepper.edited()) is not None:
+            of_others = any(each.stage != "scaled" for each in self._sharing(scaler))
+            if not (of_others and stepper.sees_others()):
+                _warn_of_edits(stepper.unit, probe)
         try:
             with _named(stepper):
                 scaler.unscale_(stepper)  # type: ignore[arg-type]
@@ -318,13 +321,12 @@ def _named(stepper: _Stepper) -> Iterator[None]:
         raise
 
 
-def _warn_of_edits(stepper: _Stepper) -> None:
+def _warn_of_edits(unit: Unit, probe: nn.Parameter) -> None:
     """Warn of a gradient that was changed while it was scaled, such as by a clip.
 
     A mask or a factor is right there. Where a window's end reduces or divides, others change gradients too.
     """
-    unit, probe = stepper.unit, stepper.edited()
-    if probe is None or unit.steps.reduce_gradients is not None or unit.window.items is not None:
+    if unit.steps.reduce_gradients is not None or unit.window.items is not None:
         return
     from accel_core.distributed.logging import get_logger  # late: few runs need it
 
@@ -411,6 +413,13 @@ class _Stepper:
         is_same = probe is None or probe.grad is None or _version(probe.grad) == self._noted
         return None if is_same else probe
 
+    def sees_others(self) -> bool:
+        """Return True if the noted gradient is a view.
+
+        Views of one buffer count changes together.
+        """
+        return self._probe is not None and self._probe.grad is not None and self._probe.grad._is_view()
+
     def multiply(self, factor: float) -> None:
         """Multiply the gradients, which counts as no change of them."""
         for gradient in self._gradients() if factor != 1.0 else ():
@@ -424,5 +433,9 @@ class _Stepper:
 
 
 def _version(gradient: Any) -> tuple[int, int]:
-    """Return (id, number of changes in place)."""
-    return id(gradient), getattr(gradient, "_local_tensor", gradient)._version
+    """Return (id, number of changes in place).
+
+    Strategies look at one buffer by views that they make anew.
+    """
+    local = getattr(gradient, "_local_tensor", gradient)
+    return 0 if gradient._is_view() else id(gradient), gradient._version + local._version

@@ -127,3 +127,46 @@ def drop(accelerator, parameters):
 def test_gradients_may_be_dropped(accelerator_of, told):
     train(accelerator_of(mixed_precision="fp16"), drop)
     assert told() == []
+
+
+def buffer_of(parameters):
+    """A buffer of gradients, which the parameters look at by views."""
+    sizes = [parameter.numel() for parameter in parameters]
+    buffer = torch.zeros(sum(sizes))
+    look_at(buffer, parameters)
+    return buffer
+
+
+def look_at(buffer, parameters):
+    parts = buffer.split([parameter.numel() for parameter in parameters])
+    for parameter, part in zip(parameters, parts, strict=True):
+        parameter.grad = part.view_as(parameter)
+
+
+def test_a_buffer_may_be_looked_at_by_other_views(accelerator_of, told):
+    """FSDP 1 makes them anew in a forward between backward and step."""
+    accelerator = accelerator_of(mixed_precision="fp16")
+    net = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(net, SGD(net.parameters(), 0.1))
+    buffer = buffer_of(list(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    look_at(buffer, list(net.parameters()))
+    optimizer.step()
+    assert told() == []
+
+
+@pytest.mark.parametrize("clips", [False, True])
+def test_the_step_of_an_optimizer_changes_no_gradients_of_another(accelerator_of, told, clips):
+    """All views of a buffer, as of DDP's, have one version; a change before the first step is seen there."""
+    accelerator = accelerator_of(mixed_precision="fp16")
+    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    optimizers = [SGD(part.parameters(), 0.1) for part in net]
+    model, first, second = accelerator.prepare(net, *optimizers)
+    buffer_of(list(net.parameters()))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    if clips:
+        nn.utils.clip_grad_norm_(net.parameters(), 1.0)
+    first.step()
+    first.zero_grad(set_to_none=False)
+    second.step()
+    assert ["0.weight" in said for said in told()] == [True] * clips
