@@ -19,6 +19,8 @@ pytestmark = pytest.mark.together
 BACKENDS = Path(__file__).parents[2] / "backends"
 COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "musa": "mccl", "mlu": "cncl", "sdaa": "tccl"}
 COMMUNICATION |= {"xpu": "xccl", "hpu": "hccl", "mps": "none", "xla": "none"}
+REAL = ("xla",)
+"""Devices that nothing simulates: their own packages try them on the real library."""
 STANDS_IN = ("cuda", "xpu", "mps")
 """Devices of torch's own, for which a module answers; the others have a stand-in for their library."""
 ELSEWHERE = {
@@ -65,7 +67,8 @@ def pairs(*, allowed: bool) -> list[tuple[str, str]]:
 
 def stacks() -> list[tuple[str, str]]:
     """Device and what is above it, of what its card allows."""
-    found = [(device, name) for device, name in pairs(allowed=True) if name not in ELSEWHERE]
+    allowed = [(device, name) for device, name in pairs(allowed=True) if device not in REAL]
+    found = [(device, name) for device, name in allowed if name not in ELSEWHERE]
     return [(device, f"{ABOVE[name]}+{name}" if name in ABOVE else name) for device, name in found]
 
 

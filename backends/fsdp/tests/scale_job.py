@@ -44,7 +44,9 @@ class Model(nn.Module):
 
 
 class SimpleNamespace(PlainNamespace):
-    """With weak references, which strategies keep of a run."""
+    """With weak references and a hash, by which strategies keep a run and its units."""
+
+    __hash__ = object.__hash__
 
 
 class Unfilled(Sharded):
