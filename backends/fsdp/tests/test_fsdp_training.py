@@ -386,7 +386,11 @@ def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
             run.save_state(folder)
             with run.no_sync(model):
                 run.backward(10 * loss_of(model, *batch("mlp", 7, 1)))
-            drop = {"optimizer": optimizer.zero_grad, "model": model.zero_grad}
+            drop = {
+                "optimizer": optimizer.zero_grad,
+                "model": model.zero_grad,
+                "parts": lambda: [part.zero_grad() for part in model.modules() if part is not model],
+            }
             drop.get(way, lambda: run.load_state(folder))()
         run.backward(loss_of(model, *batch("mlp", step, 1)))
         optimizer.step()
@@ -397,7 +401,7 @@ def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("way", ["optimizer", "model", "load_state"])
+@pytest.mark.parametrize("way", ["optimizer", "model", "parts", "load_state"])
 def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
     version: int, way: str, tmp_path: Path
 ) -> None:

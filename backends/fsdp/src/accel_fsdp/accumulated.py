@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, ref
 
 from torch.distributed.fsdp import FSDPModule
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 __all__ = ["clear", "clear_with"]
+
+_sharded: Final[WeakKeyDictionary[nn.Module, list[ref[Any]]]] = WeakKeyDictionary()
+"""torch's objects for the sharded parameters of each module."""
 
 
 def clear(sharded: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) -> None:
@@ -39,19 +43,21 @@ def clear(sharded: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) ->
 
 
 def clear_with(model: nn.Module) -> None:
-    """Have the model's own `zero_grad` clear them too."""
-    vars(model)["zero_grad"] = partial(_zero_grad, model)
+    """Have `zero_grad` of the model and of its parts clear them too."""
+    for module in model.modules():
+        for group in parameter_groups(module._get_fsdp_state()) if isinstance(module, FSDPModule) else ():
+            for one in group.fsdp_params:
+                info = one._module_info
+                for holder in (info.module, *info.shared_modules):
+                    _sharded.setdefault(holder, []).append(ref(one))
+    for module in model.modules():
+        vars(module)["zero_grad"] = partial(_zero_grad, module)
 
 
-def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
-    type(model).zero_grad(model, set_to_none)
-    groups = [
-        group
-        for module in model.modules()
-        if isinstance(module, FSDPModule)
-        for group in parameter_groups(module._get_fsdp_state())
-    ]
-    clear((one for group in groups for one in group.fsdp_params), model.parameters)
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    type(module).zero_grad(module, set_to_none)
+    alive = (each() for holder in module.modules() for each in _sharded.get(holder, ()))
+    clear((one for one in alive if one is not None), module.parameters)
 
 
 def _holds(one: Any) -> bool:
