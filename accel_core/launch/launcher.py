@@ -75,7 +75,11 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
     gc.freeze()
     _inherited.append(vars(sys).pop("last_value", None))
-    return guard(lambda: pickle.dumps(function(*args)))
+    try:
+        return guard(lambda: pickle.dumps(function(*args)))
+    finally:  # handlers of atexit do not run in a child of multiprocessing
+        if "accel_core.runtime.exit" in sys.modules:
+            sys.modules["accel_core.runtime.exit"].end_runs()
 
 
 @contextmanager

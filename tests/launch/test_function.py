@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from accel_core import LaunchError, notebook_launcher
+from accel_core import Accelerator, GeneralTracker, LaunchError, notebook_launcher
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="a test's functions need fork")
 
@@ -145,4 +145,38 @@ def test_a_rank_that_ends_before_its_function_is_named():
         return time.sleep(60)
 
     with pytest.raises(LaunchError, match=r"rank 1 \(local 1\) ended, with exit code 0, before"):
+        start(one_leaves)
+
+
+class _Closed(GeneralTracker):
+    name = "closed"
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def finish(self) -> None:
+        self.mark.touch()
+
+
+def test_a_run_that_the_function_leaves_behind_is_ended(tmp_path):
+    def leave():
+        accelerator = Accelerator(log_with=[_Closed(tmp_path / "closed")])
+        accelerator.init_trackers("run")
+        accelerator.prepare(torch.nn.Linear(1000, 1000))
+        accelerator.save_state(tmp_path / "state", wait=False)
+
+    start(leave)
+
+    assert (tmp_path / "closed").exists()
+    assert (tmp_path / "state").exists()
+
+
+def test_a_rank_that_leaves_by_exit_0_is_named_where_others_wait_for_it():
+    def one_leaves():
+        accelerator = Accelerator()
+        if accelerator.process_index == 1:
+            sys.exit(0)
+        accelerator.wait_for_everyone()
+
+    with pytest.raises(LaunchError, match=r"waited for rank\(s\) 1 of 2, .*\n(.*\n)*  rank 1: has ended its run"):
         start(one_leaves)
