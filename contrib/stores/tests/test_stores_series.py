@@ -15,6 +15,7 @@ from hub_server import REPOSITORY, HubServer
 from s3_server import BUCKET, S3Server
 
 from accel_core import CheckpointError
+from accel_stores.store import FsspecStore
 from accel_testing import run_processes
 
 HUB, S3 = f"hf://{REPOSITORY}/run", f"s3://{BUCKET}/run"
@@ -102,3 +103,12 @@ def test_a_repository_that_is_not_there_is_told_before_training(hub: HubServer, 
         CheckpointError, match="hf://owner/none/run/checkpoints cannot be reached: FileNotFound"
     ):
         tiers_job.tiered(str(tmp_path), "hf://owner/none/run")
+
+
+@pytest.mark.parametrize("pattern", ["lr*", "lr?", "lr[12]"])
+def test_a_folder_named_like_a_pattern_costs_no_other_folder_its_files(s3: S3Server, pattern: str) -> None:
+    store = FsspecStore(None, None)
+    for folder in ("lr1", "lr2", pattern):
+        store.create_stored(f"s3://{BUCKET}/{folder}/file", b"1")
+    store.remove_stored([f"s3://{BUCKET}/{pattern}/file", f"s3://{BUCKET}/{pattern}/gone"])
+    assert s3.names() == ["lr1/file", "lr2/file"]

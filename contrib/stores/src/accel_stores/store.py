@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from glob import has_magic
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any
@@ -91,19 +92,23 @@ class FsspecStore:
 
     @implements(hooks.remove_stored)
     def remove_stored(self, urls: Sequence[str]) -> None:
-        """Remove all at once, or one by one where one is gone."""
+        """Remove all at once, or one by one where that does not do.
+
+        That is where one is gone, or has `*`, `?` or `[`: fsspec would take it for a pattern of other files.
+        """
         with _as_os_errors(urls[0]):
             if is_repository(urls[0]):
                 self._hub.remove(urls)
                 return
             paths = [_opened(url)[1] for url in urls]
             fs = _opened(urls[0])[0]
-            try:
-                fs.rm(paths)
-            except FileNotFoundError:
-                for path in paths:
-                    with suppress(FileNotFoundError):
-                        fs.rm_file(path)
+            if not any(map(has_magic, paths)):
+                with suppress(FileNotFoundError):
+                    fs.rm(paths)
+                    return
+            for path in paths:
+                with suppress(FileNotFoundError):
+                    fs.rm_file(path)
 
 
 def _opened(url: str) -> tuple[Any, str]:
