@@ -13,7 +13,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
@@ -244,15 +244,17 @@ def remove_leftovers(parent: Path, over: Collection[str], *, keep_complete: bool
     | in `over` | `replaced`, and no folder has the target's name | gets the name back |
     | in `over` | any other | removed; what no save wrote moves to the target |
     """
+    staying = []
     for left in _leftovers(parent):
         if left.save_id not in over:
-            _warn_once(left)
+            staying.append(left)
         elif keep_complete and is_ours(left.path):
             continue
         elif left.kind == "replaced" and not left.target.exists():
             left.path.rename(left.target)
         else:
             discard(left.path, left.target)
+    _warn_once(staying)
 
 
 def _carry_over(old: Path, target: Path) -> None:
@@ -298,13 +300,16 @@ def _holds(target: Path) -> str | None:
     return None if manifest is None else manifest.save_id
 
 
-def _warn_once(left: Leftover) -> None:
-    if is_of_another_machine(left.save_id) and left.path not in _told:
-        _told.add(left.path)
+def _warn_once(staying: Iterable[Leftover]) -> None:
+    new = sorted(left.path for left in staying if is_of_another_machine(left.save_id))
+    new = [path for path in new if path not in _told]
+    if new:
+        _told.update(new)
         logger.warning(
-            "%s was written by a process on another machine, or before this machine was restarted; it is"
+            "%s%s was written by a process on another machine, or before this machine was restarted; it is"
             " kept, as that process may be alive: remove it if the process has ended",
-            left.path,
+            new[0],
+            f" (and {len(new) - 1} more)" if new[1:] else "",
         )
 
 

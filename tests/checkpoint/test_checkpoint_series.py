@@ -488,11 +488,13 @@ def clean(folder):
 def test_what_was_left_on_another_machine_stays_and_is_told_of_once(tmp_path, caplog):
     run, _, *process = writer.new_save_id("job").split("-")
     left = leftover(tmp_path, "-".join([run, "0" * 8, *process]))
+    also = leftover(tmp_path, "-".join([run, "1" * 8, *process]))
     for _ in range(2):
         clean(tmp_path)
+    assert also.exists()
     assert left.exists(), "it may be alive there, whatever the id of its run"
     (said,) = [record.getMessage() for record in caplog.records]
-    assert f"{left} was written by a process on another machine" in said
+    assert f"{left} (and 1 more) was written by a process on another machine" in said
 
 
 def test_a_process_number_that_was_given_anew_is_not_taken_for_the_writer(tmp_path):
