@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -129,6 +129,8 @@ class Accelerator(Ranks, Training, States):
         given["log_with"], own_trackers = split_trackers(log_with)
         given["device"] = "cpu" if cpu else device
         settings = {path: given.get(name) for name, path in PATHS.items()}
+        _require_mapping("strategies", strategies, "{'NAME': {'plugin': 'PLUGIN'}}", _is_named)
+        _require_mapping("presets", presets, "{'SECTION.OPTION': (value, 'its origin')}", _is_pair)
         for name, options in (strategies or {}).items():
             settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
         python = {path: value for path, value in settings.items() if value is not None}
@@ -153,7 +155,7 @@ class Accelerator(Ranks, Training, States):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: Any) -> None:
-        if not isinstance(steps, int) or steps < 1:
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
             raise ConfigError(
                 f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches per step"
             )
@@ -441,6 +443,24 @@ class Accelerator(Ranks, Training, States):
     def __repr__(self) -> str:
         world = self.run.world
         return f"Accelerator({self.run.stack}, rank {world.rank} of {world.size} on {self.device})"
+
+
+def _require_mapping(name: str, given: Any, example: str, is_right: Callable[[Any], bool]) -> None:
+    if given is not None and not (
+        isinstance(given, Mapping)
+        and all(isinstance(key, str) and is_right(value) for key, value in given.items())
+    ):
+        raise ConfigError(
+            f"Accelerator({name}=...) was given {given!r:.80}\ngive a mapping: {name}={example}"
+        )
+
+
+def _is_named(options: Any) -> bool:
+    return isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
+
+
+def _is_pair(preset: Any) -> bool:
+    return isinstance(preset, tuple) and len(preset) == 2
 
 
 def _listed(name: str, given: Any) -> Sequence[object]:

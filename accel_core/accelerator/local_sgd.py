@@ -48,18 +48,23 @@ class LocalSGD:
         enabled: False to do nothing.
 
     Raises:
-        ConfigError: the model's strategy does not offer `local_sgd`.
+        ConfigError: the model's strategy does not offer `local_sgd`, or an argument is of another kind.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         try:
-            every = index(local_sgd_steps)
+            every = 0 if isinstance(local_sgd_steps, bool) else index(local_sgd_steps)
         except TypeError:
             every = 0
         if every < 1:
             raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
+        if not hasattr(accelerator, "run"):
+            raise ConfigError(
+                f"LocalSGD was given {accelerator!r:.80}, and not an Accelerator\n"
+                "give the one that has prepared the model: LocalSGD(accelerator, model, steps)"
+            )
         run = accelerator.run
         unit = run.prepared.unit_of_model(model)
         if unit is None:

@@ -77,7 +77,8 @@ def find_executable_batch_size(
     Raises:
         AccelError: no size fits, or ranks could not agree; or the first is no size.
     """
-    if not hasattr(starting_batch_size, "__index__") or starting_batch_size < 1:
+    size = starting_batch_size
+    if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
         raise AccelError(
             f"find_executable_batch_size: starting_batch_size is {starting_batch_size!r}\n"
             "give a whole number of samples, 1 or more"

@@ -215,7 +215,7 @@ class Ranks:
 
 
 def _require_rank(name: str, rank: Any) -> None:
-    if not hasattr(rank, "__index__") or rank < 0:
+    if not hasattr(rank, "__index__") or isinstance(rank, bool) or rank < 0:
         raise ConfigError(
             f"{name} is {rank!r:.80}, so the function would run nowhere\n"
             "give a rank, 0 or more; on_last_process runs it on the last"

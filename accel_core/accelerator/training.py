@@ -149,7 +149,7 @@ class Training:
             options: for torch: retain_graph, create_graph, inputs.
 
         Raises:
-            AccelError: the loss is not a tensor or requires no gradient, or `model` is needed.
+            AccelError: the loss is no tensor of one element or requires no gradient, or `model` is needed.
         """
         unit = None if model is None else units_of(self.run, [model])[0]
         try:
@@ -160,6 +160,13 @@ class Training:
             raise AccelError(
                 f"backward: the loss is a {type(loss).__name__}, not a tensor\n"
                 "give what the forward computed; a model that got no labels may return None"
+            ) from error
+        except RuntimeError as error:
+            if not hasattr(loss, "numel") or loss.numel() == 1 or options.get("gradient") is not None:
+                raise
+            raise AccelError(
+                f"backward: the loss has the shape {tuple(loss.shape)}, and gradients are of one number\n"
+                "give one number, such as loss.mean()"
             ) from error
 
     def clip_grad_norm_(
@@ -253,8 +260,8 @@ class Training:
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
 
         Raises:
-            AccelError: `batches` is one tensor or dict, `microbatches` less than 1, `items` a negative number
-                or nan, or the model not prepared.
+            AccelError: `batches` is one tensor or dict, `microbatches` not a whole number from 1, `items`
+                a negative number or nan, `forward_loss` not a function, or the model not prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
         if isinstance(batches, (torch.Tensor, dict)):  # its rows or keys would be taken for batches
@@ -262,9 +269,21 @@ class Training:
                 f"forward_backward: batches is one {type(batches).__name__}, and not several batches\n"
                 "give an iterator or a list of batches, such as iter(loader) or list(batch.split(8))"
             )
-        if microbatches is not None and microbatches < 1:
+        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
             raise AccelError(
-                f"forward_backward: microbatches is {microbatches}, and a window has at least 1\n"
+                f"forward_backward: batches is {batches!r:.80}, which holds no batches\n"
+                "give an iterator or a list of batches, such as iter(loader)"
+            )
+        if not callable(forward_loss):
+            raise AccelError(
+                f"forward_backward: forward_loss is {forward_loss!r:.80}, which cannot be called\n"
+                "give a function of the model and a batch that returns the loss and anything beside it"
+            )
+        if microbatches is not None and (
+            not hasattr(microbatches, "__index__") or isinstance(microbatches, bool) or microbatches < 1
+        ):
+            raise AccelError(
+                f"forward_backward: microbatches is {microbatches!r:.80}, and a window has at least 1\n"
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
         if items is not None:

@@ -24,6 +24,7 @@ from attrs import Attribute
 from accel_core.config.sources import RawText, decimal
 from accel_core.contract.options import describe, is_secret, masked, options_of
 from accel_core.contract.suggest import did_you_mean
+from accel_core.errors import ConfigError
 
 _NAMES: Final[Mapping[Any, str]] = {
     bool: "true or false",
@@ -51,6 +52,15 @@ def convert_option(raw: Any, attribute: Attribute[Any], kind: Any) -> Any:
     if objection:
         raise ValueError(objection)
     return value
+
+
+def check_object(config: Any) -> None:
+    """Raise ConfigError where an option of a config object is not of its type."""
+    for name, (attribute, kind) in options_of(type(config)).items():
+        try:
+            convert_option(getattr(config, attribute.name), attribute, kind)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{type(config).__name__}({name}=...): {error}\ncorrect this option") from None
 
 
 def convert(raw: Any, kind: Any) -> Any:

@@ -89,7 +89,9 @@ class InitProcessGroupKwargs(KwargsHandler):
 def _names(given: Any) -> Any:
     if given is None:
         return ()
-    return (given,) if isinstance(given, str) else tuple(given)
+    if isinstance(given, str):
+        return (given,)
+    return tuple(given) if hasattr(given, "__iter__") else given  # a wrong type is told as such
 
 
 @frozen(kw_only=True)
@@ -112,7 +114,7 @@ class ProfileKwargs(KwargsHandler):
         _require(
             self.activities != (), "activities is empty: nothing would be recorded; unset it for all there is"
         )
-        for name in self.schedule_option or ():
+        for name in self.schedule_option if isinstance(self.schedule_option, Mapping) else ():
             _require(name in SCHEDULE, f"schedule_option has no {name!r}{did_you_mean(name, SCHEDULE)}")
 
 

@@ -22,7 +22,7 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     does not skip on top. Of a loader that skips already, more are left out. A prepared loader of map-style
     data does not read what it skips.
     """
-    if not hasattr(num_batches, "__index__") or num_batches < 0:
+    if not hasattr(num_batches, "__index__") or isinstance(num_batches, bool) or num_batches < 0:
         raise ConfigError(
             f"skip_first_batches: {num_batches!r:.80} batches cannot be left out\n"
             "give a whole number, 0 or more"

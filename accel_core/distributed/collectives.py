@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from numbers import Number
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
@@ -207,7 +208,8 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
-        TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
+        TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers; `scale` is
+            not a number.
         ValueError: an unknown reduction; the tensors are on several devices.
     """
     run = run or current()
@@ -216,6 +218,9 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
     if reduction == "none":
         return tensor
     with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
+        with call.local():
+            if not isinstance(scale, (Number, Tensor)):
+                raise TypeError(f"reduce: scale is {scale!r:.80}\ngive a number; 1.0 changes nothing")
         reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
             reduced = _reduced(call, plan, reduced, reduction)
@@ -241,7 +246,7 @@ def pad_across_processes(
 
     Raises:
         CollectiveError: the structures differ between ranks; it shows those of each rank.
-        TypeError: a leaf is not a tensor.
+        TypeError: a leaf is not a tensor, or `dim` or `pad_index` not a number.
         ValueError: the dtype of a tensor that is to be padded does not have the value.
     """
     run = run or current()
@@ -249,6 +254,11 @@ def pad_across_processes(
     with collective_call(run, run.topology.gather_dim, name, tensor, objects=True) as call:
         with call.local():
             tensors, structure = leaves(tensor, name)
+            if not hasattr(dim, "__index__") or isinstance(dim, bool):
+                raise TypeError(f"{name}: dim is {dim!r:.80}\ngive the number of a dimension, such as 0")
+            is_number = isinstance(pad_index, (Number, Tensor))
+            if not is_number:
+                raise TypeError(f"{name}: pad_index is {pad_index!r:.80}\ngive the number to pad with")
         lengths = [leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in tensors]
         of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
         padded = []

@@ -99,8 +99,11 @@ class CollectiveCall:
     def check_rank(self, rank: int) -> None:
         """Raise ValueError for a rank that the group does not have."""
         with self.local():
-            if not 0 <= rank < self.size:
-                raise ValueError(f"{self.operation}: there are ranks 0 to {self.size - 1} only")
+            is_number = hasattr(rank, "__index__") and not isinstance(rank, bool)
+            if not is_number or not 0 <= rank < self.size:
+                raise ValueError(
+                    f"{self.operation}: there are ranks 0 to {self.size - 1} only\ngive one of them"
+                )
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
         """Return the structure's tensors and their plan.

@@ -31,12 +31,17 @@ def set_seed(
     variables describe.
 
     Raises:
-        ConfigError: the seed is not a whole number.
+        ConfigError: the seed is not a whole number, or has more than 64 bits.
     """
     try:
-        seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
-    except TypeError as error:
-        raise ConfigError(f"set_seed: the seed is {seed!r:.80}\ngive a whole number, such as 42") from error
+        number = operator.index(seed)  # Python's own generator takes no number of numpy or torch
+    except TypeError:
+        number = 2**64
+    if isinstance(seed, bool) or not -(2**63) <= number < 2**64:
+        raise ConfigError(
+            f"set_seed: the seed is {seed!r:.80}\ngive a whole number that fits into 64 bits, such as 42"
+        )
+    seed = number
     runs = list(live_runs)
     if run is None and len(runs) == 1:
         run = runs[0]

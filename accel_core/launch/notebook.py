@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from accel_core.errors import LaunchError, PluginError
+from accel_core.errors import ConfigError, LaunchError, PluginError
 
 
 def notebook_launcher(
@@ -41,13 +41,23 @@ def notebook_launcher(
         What each rank's call returned, in rank order. It must pickle.
 
     Raises:
-        ConfigError: the settings are wrong.
+        ConfigError: the settings are wrong, `function` cannot be called, or `args` is not a tuple or list.
         LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
             the message holds the first failing rank's traceback.
         PluginError: the launcher returned no sequence of each rank's value.
     """
     from accel_core.launch.plan import plan
 
+    if not callable(function):
+        raise ConfigError(
+            f"notebook_launcher: {function!r:.80} cannot be called\n"
+            "give the function itself, and its arguments as args=(...)"
+        )
+    if isinstance(args, str) or not isinstance(args, Iterable):  # text would be one argument a letter
+        raise ConfigError(
+            f"notebook_launcher: args is {args!r:.80}, and not a tuple of arguments\n"
+            "give a tuple, which for one argument has a comma: args=(value,)"
+        )
     given = {
         "launch.processes_per_node": num_processes,
         "launch.rendezvous": None if use_port is None else f"127.0.0.1:{use_port}",

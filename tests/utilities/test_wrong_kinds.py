@@ -1,0 +1,161 @@
+"""Arguments of a wrong kind: a sentence that says what to give, and not an error from within."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from accel_core import (
+    Accelerator,
+    AccelError,
+    AutocastKwargs,
+    ConfigError,
+    LocalSGD,
+    ProfileKwargs,
+    find_executable_batch_size,
+    get_logger,
+    notebook_launcher,
+    set_seed,
+    skip_first_batches,
+)
+
+
+@pytest.fixture
+def trained():
+    accelerator = Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 2)
+    model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    yield accelerator, model
+    accelerator.end_training()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"strategies": 3},
+        {"strategies": {"a": 3}},
+        {"strategies": {3: {}}},
+        {"strategies": {"a": {3: 4}}},
+        {"presets": 3},
+        {"presets": {"seed": 3}},
+        {"presets": {"seed": "ab"}},
+        {"presets": {3: (1, "here")}},
+    ],
+    ids=str,
+)
+def test_options_by_name_are_a_mapping(arguments):
+    (name,) = arguments
+    with pytest.raises(ConfigError, match=rf"\ngive a mapping: {name}=\{{"):
+        Accelerator(cpu=True, **arguments)
+
+
+def test_a_flag_is_no_number(trained):
+    accelerator, model = trained
+    loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2, 3]))
+    for call in (
+        lambda: setattr(accelerator, "gradient_accumulation_steps", True),
+        lambda: accelerator.forward_backward(model, [torch.ones(1, 2)], loss_of, microbatches=True),
+        lambda: accelerator.on_process(print, process_index=True),
+        lambda: find_executable_batch_size(print, starting_batch_size=True),
+        lambda: skip_first_batches(loader, True),
+        lambda: LocalSGD(accelerator, model, True),
+        lambda: set_seed(True),
+    ):
+        with pytest.raises(AccelError, match=r"True.*\n"):
+            call()
+    for collective in (
+        lambda: accelerator.broadcast(torch.ones(2), from_process=True),
+        lambda: accelerator.pad_across_processes(torch.ones(2, 2), dim=True),
+    ):
+        with pytest.raises((TypeError, ValueError), match=r"True.*\ngive"):
+            collective()
+
+
+def loss_of(model, batch):
+    return model(batch).sum(), None
+
+
+@pytest.mark.parametrize(
+    ("batches", "function", "options", "said"),
+    [
+        (None, loss_of, {}, "batches is None"),
+        ([torch.ones(1, 2)], None, {}, "forward_loss is None"),
+        ([torch.ones(1, 2)], loss_of, {"microbatches": "1"}, "microbatches is '1'"),
+        ([torch.ones(1, 2)], loss_of, {"microbatches": 1.5}, "microbatches is 1.5"),
+    ],
+)
+def test_a_window_has_batches_a_function_and_a_number(trained, batches, function, options, said):
+    accelerator, model = trained
+    with pytest.raises(AccelError, match=rf"forward_backward: {said}.*\n(give|leave)"):
+        accelerator.forward_backward(model, batches, function, **options)
+
+
+def test_a_loss_is_one_number_unless_gradients_are_given(trained):
+    accelerator, model = trained
+    with pytest.raises(AccelError, match=r"shape \(3, 2\).*\ngive one number, such as loss.mean"):
+        accelerator.backward(model(torch.ones(3, 2)))
+    accelerator.backward(model(torch.ones(3, 2)), gradient=torch.ones(3, 2))
+    accelerator.backward(model(torch.ones(3, 2)).sum().reshape(1))
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda it: it.reduce(torch.ones(2), scale=None),
+        lambda it: it.reduce(torch.ones(2), scale="2"),
+        lambda it: it.broadcast(torch.ones(2), from_process=None),
+        lambda it: it.pad_across_processes(torch.ones(2), dim="0"),
+        lambda it: it.pad_across_processes(torch.ones(2), pad_index=None),
+    ],
+)
+def test_arguments_of_collectives_are_numbers(trained, call):
+    with pytest.raises((TypeError, ValueError), match="\ngive"):
+        call(trained[0])
+
+
+@pytest.mark.parametrize(
+    "options", [{"activities": 3}, {"activities": [3]}, {"schedule_option": 3}, {"with_flops": "no"}], ids=str
+)
+def test_options_of_a_profile_are_of_their_types(trained, options):
+    with (
+        pytest.raises(ConfigError, match=r"ProfileKwargs\(\w+=\.\.\.\).*\ncorrect"),
+        trained[0].profile(ProfileKwargs(**options)),
+    ):
+        pass
+
+
+def test_options_of_an_autocast_are_of_their_types(trained):
+    with (
+        pytest.raises(ConfigError, match=r"AutocastKwargs\(enabled=\.\.\.\)"),
+        trained[0].autocast(AutocastKwargs(enabled="no")),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("seed", [2**70, -(2**70), 2**64])
+def test_a_seed_has_64_bits(seed):
+    with pytest.raises(ConfigError, match="set_seed: the seed is .*\ngive"):
+        set_seed(seed)
+
+
+def test_a_logger_has_a_name_and_a_level():
+    with pytest.raises(ConfigError, match="get_logger: the name is 3\ngive text"):
+        get_logger(3)
+    with pytest.raises(ConfigError, match="there is no level 3.5"):
+        get_logger("name", 3.5)
+
+
+def test_local_sgd_is_of_an_accelerator(trained):
+    with pytest.raises(ConfigError, match="LocalSGD was given None.*\ngive"):
+        LocalSGD(None, trained[1], 2)
+
+
+@pytest.mark.parametrize("args", [5, None, "abc"])
+def test_arguments_of_a_launched_function_are_a_tuple(args):
+    with pytest.raises(ConfigError, match="notebook_launcher: args is .*\ngive a tuple"):
+        notebook_launcher(print, args)
+
+
+def test_what_is_launched_is_a_function():
+    with pytest.raises(ConfigError, match="notebook_launcher: None cannot be called\ngive"):
+        notebook_launcher(None)
