@@ -63,3 +63,16 @@ def resumed(folder: str) -> tuple[list[float], int]:
     number = accelerator.save_iteration
     accelerator.end_training()
     return found, number
+
+
+def counted_on(folder: str) -> tuple[list[str], bool]:
+    """Save where another run has, and load it; return the folders, and if the random numbers are the same."""
+    accelerator = made(folder)
+    torch.manual_seed(accelerator.process_index)
+    written = [str(accelerator.save_state()) for _ in range(2)]
+    following = torch.rand(3)
+    accelerator.wait_for_everyone()
+    accelerator.load_state()
+    same = torch.equal(torch.rand(3), following)
+    accelerator.end_training()
+    return written, same

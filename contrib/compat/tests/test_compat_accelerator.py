@@ -338,6 +338,12 @@ def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(
         assert number == 2, "beyond the store's"
 
 
+def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_all_ranks_numbers(tmp_path):
+    for first in (0, 2):
+        names = [str(tmp_path / "checkpoints" / f"checkpoint_{first + more}") for more in range(2)]
+        assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
+
+
 def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/kept")
     monkeypatch.setenv("ACCEL__PROJECT__STORE_EVERY", "3")

@@ -85,6 +85,7 @@ class Accelerator(Stepping):
         self.flag_tensor = None
         self._save_model_state_pre_hook = OrderedDict()
         self._load_model_state_pre_hook = OrderedDict()
+        self._note_numbers()
 
     def _lay_out(self, sizes: Any) -> Any:
         """Return torch's mesh, with the names of a ParallelismConfig. Collective."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import time
@@ -85,6 +86,7 @@ class States(Ranks):
         """
         return _registered(self._load_model_state_pre_hook, hook)
 
+    _newest_there = -1
     project_dir = field_of("project_configuration", "project_dir")
     logging_dir = field_of("project_configuration", "logging_dir")
     save_iteration = field_of("project_configuration", "iteration")
@@ -119,7 +121,8 @@ class States(Ranks):
                 self.wait_for_checkpoint()
                 self._deliver(made, _folder_for_hooks(target))
         self.project_configuration.iteration = self.run.checkpoints.series.next_number
-        return asked if isinstance(asked, Path) else str(target)
+        # A number that another run has used is left out: the folder is then another than was asked for.
+        return asked.with_name(Path(target).name) if isinstance(asked, Path) else str(target)
 
     def _write(self, target: Path | str, options: Mapping[str, Any]) -> Path | str:
         numbered = self.project_configuration.automatic_checkpoint_naming
@@ -129,11 +132,29 @@ class States(Ranks):
         else:
             self._refuse_unapplied()
             series = self.run.checkpoints.series
-            series.number_from(series.next_number + 1)
+            number = series.next_number
+            if numbered and isinstance(target, Path):
+                number = max(number, self._newest_there + 1)
+                target = target.with_name(f"checkpoint_{number}")
+            series.number_from(number + 1)
         if alone and isinstance(target, Path):
             _rank_states.write(self.run, target)
         _logger.info("All states saved in %s", target)
         return target
+
+    def _note_numbers(self) -> None:
+        """Note which checkpoint of the project the main process finds. Collective.
+
+        It goes on with the number after that, where processes save without a word between them.
+        """
+        project = self.run.config.project
+        if self.run.world.size > 1 and project.automatic_checkpoint_naming:
+            folder = _place(f"{project.project_dir or '.'}/checkpoints")
+            names = os.listdir(folder) if isinstance(folder, Path) and folder.is_dir() else ()
+            numbers = [int(name[11:]) for name in names if re.fullmatch(r"checkpoint_(0|[1-9]\d*)", name)]
+            self._newest_there = self.run.collectives("control").all_gather_object(max(numbers, default=-1))[
+                0
+            ]
 
     def _refuse_unapplied(self) -> None:
         """Raise where the main process does: it saves no gradients."""
@@ -291,6 +312,7 @@ class States(Ranks):
             self.run.keep_apart(self._apart)
         self._count = int(accel_core.CheckpointFiles.open(loaded).manifest.members["step"] or 0)
         project.iteration = self.run.checkpoints.series.next_number
+        self._note_numbers()
         if self._saves_alone(loaded) and isinstance(loaded, Path):
             _rank_states.read(self.run, loaded)
         _logger.info("All states loaded from %s", loaded)
