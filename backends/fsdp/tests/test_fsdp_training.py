@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -409,6 +410,65 @@ def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
     wanted, _ = run_processes(dropped, version, None, "")
     for found in run_processes(dropped, version, way, str(tmp_path / "saved")):
         assert distance(found, wanted) == 0
+
+
+def dropped_in_part(options: dict[str, Any] | None, way: str) -> dict[str, Tensor]:
+    """Weights after three steps of two optimizers, one of which drops its gradients within a window.
+
+    options: None for plain torch, which has both ranks' batches at once.
+    """
+    run = accelerator(plugin("mlp", **options)) if options is not None else None
+    model: Any = net("mlp")
+    parameters = list(model.parameters())  # the second block has some of both optimizers
+    first: Any = torch.optim.SGD(parameters[:5], lr=0.1)
+    second: Any = torch.optim.SGD(parameters[5:], lr=0.1)
+    if run is not None:
+        model, first, second = run.prepare(model, first, second)
+
+    def backward(seed: int, *, reduces: bool = True) -> None:
+        if run is None:
+            loss_of(model, *batch("mlp", seed, 2)).backward()
+            return
+        x, y = (half.chunk(2)[run.process_index] for half in batch("mlp", seed, 2))
+        with nullcontext() if reduces else run.no_sync(model):
+            run.backward(loss_of(model, x, y))
+
+    for step in range(3):
+        if way in ("after a reduction", "all"):
+            backward(step + 20)
+        backward(step, reduces=False)
+        first.zero_grad()
+        if way == "twice":
+            backward(step + 30, reduces=False)
+            second.zero_grad()
+        if way == "all":
+            second.zero_grad()
+        backward(step + 10)
+        for optimizer in (first, second):
+            optimizer.step()
+            optimizer.zero_grad()
+    found = dict(model.state_dict() if run is None else run.get_state_dict(model))
+    if run is not None:
+        run.end_training()
+    return found
+
+
+def all_dropped_in_part(cases: list[tuple[dict[str, Any], str]]) -> list[dict[str, Tensor]]:
+    return [dropped_in_part(*case) for case in cases]
+
+
+def test_one_of_two_optimizers_may_drop_its_gradients_within_a_window() -> None:
+    """Version 1 zeroed elements of other parameters, and kept those that were dropped."""
+    options: list[dict[str, Any]] = [
+        {"version": 1},
+        {"version": 1, "reshard_after_forward": False},
+        {"version": 1, "sharding_strategy": "NO_SHARD"},
+        {"version": 2},
+    ]
+    cases = [(each, way) for each in options for way in ("once", "after a reduction", "twice", "all")]
+    for found in run_processes(all_dropped_in_part, cases):
+        for (each, way), weights in zip(cases, found, strict=True):
+            assert distance(weights, dropped_in_part(None, way)) < 1e-6, (each, way)
 
 
 def edits_told(version: int, edits: bool) -> list[str]:

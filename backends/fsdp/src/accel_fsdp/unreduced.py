@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError
@@ -38,6 +40,14 @@ class Unreduced:
                 # torch calls it after each reduction, and nowhere else.
                 vars(handle)["_reset_is_grad_none"] = partial(
                     self._reduced, handle, handle._reset_is_grad_none
+                )
+                # torch calls it after each backward that does not reduce.
+                vars(handle)["_use_unsharded_grad_views"] = partial(
+                    _show, handle, handle._use_unsharded_grad_views
+                )
+                # torch calls it before each gathering, to take over what the user has changed.
+                vars(handle)["_writeback_orig_params"] = partial(
+                    _take_over, handle, handle._writeback_orig_params
                 )
 
     @contextmanager
@@ -71,3 +81,36 @@ class Unreduced:
                 "run the last backward before a step outside no_sync; in accumulate, let the last micro-batch"
                 " go through all of the model"
             )
+
+
+def _show(handle: Any, show: Callable[[], None]) -> None:
+    """Let parameters have the gradients that a backward gave, also where earlier ones were dropped.
+
+    torch does so after reductions alone.
+    """
+    show()
+    if handle._training_state.name == "BACKWARD_POST":
+        type(handle)._reset_is_grad_none(handle)
+
+
+@torch.no_grad()
+def _take_over(handle: Any, take_over: Callable[[], bool]) -> bool:
+    """Zero what was dropped (`grad = None`) of a vector that is kept from being reduced.
+
+    torch takes it for a rank's part, and zeroes elements of others. It also forgets the sum of earlier
+    reductions, which it keeps aside.
+    """
+    flat = handle.flat_param
+    if handle.uses_sharded_strategy and handle.is_sharded(flat):
+        kept, reduced = flat.grad, getattr(flat, "_saved_grad_shard", None)
+        is_whole = kept is not None and kept.size() == flat._unpadded_unsharded_size
+        views = handle._get_unflat_views(kept) if is_whole else repeat(None)
+        for parameter, place, view in zip(flat._params, flat._shard_param_infos, views, strict=False):
+            if parameter.grad is None:
+                if reduced is not None and place.in_shard:
+                    reduced[place.offset_in_shard :][: place.numel_in_shard].zero_()
+                if view is not None:
+                    view.zero_()
+                    parameter.grad = torch.empty_like(parameter)
+                    parameter.grad.data = view
+    return take_over()
