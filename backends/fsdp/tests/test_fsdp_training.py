@@ -525,3 +525,50 @@ def test_a_forward_without_backward_changes_nothing(version: int, precision: str
     for skips, twice in ((True, False), (False, True), (True, True)):
         for found in run_processes(with_forwards, version, precision, skips, twice):
             assert distance(found, wanted) == 0
+
+
+def second_backward(precision: str, retains: bool, options: dict[str, Any]) -> str:
+    run = accelerator(plugin("mlp", 1, **options), mixed_precision=precision)
+    model, _ = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    first, second = (loss_of(model, *batch("mlp", step, 1)) for step in range(2))
+    try:
+        run.backward(first, retain_graph=retains)
+        run.backward(first if retains else second)
+    except AccelError as error:
+        return str(error)
+    finally:
+        run.end_training()
+    return ""
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("retains", [False, True])
+@pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}])
+def test_version_1_refuses_a_second_backward_after_its_forwards(
+    precision: str, retains: bool, options: dict[str, Any]
+) -> None:
+    """It would have no weights, or its gradients would not be reduced."""
+    for said in run_processes(second_backward, precision, retains, options):
+        assert "call backward once, with the sum of the losses" in said
+    if options:  # one process has nothing to gather or reduce
+        assert run_processes(second_backward, "no", retains, options, world=1) == [""]
+
+
+def weights_with_names() -> tuple[int, set[str]]:
+    run = accelerator(plugin("mlp", 1, sharding_strategy="NO_SHARD"))
+    given = net("mlp")
+    given[1].requires_grad_(False)
+    trained = [parameter for parameter in given.parameters() if parameter.requires_grad]
+    model, _ = run.prepare(given, torch.optim.SGD(trained, lr=0.1))
+    loss_of(model, *batch("mlp", 1, 1))
+    run.backward(loss_of(model, *batch("mlp", 0, 1)))
+    named = len(list(given.parameters())), set(run.get_state_dict(model))
+    run.end_training()
+    return named
+
+
+def test_frozen_weights_keep_their_names_after_a_forward_without_backward() -> None:
+    """Where version 1 cuts nothing, a save would have left them out."""
+    names = net("mlp").state_dict().keys()
+    for count, named in run_processes(weights_with_names):
+        assert (count, named) == (len(names), names)

@@ -10,7 +10,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
+
+from accel_core import AccelError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,6 +28,8 @@ class Forwards:
 
     torch hooks the node that accumulates gradients once until a backward. Where gathered weights have another
     dtype, each forward has another node, and what a second forward gives would be lost without a word.
+
+    A second backward is refused: the first one takes hooks and weights of all earlier forwards away.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -37,6 +42,10 @@ class Forwards:
         for module in self._modules:
             # Its weights are gathered then, and torch's hook is there.
             module.module.register_forward_pre_hook(partial(self._reach, module))
+            handle: Any = module._handle
+            if handle is not None:
+                prepare = handle.prepare_gradient_for_backward
+                vars(handle)["prepare_gradient_for_backward"] = partial(self._prepare, module, prepare)
 
     def _begin(self, *call: Any) -> None:
         self._begun.clear()
@@ -71,3 +80,22 @@ class Forwards:
                 reduce(*gradients)
 
         flat._post_backward_hook_state = (node, node.register_hook(reduce_unless_earlier))
+
+    def _prepare(self, module: FSDP, prepare: Callable[[], None]) -> None:
+        """Refuse a backward of a forward whose weights or hook an earlier backward has taken away."""
+        handle: Any = module._handle
+        flat = handle.flat_param
+        earlier = self._hooked.pop(module, ())
+        hooked = hasattr(flat, "_post_backward_hook_state") or any(_will_run(node) for node, _ in earlier)
+        lacks = dist.get_world_size() > 1 and (module._sync_gradients or handle.needs_unshard())
+        if flat.requires_grad and not hooked and lacks:
+            raise AccelError(
+                "fsdp_version 1 forgets earlier forwards in each backward, so a second backward (of another"
+                " loss, or with retain_graph) has no weights and reduces nothing\n"
+                "call backward once, with the sum of the losses; or call each backward before the next"
+                " forward; or set fsdp.fsdp_version: 2"
+            )
+        prepare()
+        if not flat.requires_grad and not handle.uses_sharded_strategy:
+            # torch makes frozen weights parameters again in the backward of the first forward alone.
+            handle._use_sharded_views()
