@@ -572,3 +572,26 @@ def test_frozen_weights_keep_their_names_after_a_forward_without_backward() -> N
     names = net("mlp").state_dict().keys()
     for count, named in run_processes(weights_with_names):
         assert (count, named) == (len(names), names)
+
+
+def evaluated(version: int, first: bool) -> dict[str, Tensor]:
+    run = accelerator(plugin("mlp", version))
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(2):
+        if first:
+            with torch.inference_mode():
+                model(batch("mlp", step, 1)[0])
+        run.backward(loss_of(model, *batch("mlp", step, 1)))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(run.get_state_dict(model))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_an_evaluation_in_inference_mode_may_come_first(version: int) -> None:
+    """The memory that it gathers weights into is that of later forwards, which train."""
+    wanted, _ = run_processes(evaluated, version, False)
+    for found in run_processes(evaluated, version, True):
+        assert distance(found, wanted) == 0

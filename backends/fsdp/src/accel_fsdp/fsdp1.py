@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
+import torch
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
@@ -31,7 +32,6 @@ from accel_fsdp.unreduced import Unreduced
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -111,6 +111,11 @@ class Flat(FullyShardedDataParallel):
         for module in FSDP.fsdp_modules(wrapped):
             module.module.register_forward_pre_hook(partial(_give_back, module, kept))
             refuse_stand_ins(module, _flat_places(module), _is_own)
+            handle: Any = module._handle
+            if handle is not None:
+                # The first forward makes the memory that later ones gather into, maybe an evaluation.
+                make = torch.inference_mode(False)(handle.init_flat_param_attributes)
+                vars(handle)["init_flat_param_attributes"] = make
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
         self._unreduced_of(unit).follow(wrapped)
         return wrapped

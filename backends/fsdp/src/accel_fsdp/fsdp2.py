@@ -240,7 +240,9 @@ class Sharded(FullyShardedDataParallel):
         vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
         for gathering in parameter_groups(state):
             for name in ("unshard", "wait_for_unshard"):
-                vars(gathering)[name] = with_lost_ranks_named(getattr(gathering, name), self.run)
+                # A training forward takes the memory that an evaluation has gathered into.
+                gather = torch.inference_mode(False)(getattr(gathering, name))
+                vars(gathering)[name] = with_lost_ranks_named(gather, self.run)
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
         _guard_state_dicts(places)
