@@ -82,7 +82,7 @@ class Forwards:
         flat._post_backward_hook_state = (node, node.register_hook(reduce_unless_earlier))
 
     def _prepare(self, module: FSDP, prepare: Callable[[], None]) -> None:
-        """Refuse a backward of a forward whose weights or hook an earlier backward has taken away."""
+        """Refuse a backward whose weights or hook an earlier one has taken away."""
         handle: Any = module._handle
         flat = handle.flat_param
         earlier = self._hooked.pop(module, ())

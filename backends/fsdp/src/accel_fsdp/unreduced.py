@@ -84,9 +84,9 @@ class Unreduced:
 
 
 def _show(handle: Any, show: Callable[[], None]) -> None:
-    """Let parameters have the gradients that a backward gave, also where earlier ones were dropped.
+    """Let parameters have the gradients that a backward gave.
 
-    torch does so after reductions alone.
+    Where earlier ones were dropped, torch does so after reductions alone.
     """
     show()
     if handle._training_state.name == "BACKWARD_POST":
@@ -95,7 +95,7 @@ def _show(handle: Any, show: Callable[[], None]) -> None:
 
 @torch.no_grad()
 def _take_over(handle: Any, take_over: Callable[[], bool]) -> bool:
-    """Zero what was dropped (`grad = None`) of a vector that is kept from being reduced.
+    """Zero what was dropped (`grad = None`) of a vector that is not reduced yet.
 
     torch takes it for a rank's part, and zeroes elements of others. It also forgets the sum of earlier
     reductions, which it keeps aside.
