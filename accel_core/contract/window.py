@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor
 
 
@@ -31,11 +33,14 @@ class Window:
         the first           yes              nothing     clears, unless cleared since the last boundary
         the first           no               nothing     nothing
         one in the middle   either           nothing     nothing
-        the last            yes              applies     nothing: it stands before the forward
+        the last            yes              applies     nothing, if it stands before the forward; without
+                                                         a backward or step after it, the next window clears
         the last            no               applies     clears
     """
 
-    __slots__ = ("_left", "_next", "awaits_backward", "boundary", "index", "items", "number", "size")
+    __slots__ = (
+        *("_left", "_next", "awaits_backward", "boundary", "index", "items", "number", "put_off", "size"),
+    )
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
@@ -44,6 +49,8 @@ class Window:
         self.awaits_backward = True
         self.items: Tensor | float | None = None
         self.number = 1
+        self.put_off: list[Callable[[], object]] = []
+        """Each clears gradients as the next window begins, if no backward or step came."""
         self._left: tuple[int, int] | None = None
 
     # -- what is asked ----------------------------------------------------------------------------
@@ -97,6 +104,8 @@ class Window:
         Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
         """
         if self.boundary:
+            if self.put_off:
+                self.clear_put_off()
             index, self.size = 0, self._next
             self.items = None if items is None else items + 0  # a copy: the user may write the next into it
             self.number += 1
@@ -118,6 +127,19 @@ class Window:
     def note_backward(self) -> None:
         """Note that later calls come after the backward of the current micro-batch."""
         self.awaits_backward = False
+        if self.put_off:
+            self.put_off = []
+
+    def leave(self) -> None:
+        """End the current micro-batch, with or without a backward."""
+        self.awaits_backward = False
+
+    def clear_put_off(self) -> None:
+        """Clear what was put off until the next window."""
+        self.awaits_backward = False
+        while self.put_off:
+            self.put_off[-1]()
+            self.put_off.pop()  # last: Ctrl-C may come before
 
     def mark_last(self, last: bool) -> None:
         """Make the current micro-batch the window's last, or not."""
@@ -156,7 +178,7 @@ class Window:
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
         self.index, self.size, self.boundary, self.items = -1, self._next, True, None
-        self.awaits_backward = True
+        self.awaits_backward, self.put_off = True, []
 
     def move_to(self, index: int) -> None:
         """Make the micro-batch `index` the current one.

@@ -160,7 +160,7 @@ class Accumulation:
     def _leave_all(self, *error: Any) -> None:
         try:
             for window in self.windows:
-                window.note_backward()
+                window.leave()
         finally:
             self._end_contexts(*error)
 
@@ -180,7 +180,7 @@ class Accumulation:
             if window is None:
                 self._leave_all(kind, error, trace)
             elif window.awaits_backward:
-                window.note_backward()
+                window.leave()
         except BaseException:  # Ctrl-C, maybe before all of them had ended
             self._end_contexts(kind, error, trace)
             raise

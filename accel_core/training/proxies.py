@@ -6,6 +6,7 @@ They are thin objects that know their unit's window.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 from operator import is_
 from typing import TYPE_CHECKING, Any
@@ -57,6 +58,8 @@ class PreparedOptimizer(Optimizer):
         unit, optimizer = self.unit, self.optimizer
         clean_from = unit.window.cleared(self.clean_from)
         if clean_from is None:
+            if unit.window.boundary:
+                unit.window.put_off.append(partial(self.zero_grad, set_to_none))
             return
         state, clear = unit.step_state, unit.steps.zero_grad
         if state.needs_finish or optimizer in state.with_gradients:

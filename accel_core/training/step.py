@@ -48,6 +48,8 @@ def run_window(
     window, state, trained = unit.window, unit.step_state, False
     if items is not None and not forward_only:
         refuse_items([unit])
+    if not forward_only:
+        window.clear_put_off()
     before = window.snapshot()
     try:
         window.begin_whole(items)
@@ -324,7 +326,7 @@ def refuse_closure(unit: Unit) -> NoReturn:
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
-    if unit.window.awaits_backward:
+    if unit.window.awaits_backward or unit.window.put_off:
         unit.window.note_backward()
     if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
         refuse_closure(unit)

@@ -90,7 +90,7 @@ def test_items_that_are_no_number_of_items_are_refused(accelerator, items):
     with pytest.raises(AccelError, match="0 or more"):
         accelerator.accumulate(model, items=items)
     with pytest.raises(AccelError, match="0 or more"):
-        accelerator.forward_backward(model, [], None, items=items)
+        accelerator.forward_backward(model, [], token_losses.ours, items=items)
 
 
 def test_items_may_be_a_plain_number(accelerator_of):

@@ -527,6 +527,51 @@ def test_zero_grad_drops_a_window_at_its_boundary_where_clipping_finds_it_bad(ac
     assert seen == [0.0, 0.0, 0.0, -5.5]
 
 
+@BACKWARDS
+def test_zero_grad_instead_of_the_last_backward_drops_the_window(accelerator_of, backward):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+
+    def skipping(accelerator, optimizer, run_backward):
+        if accelerator.window.position != (2, 1):
+            last(accelerator, optimizer, run_backward)
+        else:  # what programs do with a loss that is nan
+            optimizer.zero_grad()
+
+    assert weights_of_windows(accelerator, backward, skipping) == [0.0, 0.0, 0.0, -550.0]
+
+
+def test_so_it_does_before_a_window_that_is_run_as_a_whole(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(ONE).sum())
+    with accelerator.accumulate(model):
+        optimizer.zero_grad()
+    accelerator.forward_backward(model, [ONE, ONE], lambda model, batch: (model(batch).sum(), None))
+    optimizer.step()
+    assert model.weight.item() == -1.0
+
+
+@BACKWARDS
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_zero_grad_before_the_last_forward_leaves_the_window_to_a_step_outside(
+    accelerator_of, backward, evaluates
+):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    seen = []
+    for number in (1.0, 10.0, 100.0, 1000.0):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+            if evaluates:
+                loss_of = lambda model, batch: (model(batch).sum(), None)  # noqa: E731
+                accelerator.forward_backward(model, [ONE, ONE], loss_of, forward_only=True)
+            backward(accelerator, number * model(ONE).sum())
+        optimizer.step()
+        seen.append(model.weight.item())
+    assert seen == [0.0, -5.5, -5.5, -555.5]
+
+
 def test_both_optimizers_of_a_unit_clear_before_the_forward(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = net()

@@ -46,7 +46,7 @@ class Following:
     def __exit__(self, *error: object) -> None:
         self._accumulation.beside = ()
         for unit in self._units:
-            unit.window.note_backward()
+            unit.window.leave()
         self._accumulation.__exit__(*error)
 
 
