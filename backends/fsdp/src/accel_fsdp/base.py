@@ -38,7 +38,12 @@ logger = logging.getLogger(__name__)
 NO_BACKWARD = -1
 """torch's number of a thread's backward where none runs."""
 
-__all__ = ["FullyShardedDataParallel", "reshard_after_evaluation", "with_lost_ranks_named"]
+__all__ = [
+    "FullyShardedDataParallel",
+    "outside_inference_mode",
+    "reshard_after_evaluation",
+    "with_lost_ranks_named",
+]
 
 
 class FullyShardedDataParallel:
@@ -222,6 +227,21 @@ def with_lost_ranks_named(gather: Callable[..., Any], run: Run) -> Callable[...,
             if lost is None:
                 raise
             raise lost from error
+
+    return gathered
+
+
+def outside_inference_mode(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `gather`, called outside of `torch.inference_mode`.
+
+    The memory that an evaluation gathers weights into is that of later forwards, which train.
+    """
+
+    def gathered(*inputs: Any, **options: Any) -> Any:
+        if not torch.is_inference_mode_enabled():  # entering a mode takes 2 microseconds, in each gathering
+            return gather(*inputs, **options)
+        with torch.inference_mode(False):
+            return gather(*inputs, **options)
 
     return gathered
 

@@ -12,7 +12,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 from weakref import WeakKeyDictionary
 
-import torch
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
@@ -20,6 +19,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N81
 from accel_core import AccelError, ConfigError, before_step, hooks, implements
 from accel_fsdp.base import (
     FullyShardedDataParallel,
+    outside_inference_mode,
     reshard_after_evaluation,
     with_lost_ranks_named,
 )
@@ -32,6 +32,7 @@ from accel_fsdp.unreduced import Unreduced
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
@@ -113,8 +114,7 @@ class Flat(FullyShardedDataParallel):
             refuse_stand_ins(module, _flat_places(module), _is_own)
             handle: Any = module._handle
             if handle is not None:
-                # The first forward makes the memory that later ones gather into, maybe an evaluation.
-                make = torch.inference_mode(False)(handle.init_flat_param_attributes)
+                make = outside_inference_mode(handle.init_flat_param_attributes)
                 vars(handle)["init_flat_param_attributes"] = make
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
         self._unreduced_of(unit).follow(wrapped)

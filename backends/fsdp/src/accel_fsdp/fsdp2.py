@@ -23,6 +23,7 @@ from accel_fsdp.accumulated import clear, clear_with
 from accel_fsdp.agreement import compare_gradients
 from accel_fsdp.base import (
     FullyShardedDataParallel,
+    outside_inference_mode,
     reshard_after_evaluation,
     with_lost_ranks_named,
 )
@@ -240,8 +241,7 @@ class Sharded(FullyShardedDataParallel):
         vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
         for gathering in parameter_groups(state):
             for name in ("unshard", "wait_for_unshard"):
-                # A training forward takes the memory that an evaluation has gathered into.
-                gather = torch.inference_mode(False)(getattr(gathering, name))
+                gather = outside_inference_mode(getattr(gathering, name))
                 vars(gathering)[name] = with_lost_ranks_named(gather, self.run)
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
