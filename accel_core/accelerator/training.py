@@ -381,10 +381,24 @@ def _require_joinable(joinables: Any, even_batches: Any) -> None:
 def _for_model(
     unit: Unit, model: nn.Module, forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
-    """Return `forward_loss` for this model; strategies call it with the first one."""
+    """Return `forward_loss` for this model, checked.
+
+    Strategies call it with the unit's first model.
+    """
     _, number = unit.run.prepared.place_of(model)
-    wrapped = unit.wrapped[number]
-    return forward_loss if wrapped is unit.wrapped[0] else lambda _, batch: forward_loss(wrapped, batch)
+    wrapped, first = unit.wrapped[number], unit.wrapped[0]
+
+    def for_model(given: nn.Module, batch: Any) -> tuple[Tensor, Any]:
+        made: Any = forward_loss(given if wrapped is first else wrapped, batch)
+        if isinstance(made, torch.Tensor) or not hasattr(made, "__iter__"):  # a tensor of 2 could be unpacked
+            raise AccelError(
+                f"forward_backward: forward_loss returned a {type(made).__name__}, and not two values\n"
+                "return the loss and anything beside it: return loss, None"
+            )
+        loss, output = made
+        return loss, output
+
+    return for_model
 
 
 def _countable(items: Tensor | float) -> Tensor | float:
@@ -398,7 +412,7 @@ def _countable(items: Tensor | float) -> Tensor | float:
         is_number = items.numel() == 1 and (items.device.type != "cpu" or 0 <= items.item() < float("inf"))
     else:
         try:
-            is_number = 0 <= items < float("inf")
+            is_number = not isinstance(items, bool) and 0 <= items < float("inf")
         except TypeError:  # text, a list: what has no order beside a number
             is_number = False
     if not is_number:

@@ -80,7 +80,7 @@ def test_an_evaluation_that_counts_items_leaves_a_window_of_means_alone(accelera
     assert_near(model.parameters(), reference.parameters())
 
 
-NO_NUMBERS = [-1, float("nan"), float("inf"), "3", [3], 1j]
+NO_NUMBERS = [-1, float("nan"), float("inf"), "3", [3], 1j, True]
 NO_NUMBERS += [torch.tensor(-2.0), torch.tensor(torch.nan), torch.ones(2)]
 
 

@@ -384,6 +384,13 @@ def test_one_batch_is_not_taken_for_several(accelerator, batch):
         accelerator.forward_backward(model, batch, lambda model, x: (model(x).sum(), None))
 
 
+@pytest.mark.parametrize("made", [None, torch.zeros(()), torch.zeros(2)])
+def test_a_function_that_gives_no_loss_and_output_is_refused(accelerator, made):
+    model, _ = accelerator.prepare(given := net(), SGD(given.parameters(), lr=0.1))
+    with pytest.raises(AccelError, match="return loss, None"):
+        accelerator.forward_backward(model, [batches(1)[0][0]], lambda model, batch: made)
+
+
 def test_a_whole_window_of_too_few_batches_stops_as_next_does(accelerator):
     accelerator.prepare(net())
     with pytest.raises(StopIteration), accelerator.run.units[0].whole_window(iter(batches(1)), 2):
