@@ -78,6 +78,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return guard(lambda: pickle.dumps(function(*args)))
     finally:  # handlers of atexit do not run in a child of multiprocessing
+        vars(threading)["_shutdown"]()  # a thread that the function left is waited for, as in a script
         if "accel_core.runtime.exit" in sys.modules:
             sys.modules["accel_core.runtime.exit"].end_runs()
 

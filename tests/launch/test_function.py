@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -182,3 +183,19 @@ def test_a_rank_that_leaves_by_exit_0_is_named_where_others_wait_for_it():
         LaunchError, match=r"waited for rank\(s\) 1 of 2, .*\n(.*\n)*  rank 1: has ended its run"
     ):
         start(one_leaves)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_a_thread_that_the_function_leaves_behind_still_has_its_run(tmp_path, pooled):
+    def leave():
+        accelerator = Accelerator()
+
+        def late():
+            time.sleep(0.3)
+            accelerator.save({}, tmp_path / "saved")
+
+        ThreadPoolExecutor().submit(late) if pooled else threading.Thread(target=late).start()
+
+    start(leave, n=1)
+
+    assert (tmp_path / "saved").exists()
