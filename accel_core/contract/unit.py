@@ -167,7 +167,9 @@ class Unit:
         A loss that several units share counts for each of them inside a window only: at the boundary, only
         the user knows which unit steps.
         """
-        return self.window.is_begun or bool(self.step_state.with_gradients)
+        window = self.window
+        dropped = () if window.awaits_backward else window.put_off
+        return window.is_begun or bool(self.step_state.with_gradients.difference(dropped))
 
     @property
     def is_in_no_sync(self) -> bool:

@@ -49,8 +49,8 @@ class Window:
         self.awaits_backward = True
         self.items: Tensor | float | None = None
         self.number = 1
-        self.put_off: list[Callable[[], object]] = []
-        """Each clears gradients as the next window begins, if no backward or step came."""
+        self.put_off: dict[Any, Callable[[], object]] = {}
+        """By optimizer: clears as the next window begins, if nothing came first."""
         self._left: tuple[int, int] | None = None
 
     # -- what is asked ----------------------------------------------------------------------------
@@ -128,7 +128,7 @@ class Window:
         """Note that later calls come after the backward of the current micro-batch."""
         self.awaits_backward = False
         if self.put_off:
-            self.put_off = []
+            self.put_off = {}
 
     def leave(self) -> None:
         """End the current micro-batch, with or without a backward."""
@@ -137,9 +137,9 @@ class Window:
     def clear_put_off(self) -> None:
         """Clear what was put off until the next window."""
         self.awaits_backward = False
-        while self.put_off:
-            self.put_off[-1]()
-            self.put_off.pop()  # last: Ctrl-C may come before
+        for clear in self.put_off.values():
+            clear()
+        self.put_off = {}  # last: Ctrl-C may come before
 
     def mark_last(self, last: bool) -> None:
         """Make the current micro-batch the window's last, or not."""
@@ -178,7 +178,7 @@ class Window:
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
         self.index, self.size, self.boundary, self.items = -1, self._next, True, None
-        self.awaits_backward, self.put_off = True, []
+        self.awaits_backward, self.put_off = True, {}
 
     def move_to(self, index: int) -> None:
         """Make the micro-batch `index` the current one.

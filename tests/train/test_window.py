@@ -16,7 +16,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 from training_problems import batches, net
 
-from accel_core import AccelError, ConfigError, GradientAccumulationPlugin
+from accel_core import AccelError, CheckpointError, ConfigError, GradientAccumulationPlugin
 
 
 def boundaries(accelerator, count, loader_length=None):
@@ -557,6 +557,18 @@ def test_so_it_does_before_a_window_that_is_run_as_a_whole(accelerator_of):
     accelerator.forward_backward(model, [ONE, ONE], lambda model, batch: (model(batch).sum(), None))
     optimizer.step()
     assert model.weight.item() == -1.0
+
+
+def test_after_a_window_that_was_dropped_so_a_save_finds_no_gradients(accelerator_of, tmp_path):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(ONE).sum())
+    with accelerator.accumulate(model):
+        optimizer.zero_grad()
+        with pytest.raises(CheckpointError, match="gradients that no optimizer has applied"):
+            accelerator.save_state(tmp_path / "before the forward")
+    accelerator.save_state(tmp_path / "state")
 
 
 @BACKWARDS
