@@ -86,6 +86,12 @@ class InitProcessGroupKwargs(KwargsHandler):
         _require(waits, f"timeout {self.timeout}: a collective waits for more than 0 s")
 
 
+def _home(path: Any) -> Any:
+    if not isinstance(path, (str, os.PathLike)):
+        return path  # a wrong type is told as such
+    return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # as text: a folder of logs may be a URL
+
+
 def _names(given: Any) -> Any:
     if given is None:
         return ()
@@ -108,7 +114,9 @@ class ProfileKwargs(KwargsHandler):
     with_stack: bool = option(False, help="Record source file and line of operators.")
     with_flops: bool = option(False, help="Estimate floating point operations.")
     with_modules: bool = option(False, help="Record the modules that call operators.")
-    output_trace_dir: str | None = option(None, help="Folder that receives one trace file a rank.")
+    output_trace_dir: str | None = option(
+        None, converter=optional(_home), help="Folder that receives one trace file a rank."
+    )
 
     def __attrs_post_init__(self) -> None:
         _require(
@@ -174,12 +182,6 @@ class GradientAccumulationPlugin(KwargsHandler):
     adjust_scheduler: bool = option(True, help="Schedulers step once a window; off: each micro-batch.")
     sync_with_dataloader: bool = option(True, help="End the window with the loader's last batch.")
     sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
-
-
-def _home(path: Any) -> Any:
-    if not isinstance(path, (str, os.PathLike)):
-        return path  # a wrong type is told as such
-    return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # as text: a folder of logs may be a URL
 
 
 @frozen(kw_only=True)

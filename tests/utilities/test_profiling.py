@@ -63,6 +63,13 @@ def test_a_trace_is_written_for_the_rank(profiled, tmp_path):
     assert "aten::mm" in names(tmp_path / "traces" / "profile_0.json")
 
 
+def test_the_calls_own_folder_may_be_a_path(profiled, tmp_path):
+    with profiled().profile(ProfileKwargs(output_trace_dir=tmp_path / "traces")):
+        pass
+
+    assert (tmp_path / "traces" / "profile_0.json").exists()
+
+
 # torch says, of every schedule with several cycles, that its own table shows the last one only.
 @pytest.mark.filterwarnings("ignore:Warning. Profiler clears events")
 def test_each_cycle_of_a_schedule_has_its_trace(profiled, tmp_path):
