@@ -574,6 +574,31 @@ def test_frozen_weights_keep_their_names_after_a_forward_without_backward() -> N
         assert (count, named) == (len(names), names)
 
 
+def after_gradients_of_inputs(options: dict[str, Any], first: bool) -> dict[str, Tensor]:
+    run = accelerator(plugin("mlp", **options))
+    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
+    for step in range(3):
+        x, y = batch("mlp", step, 1)
+        if first:
+            loss_of(model, x, y)  # the first forward may have no backward
+            torch.autograd.grad(loss_of(model, inputs := x.requires_grad_(), y), inputs)
+        run.backward(loss_of(model, x.detach(), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    found = dict(run.get_state_dict(model))
+    run.end_training()
+    return found
+
+
+@pytest.mark.parametrize("cut", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
+def test_a_backward_for_inputs_alone_changes_nothing(cut: str) -> None:
+    """Where version 1 cuts nothing, no step would have trained a weight after it, and saves had no names."""
+    options = {"version": 1, "sharding_strategy": cut}
+    wanted, _ = run_processes(after_gradients_of_inputs, options, False)
+    for found in run_processes(after_gradients_of_inputs, options, True):
+        assert distance(found, wanted) == 0
+
+
 def evaluated(version: int, first: bool) -> dict[str, Tensor]:
     run = accelerator(plugin("mlp", version))
     model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))

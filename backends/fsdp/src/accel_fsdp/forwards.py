@@ -96,6 +96,7 @@ class Forwards:
                 " forward; or set fsdp.fsdp_version: 2"
             )
         prepare()
-        if not flat.requires_grad and not handle.uses_sharded_strategy:
-            # torch makes frozen weights parameters again in the backward of the first forward alone.
-            handle._use_sharded_views()
+        if not handle.uses_sharded_strategy:
+            # torch makes weights parameters again where their gradients come (none for frozen weights, nor in
+            # a backward for inputs alone), and at the backward's end where a forward has left that to it.
+            handle._unsharded_flat_param_for_skipped_views = flat
