@@ -591,6 +591,39 @@ def test_zero_grad_before_the_last_forward_leaves_the_window_to_a_step_outside(
     assert seen == [0.0, -5.5, -5.5, -555.5]
 
 
+@pytest.mark.parametrize(
+    ("backward", "steps"), [(backward_by_core, False), (backward_by_core, True), (backward_by_hand, True)]
+)
+def test_zero_grad_before_the_last_forward_alone_clears_nothing(accelerator_of, backward, steps):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    for number in (1.0, 10.0, 100.0, 1000.0):
+        with accelerator.accumulate(model):
+            if number == 10.0:
+                optimizer.zero_grad()
+            backward(accelerator, number * model(ONE).sum())
+        if number == 1000.0 or steps:
+            optimizer.step()
+    # The gradients of the first window are 5.5, and stay: a step clears nothing.
+    assert model.weight.item() == (-5.5 - 555.5 if steps else -555.5)
+
+
+def test_what_comes_after_a_load_is_not_cleared_by_what_came_before(accelerator_of, tmp_path):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = one_weight(accelerator)
+    accelerator.save_state(tmp_path / "begin")
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            optimizer.zero_grad()
+    accelerator.load_state(tmp_path / "begin")
+    model(ONE).sum().backward()
+    for _ in range(2):
+        with accelerator.accumulate(model):
+            accelerator.backward(model(ONE).sum())
+            optimizer.step()
+    assert model.weight.item() == -2.0
+
+
 def test_both_optimizers_of_a_unit_clear_before_the_forward(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model = net()
