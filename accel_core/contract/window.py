@@ -134,6 +134,10 @@ class Window:
         """End the current micro-batch, with or without a backward."""
         self.awaits_backward = False
 
+    def clear_later(self, optimizer: Any, clear: Callable[[], object]) -> None:
+        """Put off a `zero_grad` that may stand before the last forward."""
+        self.put_off[optimizer] = clear
+
     def clear_put_off(self) -> None:
         """Clear what was put off until the next window."""
         self.awaits_backward = False

@@ -59,7 +59,7 @@ class PreparedOptimizer(Optimizer):
         clean_from = unit.window.cleared(self.clean_from)
         if clean_from is None:
             if unit.window.boundary:
-                unit.window.put_off[optimizer] = partial(self.zero_grad, set_to_none)
+                unit.window.clear_later(optimizer, partial(self.zero_grad, set_to_none))
             return
         state, clear = unit.step_state, unit.steps.zero_grad
         if state.needs_finish or optimizer in state.with_gradients:
