@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.options import remember_given
 from accel_core.contract.unit import inside
 from accel_core.errors import AccelError, ConfigError
@@ -155,11 +156,12 @@ class Accelerator(Ranks, Training, States):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: Any) -> None:
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        number = whole_number(steps, 1)
+        if number is None:
             raise ConfigError(
                 f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches per step"
             )
-        self.run.set_accumulation_steps(steps)
+        self.run.set_accumulation_steps(number)
 
     @property
     def project_dir(self) -> str | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import warnings
 from contextlib import ExitStack
 from hashlib import sha256
-from operator import index, itemgetter
+from operator import itemgetter
 from types import NoneType
 from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.contract.arguments import whole_number
 from accel_core.data.uneven import refuse_another
 from accel_core.distributed.collectives import average
 from accel_core.errors import AccelError, ConfigError
@@ -54,11 +55,8 @@ class LocalSGD:
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        try:
-            every = 0 if isinstance(local_sgd_steps, bool) else index(local_sgd_steps)
-        except TypeError:
-            every = 0
-        if every < 1:
+        every = whole_number(local_sgd_steps, 1)
+        if every is None:
             raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
         if not hasattr(accelerator, "run"):
             raise ConfigError(

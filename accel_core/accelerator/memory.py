@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_core.checkpoint.votes import Votes
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import live
 from accel_core.errors import AccelError
 
@@ -77,8 +78,8 @@ def find_executable_batch_size(
     Raises:
         AccelError: no size fits, or ranks could not agree; or the first is no size.
     """
-    size = starting_batch_size
-    if not hasattr(size, "__index__") or isinstance(size, bool) or size < 1:
+    first = whole_number(starting_batch_size, 1)
+    if first is None:
         raise AccelError(
             f"find_executable_batch_size: starting_batch_size is {starting_batch_size!r}\n"
             "give a whole number of samples, 1 or more"
@@ -93,7 +94,7 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         run = next((run for run in live() if run.world.store is not None), None)
-        number, tried, size = next(_searches), list[int](), starting_batch_size
+        number, tried, size = next(_searches), list[int](), first
         reason = "memory ran out on another rank"
         while size >= 1 and (not tried or size < tried[-1]):
             tried.append(size)

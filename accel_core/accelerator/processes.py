@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from accel_core.accelerator import ops
+from accel_core.contract.arguments import whole_number
 from accel_core.distributed.collectives import Reduction
 from accel_core.errors import ConfigError
 
@@ -215,7 +216,7 @@ class Ranks:
 
 
 def _require_rank(name: str, rank: Any) -> None:
-    if not hasattr(rank, "__index__") or isinstance(rank, bool) or rank < 0:
+    if whole_number(rank) is None:
         raise ConfigError(
             f"{name} is {rank!r:.80}, so the function would run nowhere\n"
             "give a rank, 0 or more; on_last_process runs it on the last"

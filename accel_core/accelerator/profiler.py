@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import profiler
 
 from accel_core.config.convert import check_object
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.config import ProfileKwargs
-from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:

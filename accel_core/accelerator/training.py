@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.contract.arguments import whole_number
 from accel_core.data.uneven import check_unit, refuse_another
 from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError, ConfigError
@@ -279,9 +280,7 @@ class Training:
                 f"forward_backward: forward_loss is {forward_loss!r:.80}, which cannot be called\n"
                 "give a function of the model and a batch that returns the loss and anything beside it"
             )
-        if microbatches is not None and (
-            not hasattr(microbatches, "__index__") or isinstance(microbatches, bool) or microbatches < 1
-        ):
+        if microbatches is not None and whole_number(microbatches, 1) is None:
             raise AccelError(
                 f"forward_backward: microbatches is {microbatches!r:.80}, and a window has at least 1\n"
                 "leave it out for gradient_accumulation_steps, or what the strategy says"

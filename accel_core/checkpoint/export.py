@@ -13,7 +13,7 @@ from accel_core.checkpoint.files import understanding
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.checkpoint.stored import Place, place
 from accel_core.checkpoint.weight_files import bytes_in, weights_in, write_weights
-from accel_core.contract.suggest import did_you_mean
+from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from accel_core.checkpoint.module_state import module_state, state_dict_outline
 from accel_core.checkpoint.stored import place
 from accel_core.checkpoint.votes import work_together
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
-from accel_core.contract.suggest import did_you_mean
 from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError
 

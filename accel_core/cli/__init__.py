@@ -87,7 +87,7 @@ class Group(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
-            from accel_core.contract.suggest import did_you_mean
+            from accel_core.contract.arguments import did_you_mean
 
             ctx.fail(f"No such command {args[0]!r}{did_you_mean(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)

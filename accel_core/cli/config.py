@@ -16,7 +16,7 @@ from accel_core.cli.terminal import say, table
 from accel_core.config.jsonschema import whole_schema
 from accel_core.config.resolve import Resolved, find_file, load, outside
 from accel_core.config.sections import Sections
-from accel_core.contract.suggest import did_you_mean
+from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import ConfigError
 from accel_core.plugins.discovery import discover
 

@@ -38,7 +38,7 @@ class _LaunchCommand(click.Command):
         return rest
 
     def _advise(self, flag: str, ctx: click.Context) -> str:
-        from accel_core.contract.suggest import did_you_mean
+        from accel_core.contract.arguments import did_you_mean
         from accel_core.plugins.catalog import renamed_flag
 
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]

@@ -13,8 +13,8 @@ from attrs import asdict, filters
 
 from accel_core.cli import Group
 from accel_core.cli.terminal import say, table
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS
-from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load, verify
 

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from contextlib import suppress
 from datetime import timedelta
 from enum import Enum
+from numbers import Integral, Real
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
@@ -22,8 +23,8 @@ import attrs
 from attrs import Attribute
 
 from accel_core.config.sources import RawText, decimal
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.options import describe, is_secret, masked, options_of
-from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import ConfigError
 
 _NAMES: Final[Mapping[Any, str]] = {
@@ -41,6 +42,10 @@ _NAMES: Final[Mapping[Any, str]] = {
 
 class MismatchError(ValueError):
     """A value is not of its option's type; the message says which type was expected."""
+
+
+class PartError(MismatchError):
+    """A part of a list or mapping is not of its type."""
 
 
 def convert_option(raw: Any, attribute: Attribute[Any], kind: Any) -> Any:
@@ -88,6 +93,8 @@ def plain(value: Any) -> Any:
     An object that no text can hold becomes its name.
     """
     value = _value(value)
+    if isinstance(value, Real) and not isinstance(value, (int, float)):  # of numpy
+        value = int(value) if isinstance(value, Integral) else float(value)
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, timedelta):
@@ -137,8 +144,9 @@ def _exact(raw: Any, kind: Any) -> Any:
     for member in members(kind):
         if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
             return member
-    if kind is float and type(raw) is int:
-        return float(raw)
+    abstract = {int: Integral, float: Real}.get(kind)
+    if abstract and isinstance(raw, abstract) and not isinstance(raw, bool):
+        return kind(raw)  # an int for a float, or a number of numpy
     if kind is timedelta and type(raw) in (int, float):
         # .inf, .nan, and what is longer than 2.7 million years, is told below.
         with suppress(OverflowError, ValueError):
@@ -155,17 +163,22 @@ def _exact(raw: Any, kind: Any) -> Any:
 
 
 def _first_fit(raw: Any, kind: Any, attempts: Iterable[tuple[Any, Any]]) -> Any:
+    within = None
     for attempt in attempts:
-        with suppress(MismatchError):
+        try:
             return convert(*attempt)
-    raise _mismatch(raw, kind)
+        except PartError as error:  # the type fits, but for a part
+            within = within or error
+        except MismatchError:
+            pass
+    raise within or _mismatch(raw, kind)
 
 
 def _convert_part(label: object, raw: Any, kind: Any) -> Any:
     try:
         return convert(raw, kind)
     except MismatchError as error:
-        raise MismatchError(f"{label}: {error}") from None
+        raise PartError(f"{label}: {error}") from None
 
 
 def _convert_mapping(raw: Mapping[Any, Any], kind: Any) -> Any:

@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import ConfigProblem, SourceValue, dotted
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, options_of
-from accel_core.contract.suggest import did_you_mean
 from accel_core.plugins import catalog
 
 

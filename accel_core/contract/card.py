@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, get_args
 
 from attrs import Attribute, field, frozen
 
-from accel_core.contract.suggest import did_you_mean
+from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
 
 API_VERSION: Final = "1.0"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.options import Remembering, changed, option
-from accel_core.contract.suggest import did_you_mean
 
 if TYPE_CHECKING:
     from accel_core.contract.card import Slot

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from accel_core.contract.arguments import whole_number
 from accel_core.data.loader import PreparedLoader
 from accel_core.errors import ConfigError
 
@@ -22,7 +23,8 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     does not skip on top. Of a loader that skips already, more are left out. A prepared loader of map-style
     data does not read what it skips.
     """
-    if not hasattr(num_batches, "__index__") or isinstance(num_batches, bool) or num_batches < 0:
+    number = whole_number(num_batches)
+    if number is None:
         raise ConfigError(
             f"skip_first_batches: {num_batches!r:.80} batches cannot be left out\n"
             "give a whole number, 0 or more"
@@ -35,7 +37,7 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
         )
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
-        view._skip += num_batches
+        view._skip += number
         return view
     kind, skips = type(loader), 0
     if isinstance(loader, _SkipsOnce):
@@ -44,7 +46,7 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
         kind = type(kind.__name__, (_SkipsOnce, kind), {})
     skipping: L = object.__new__(kind)
     skipping.__dict__.update(loader.__dict__, _iterator=None)
-    skipping.__dict__.update(_batches_to_skip=skips + num_batches, _skipped_batches=0)
+    skipping.__dict__.update(_batches_to_skip=skips + number, _skipped_batches=0)
     return skipping
 
 

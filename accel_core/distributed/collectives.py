@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from math import inf
 from numbers import Number
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import current
 from accel_core.distributed.exchange import CollectiveCall, collective_call, summary
 from accel_core.distributed.nested import describe, leaves, rebuild, recursively_apply, slice_tensors
@@ -219,8 +221,7 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
         return tensor
     with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
         with call.local():
-            if not isinstance(scale, (Number, Tensor)):
-                raise TypeError(f"reduce: scale is {scale!r:.80}\ngive a number; 1.0 changes nothing")
+            scale = _number(scale, "reduce: scale", "give a number; 1.0 changes nothing")
         reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
             reduced = _reduced(call, plan, reduced, reduction)
@@ -254,11 +255,9 @@ def pad_across_processes(
     with collective_call(run, run.topology.gather_dim, name, tensor, objects=True) as call:
         with call.local():
             tensors, structure = leaves(tensor, name)
-            if not hasattr(dim, "__index__") or isinstance(dim, bool):
+            if whole_number(dim, -inf) is None:
                 raise TypeError(f"{name}: dim is {dim!r:.80}\ngive the number of a dimension, such as 0")
-            is_number = isinstance(pad_index, (Number, Tensor))
-            if not is_number:
-                raise TypeError(f"{name}: pad_index is {pad_index!r:.80}\ngive the number to pad with")
+            pad_index = _number(pad_index, f"{name}: pad_index", "give the number to pad with")
         lengths = [leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in tensors]
         of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
         padded = []
@@ -271,6 +270,19 @@ def pad_across_processes(
             else:
                 padded.append(leaf)
         return rebuild(tensor, padded)
+
+
+def _number(given: Any, name: str, remedy: str) -> Any:
+    """Return a number or a tensor of one; numpy's as Python's.
+
+    Raises:
+        TypeError: it is another value.
+    """
+    if isinstance(given, (np.generic, np.ndarray)) and given.ndim == 0:
+        given = given.item()
+    if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Number)):
+        raise TypeError(f"{name} is {given!r:.80}\n{remedy}")
+    return given
 
 
 def _check_padding(value: Any, dtype: torch.dtype) -> None:

@@ -29,6 +29,7 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.world import COLLECTIVES, current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
@@ -99,8 +100,8 @@ class CollectiveCall:
     def check_rank(self, rank: int) -> None:
         """Raise ValueError for a rank that the group does not have."""
         with self.local():
-            is_number = hasattr(rank, "__index__") and not isinstance(rank, bool)
-            if not is_number or not 0 <= rank < self.size:
+            number = whole_number(rank)
+            if number is None or number >= self.size:
                 raise ValueError(
                     f"{self.operation}: there are ranks 0 to {self.size - 1} only\ngive one of them"
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import random
 import sys
 from collections.abc import Sequence
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import current, live_runs
 from accel_core.contract.world import World
 from accel_core.distributed.exchange import collective_call
@@ -33,11 +33,8 @@ def set_seed(
     Raises:
         ConfigError: the seed is not a whole number, or has more than 64 bits.
     """
-    try:
-        number = operator.index(seed)  # Python's own generator takes no number of numpy or torch
-    except TypeError:
-        number = 2**64
-    if isinstance(seed, bool) or not -(2**63) <= number < 2**64:
+    number = whole_number(seed, -(2**63))  # Python's own generator takes no number of numpy or torch
+    if number is None or number >= 2**64:
         raise ConfigError(
             f"set_seed: the seed is {seed!r:.80}\ngive a whole number that fits into 64 bits, such as 42"
         )

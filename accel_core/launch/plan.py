@@ -23,8 +23,8 @@ from attrs import evolve, frozen
 from accel_core.config.resolve import Resolved, load, outside
 from accel_core.config.sources import WORKER_CONFIG_VARIABLE, ConfigProblem
 from accel_core.config.unused import auto_may_take, unused_options, unused_sections
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.job import Job
-from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.plugins.catalog import strategy_hint, unknown_device

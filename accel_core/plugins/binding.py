@@ -15,8 +15,8 @@ from types import CodeType, FunctionType, ModuleType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_core.contract import hooks as hookspecs
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.spec import Spec, parameters_of
-from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import PluginError
 from accel_core.plugins.combining import ANSWERS, Implementation, wrap
 

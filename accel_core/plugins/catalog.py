@@ -10,8 +10,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import Slot
-from accel_core.contract.suggest import did_you_mean
 from accel_core.plugins.discovery import Discovery
 
 

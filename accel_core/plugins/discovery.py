@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 from attrs import evolve, field, frozen
 
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS, Card, incompatibility
-from accel_core.contract.suggest import did_you_mean
 from accel_core.contract.world import World
 from accel_core.errors import PluginError
 from accel_core.plugins.timeout import CallTimeout, Outcome, PluginTimeoutError, surviving

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.hooks import DUTIES
 from accel_core.contract.stack import Chosen
-from accel_core.contract.suggest import did_you_mean
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.binding import LAYERS, Binder, Hooks, PluginHooks

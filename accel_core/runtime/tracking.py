@@ -5,18 +5,18 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from accel_core.contract import hooks
+from accel_core.contract.arguments import did_you_mean, whole_number
 from accel_core.contract.hooks import implements
 from accel_core.contract.options import masked
-from accel_core.contract.suggest import did_you_mean
 from accel_core.errors import AccelError, ConfigError
 
 if TYPE_CHECKING:
@@ -230,13 +230,13 @@ class _Silence:
 def _plain_step(step: Any) -> int | None:
     if isinstance(step, float) and step.is_integer():
         return int(step)
-    try:
-        return None if step is None else operator.index(step)
-    except (TypeError, RuntimeError) as error:
+    number = whole_number(step, -inf)
+    if step is not None and number is None:
         raise AccelError(
             f"log: step is {step!r:.80}, and not a whole number\n"
             "give the number of the step, and another value by name among the values"
-        ) from error
+        )
+    return number
 
 
 def _settings(config: Any) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
+import numpy as np
 import pytest
 from config_toys import Compression, Policy, ShardConfig
 from hypothesis import given, settings
@@ -41,6 +42,8 @@ REFUSED = [
     ("30", timedelta),
     (print, Callable[..., Any]),
     ([1], tuple[int, int]),
+    (np.float64(3.9), int),
+    (np.True_, int),
     ("ab", Sequence[str]),
     (float("nan"), timedelta),
 ]
@@ -71,6 +74,9 @@ ACCEPTED = [
     ({"a": [1, 2]}, dict[str, list[float]], {"a": [1.0, 2.0]}),
     ([], tuple, ()),
     (4, Annotated[int, "a count"], 4),
+    (np.int64(4), int, 4),
+    (np.int64(4), float | None, 4.0),
+    (np.float64(0.5), float, 0.5),
 ]
 
 
@@ -120,6 +126,16 @@ def test_text_that_is_not_of_the_type_is_refused():
 def test_a_shell_has_no_quotes_to_remove():
     with pytest.raises(MismatchError, match=r"expected a whole number, got '4\.5'$"):
         convert(RawText("4.5"), int)
+
+
+def test_the_part_of_a_mapping_that_is_wrong_is_named_where_other_types_are_allowed_too():
+    with pytest.raises(MismatchError, match="^a: expected a whole number, got 'x'$"):
+        convert({"a": "x"}, Mapping[str, int] | None)
+
+
+@pytest.mark.parametrize("number", [np.int64(4), np.float32(0.5)])
+def test_a_number_of_numpy_is_one_in_json(number):
+    assert json.dumps(plain([number])) == f"[{number}]"
 
 
 def test_a_config_class_may_lie_in_a_list():

@@ -87,9 +87,16 @@ def test_brackets_stay_in_the_items_of_a_list(resolve, text, items):
     assert resolve(ACCEL__SHARD__MODULES=text).config.plugins["shard"].modules == items
 
 
-@pytest.mark.parametrize("text", ["[0.1 0.2]", "[0.1,x]", ","])
-def test_text_that_is_no_list_of_the_type_is_refused_rather_than_empty(resolve, text):
-    with pytest.raises(ConfigError, match="shard.betas: expected a list"):
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[0.1 0.2]", "expected a list"),
+        ("[0.1,x]", "item 2: expected a number, got 'x'"),
+        (",", "expected a list"),
+    ],
+)
+def test_text_that_is_no_list_of_the_type_is_refused_rather_than_empty(resolve, text, said):
+    with pytest.raises(ConfigError, match=f"shard.betas: {said}"):
         resolve(ACCEL__SHARD__BETAS=text)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from accel_core import (
     Accelerator,
@@ -51,7 +53,7 @@ def test_options_by_name_are_a_mapping(arguments):
 
 def test_a_flag_is_no_number(trained):
     accelerator, model = trained
-    loader = accelerator.prepare(torch.utils.data.DataLoader([1, 2, 3]))
+    loader = accelerator.prepare(DataLoader([1, 2, 3]))
     for call in (
         lambda: setattr(accelerator, "gradient_accumulation_steps", True),
         lambda: accelerator.forward_backward(model, [torch.ones(1, 2)], loss_of, microbatches=True),
@@ -60,6 +62,7 @@ def test_a_flag_is_no_number(trained):
         lambda: skip_first_batches(loader, True),
         lambda: LocalSGD(accelerator, model, True),
         lambda: set_seed(True),
+        lambda: accelerator.log({"loss": 1.0}, step=True),
     ):
         with pytest.raises(AccelError, match=r"True.*\n"):
             call()
@@ -69,6 +72,28 @@ def test_a_flag_is_no_number(trained):
     ):
         with pytest.raises((TypeError, ValueError), match=r"True.*\ngive"):
             collective()
+
+
+@pytest.mark.parametrize(
+    "number", [np.int64(2), np.array(2), torch.tensor(2)], ids=["numpy", "array", "torch"]
+)
+def test_a_whole_number_may_be_of_any_library(trained, number):
+    accelerator, model = trained
+    accelerator.gradient_accumulation_steps = number
+    assert type(accelerator.gradient_accumulation_steps) is int
+    accelerator.gradient_accumulation_steps = 1
+    assert len(list(skip_first_batches(accelerator.prepare(DataLoader([1, 2, 3])), number))) == 1
+    assert find_executable_batch_size(type, starting_batch_size=number)() is int
+    assert accelerator.pad_across_processes(torch.ones(2, 2, 2), dim=number).shape == (2, 2, 2)
+    LocalSGD(accelerator, model, number)
+    set_seed(number)
+
+
+@pytest.mark.parametrize(
+    "number", [np.float32(2), np.array(2.0), torch.tensor(2.0)], ids=["numpy", "array", "torch"]
+)
+def test_a_result_is_scaled_by_a_number_of_any_library(trained, number):
+    assert trained[0].reduce(torch.ones(2), scale=number).tolist() == [2.0, 2.0]
 
 
 def loss_of(model, batch):
@@ -103,6 +128,8 @@ def test_a_loss_is_one_number_unless_gradients_are_given(trained):
     [
         lambda it: it.reduce(torch.ones(2), scale=None),
         lambda it: it.reduce(torch.ones(2), scale="2"),
+        lambda it: it.reduce(torch.ones(2), scale=torch.ones(2)),
+        lambda it: it.reduce(torch.ones(2), scale=np.ones(2)),
         lambda it: it.broadcast(torch.ones(2), from_process=None),
         lambda it: it.pad_across_processes(torch.ones(2), dim="0"),
         lambda it: it.pad_across_processes(torch.ones(2), pad_index=None),

@@ -1,0 +1,27 @@
+"""Arguments of callers: whole numbers of any library, and misspelt words."""
+
+from __future__ import annotations
+
+import difflib
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+
+def whole_number(given: Any, least: float = 0) -> int | None:
+    """Return Python's number for a whole one of any library.
+
+    None for another value, True among them, and for a number below `least`.
+    """
+    try:
+        number = None if isinstance(given, bool) else operator.index(given)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
+        return None
+    return number if number is not None and number >= least else None
+
+
+def did_you_mean(word: object, known: Sequence[str] | Mapping[str, Any]) -> str:
+    """`; did you mean 'x'?` for a similar known word, else empty."""
+    spelt = {name.lower(): name for name in known}
+    found = difflib.get_close_matches(str(word).lower(), list(spelt), 1)
+    return f"; did you mean {spelt[found[0]]!r}?" if found else ""
