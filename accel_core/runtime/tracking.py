@@ -123,7 +123,11 @@ class Trackers:
         self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
-        """Hand the values to each tracker of this rank."""
+        """Hand the values to each tracker of this rank.
+
+        Raises:
+            Exception: a tracker refused them; raised after all have been called.
+        """
         if not isinstance(values, Mapping):
             raise AccelError(
                 f"log: the values are {values!r:.80}, which have no names\n"
@@ -140,8 +144,14 @@ class Trackers:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
         self.run.record.log(read, step)
+        errors: list[Exception] = []
         for name, log in self._loggers:
-            log(_read(read), step, options.get(name, {}))
+            try:
+                log(_read(read), step, options.get(name, {}))
+            except Exception as error:  # the others keep what one refuses
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def finish(self) -> None:
         """Close the trackers, while the run goes on. A second call does nothing.

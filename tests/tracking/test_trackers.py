@@ -140,6 +140,22 @@ def test_a_tracker_that_cannot_finish_leaves_the_others_their_turn(tracked):
     assert mine.seen[-1] == "finished"
 
 
+def test_what_one_tracker_refuses_is_logged_by_the_others(tracked):
+    class Refuses(Mine):
+        name = "refuses"
+
+        def log(self, values, step=None, **options):
+            raise ValueError("too large")
+
+    mine = Mine()
+    accelerator = tracked([Refuses(), mine])
+    accelerator.init_trackers("project")
+    with pytest.raises(ValueError, match="too large"):
+        accelerator.log({"loss": 2}, step=3)
+
+    assert (3, {"loss": 2}, {}) in mine.seen
+
+
 def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
