@@ -75,6 +75,13 @@ def test_options_of_a_log_reach_the_writer(board):
     assert events.Scalars("x")[0].wall_time == 7.0
 
 
+def test_a_whole_number_that_no_float64_holds_is_text_among_the_settings(board):
+    events = board(config={"seed": 2**53 + 1, "huge": 10**400})
+
+    content = events.summary_metadata["_hparams_/session_start_info"].plugin_data.content
+    assert str(2**53 + 1).encode() in content
+
+
 def test_a_config_may_hold_anything(board):
     config = {"lr": 0.1, "warmup": None, "hidden": [64, 32], "optimizer": {"name": "adam", "betas": (0.9, 1)}}
     events = board(config=config)

@@ -170,5 +170,6 @@ def _unicode(text: str) -> str:
 
 
 def _setting(value: Any) -> bool | int | float | str:
-    """Return a value that a table of settings can hold."""
-    return value if isinstance(value, (bool, int, float)) else _unicode(str(value))
+    """Return a value that a table of settings can hold: numbers as float64, or text."""
+    is_exact = isinstance(value, float) or (isinstance(value, int) and abs(value) <= 2**53)
+    return value if is_exact else _unicode(str(value))
