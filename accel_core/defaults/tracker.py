@@ -22,12 +22,15 @@ if TYPE_CHECKING:
 class JsonLines:
     """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.
 
-    A run that is resumed appends, and so do two at once; each line names its run. See `LineFile`.
+    A run that is resumed appends, and so do two at once; each line names its run. A run that takes another's
+    id, by `load_state`, begins again under it. See `LineFile`.
     """
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
         self._file: LineFile | None = None
+        self._begun: tuple[str, Mapping[str, Any]] | None = None
+        """The id of the run whose first line is written, and what else is in it."""
         self._warned = False
 
     @property
@@ -51,7 +54,7 @@ class JsonLines:
         path = Path(str(self.run.config.project.logging_dir), f"{project}.jsonl")
         try:
             self._file = LineFile(path)
-            self._file.write(run=self.run.run_id, project=project, config=config)
+            self._begin({"project": project, "config": config})
         except OSError as error:
             raise ConfigError(
                 f"tracker jsonl cannot write {path}: {type(error).__name__}: {error}\n"
@@ -62,7 +65,11 @@ class JsonLines:
     def log(self, values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
         _refuse(options, "log_kwargs")
         assert self._file is not None
+        assert self._begun is not None
+        known, settings = self._begun
         try:
+            if known != self.run.run_id:
+                self._begin(settings)
             self._file.write(run=self.run.run_id, step=step, values=values)
         except OSError as error:  # a full disk, say: it costs what was to be logged, and not the training
             if not self._warned:
@@ -74,6 +81,11 @@ class JsonLines:
     def run_ended(self) -> None:
         if self._file is not None:
             self._file.close()
+
+    def _begin(self, settings: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        self._begun = self.run.run_id, settings
+        self._file.write(run=self.run.run_id, **settings)
 
 
 def _refuse(options: Mapping[str, Any], where: str) -> None:

@@ -83,6 +83,20 @@ def test_a_resumed_run_appends(lines):
     assert [line.get("values") for line in lines({"x": 2})] == [None, {"x": 1}, None, {"x": 2}]
 
 
+def test_the_configuration_stands_under_the_id_that_load_state_gives(tmp_path):
+    for rate in (0.1, 0.2):
+        accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path)
+        accelerator.init_trackers("project", {"lr": rate})
+        accelerator.load_state(tmp_path / "saved", missing_ok=True)
+        accelerator.log({"loss": 1})
+        accelerator.save_state(tmp_path / "saved")
+        accelerator.end_training()
+    told = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
+
+    resumed = [line for line in told if line["run"] == told[-1]["run"]]
+    assert [line["config"]["lr"] for line in resumed if "config" in line] == [0.1, 0.2]
+
+
 def test_lines_of_two_runs_at_once_can_be_told_apart(tmp_path):
     both = [Accelerator(cpu=True, log_with="jsonl", project_dir=tmp_path) for _ in range(2)]
     for accelerator in both:
