@@ -11,7 +11,7 @@ from typing import Any, Final, NoReturn
 from accel_compat.settings import WORDS, Setting, settings
 
 _KINDS: Final = {"int": int, "float": float}
-_SPELLINGS: Final = {"module": ("-m", "--module"), "quiet": ("--quiet", "-q")}
+_SPELLINGS: Final = {"module": ("-m", "--module"), "quiet": ("--quiet", "-q"), "tee": ("-t", "--tee")}
 """Flag -> its spellings, where one is short."""
 
 
