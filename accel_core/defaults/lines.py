@@ -9,6 +9,7 @@ import os
 import time
 import weakref
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -74,5 +75,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (Tensor, np.ndarray, np.generic)) and not isinstance(
         value, (np.longdouble, np.clongdouble)
     ):
-        return _plain(value.tolist())
+        with suppress(RuntimeError):  # a sparse, quantized or meta tensor has no list
+            return _plain(value.tolist())
     return str(value)

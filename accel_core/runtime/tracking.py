@@ -278,5 +278,5 @@ def _read(value: Any) -> Any:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
-        return value.copy() if value.ndim else value.item()
+        return value.copy() if value.ndim else value.tolist()  # None if numpy has masked it
     return value

@@ -78,6 +78,21 @@ def test_numbers_longer_than_pythons_are_text(lines):
     assert line["values"] == {"long": "0.25", "complex": "1j", "several": ["1.0", "1.0"]}
 
 
+def test_a_tensor_without_a_list_is_text(lines):
+    _, line = lines({"sparse": torch.eye(2).to_sparse(), "meta": torch.empty(2, device="meta"), "loss": 1})
+
+    assert line["values"]["sparse"].startswith("tensor(indices=")
+    assert line["values"]["meta"].startswith("tensor(...")
+    assert line["values"]["loss"] == 1
+
+
+def test_what_numpy_has_masked_is_no_number(lines):
+    several = np.ma.masked_equal([1, 2], 2)
+    _, line = lines({"one": several[1], "several": several})
+
+    assert line["values"] == {"one": None, "several": [1, None]}
+
+
 def test_a_resumed_run_appends(lines):
     assert len(lines({"x": 1})) == 2
     assert [line.get("values") for line in lines({"x": 2})] == [None, {"x": 1}, None, {"x": 2}]
