@@ -15,7 +15,7 @@ def notebook_launcher(
     num_processes: int | None = None,
     mixed_precision: str | None = None,
     use_port: str | int | None = None,
-    max_restarts: int = 0,
+    max_restarts: int | None = None,
     *,
     device: str | None = None,
     strategy: str | None = None,
@@ -32,7 +32,7 @@ def notebook_launcher(
         num_processes: how many workers; None: what `accel.yaml` says, else one a visible device.
         mixed_precision: "no", "fp16", "bf16" or a precision plugin; None: what `accel.yaml` says.
         use_port: port of 127.0.0.1 where the workers meet; None: a free one.
-        max_restarts: how often failed workers are started again.
+        max_restarts: how often failed workers are started again; None: what `accel.yaml` says.
         device: device plugin, torch device type, or "auto".
         strategy: strategy plugin or "auto".
         config: the YAML file to read instead of `accel.yaml`.
@@ -61,7 +61,7 @@ def notebook_launcher(
     given = {
         "launch.processes_per_node": num_processes,
         "launch.rendezvous": None if use_port is None else f"127.0.0.1:{use_port}",
-        "launch.max_restarts": max_restarts or None,
+        "launch.max_restarts": max_restarts,
         "mixed_precision": mixed_precision,
         "device": device,
         "strategy": strategy,

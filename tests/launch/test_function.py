@@ -111,6 +111,21 @@ def test_a_port_may_be_named():
     assert found == [str(port)]
 
 
+@pytest.mark.parametrize(("asked", "lives"), [(None, 2), (0, 1)])
+def test_restarts_are_the_files_unless_a_number_is_given_zero_too(tmp_path, asked, lives):
+    Path("accel.yaml").write_text("launch: {max_restarts: 1}\n")
+
+    def fail():
+        with (tmp_path / "lives").open("a") as file:
+            file.write("x")
+        raise ValueError("bad batch")
+
+    with pytest.raises(LaunchError, match="bad batch"):
+        notebook_launcher(fail, num_processes=1, max_restarts=asked, device="cpu")
+
+    assert len((tmp_path / "lives").read_text()) == lives
+
+
 def test_a_device_that_this_process_has_used_is_refused_before_workers_start(monkeypatch):
     used = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))

@@ -72,7 +72,7 @@ def notebook_launcher(
         num_processes,
         None if precision == "no" else precision,
         None if use_port == "29500" else use_port,
-        max_restarts,
+        max_restarts or None,
     )
 
 
