@@ -147,10 +147,24 @@ def core_loads(folder):
     return found
 
 
-def core_imports(folder, into, *, two=False):
+def one_saves():
+    """Return an Accelerator of which rank 0 alone saves."""
+    from accel_core import Accelerator
+
+    class OneSaves(Accelerator):
+        def save_state(self, directory):
+            if self.is_main_process:
+                super().save_state(directory, alone=True)
+            self.wait_for_everyone()
+            return directory
+
+    return OneSaves(cpu=True)
+
+
+def core_imports(folder, into, *, two=False, alone=False):
     from accel_interchange import load_accelerate
 
-    job = Job(core(), 1, two=two)
+    job = Job(one_saves() if alone else core(), 1, two=two)
     left_out = load_accelerate(job.accelerator, folder, into)
     found = job.train(3)
     job.accelerator.end_training()

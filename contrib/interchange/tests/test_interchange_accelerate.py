@@ -88,10 +88,12 @@ def test_models_and_optimizers_of_one_shape_keep_the_order_of_prepare_both_ways(
 
 @pytest.mark.together
 @pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
-def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path):
+@pytest.mark.parametrize("alone", [False, True])
+def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path, alone):
     expected = run(jobs.accelerate_saves, tmp_path / "theirs", world=2)
 
-    found, left_out, _ = run(jobs.core_imports, tmp_path / "theirs", tmp_path / "imported", world=2)
+    folders = tmp_path / "theirs", tmp_path / "imported"
+    found, left_out, _ = run(jobs.core_imports, *folders, world=2, alone=alone)
 
     assert found == expected
     assert len(left_out) == 1

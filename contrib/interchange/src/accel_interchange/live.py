@@ -75,7 +75,8 @@ def load_deepspeed(
 
 def _load(accelerator: Accelerator, into: str | os.PathLike[str], read: Read) -> list[str]:
     into = Path(into).expanduser()
-    like = accelerator.save_state(into.with_name(f"{into.name}.like"))  # it says what this run is made of
+    # It says what this run is made of: core saves the random numbers of all ranks.
+    like = Accelerator.save_state(accelerator, into.with_name(f"{into.name}.like"))
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
