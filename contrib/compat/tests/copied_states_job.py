@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import fsspec
 import torch
 from fsspec.implementations.local import LocalFileSystem
 
+import accel_core
 from accel_compat import install
 
 install()
@@ -76,3 +78,19 @@ def counted_on(folder: str) -> tuple[list[str], bool]:
     same = torch.equal(torch.rand(3), following)
     accelerator.end_training()
     return written, same
+
+
+def saved_by_core(folder: str) -> tuple[bool, list[str]]:
+    """Load what core has saved, of all ranks; return if the random numbers are the same, and what is said."""
+    accelerator, said = Accelerator(cpu=True), list[str]()
+    accelerator.prepare(torch.nn.Linear(4, 4))
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("accelerate.checkpointing").addHandler(handler)
+    torch.manual_seed(accelerator.process_index)
+    accel_core.Accelerator.save_state(accelerator, folder)
+    following = torch.rand(3)
+    accelerator.load_state(folder)
+    same = torch.equal(torch.rand(3), following)
+    accelerator.end_training()
+    return same, said

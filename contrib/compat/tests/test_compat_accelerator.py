@@ -338,6 +338,11 @@ def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(
         assert number == 2, "beyond the store's"
 
 
+def test_a_state_that_all_ranks_saved_is_not_said_to_start_streams_anew(tmp_path):
+    folder = str(tmp_path / "here")
+    assert run_processes(copied_states_job.saved_by_core, folder, world=2) == [(True, [])] * 2
+
+
 def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_all_ranks_numbers(tmp_path):
     for first in (0, 2):
         names = [str(tmp_path / "checkpoints" / f"checkpoint_{first + more}") for more in range(2)]
@@ -388,6 +393,15 @@ def test_arguments_that_mean_nothing_here_are_said(tmp_path, capsys):
 
     assert "save_state: weights are always written by safetensors" in said
     assert "load_state: arguments for torch.load have no effect" in said
+
+
+def test_load_state_refuses_an_argument_that_would_change_what_is_loaded(tmp_path):
+    accelerator = Accelerator()
+    accelerator.prepare(torch.nn.Linear(1, 1))
+    accelerator.save_state(tmp_path / "here")
+
+    with pytest.raises(TypeError, match="no argument 'load_module_only': it loads all\nleave it out"):
+        accelerator.load_state(tmp_path / "here", map_location="cpu", load_module_only=True)
 
 
 def test_a_pickled_accelerator_is_itself_in_its_process_and_an_error_where_it_is_not():

@@ -149,12 +149,12 @@ class States(Ranks):
         """
         project = self.run.config.project
         if self.run.world.size > 1 and project.automatic_checkpoint_naming:
-            folder = _place(f"{project.project_dir or '.'}/checkpoints")
-            names = os.listdir(folder) if isinstance(folder, Path) and folder.is_dir() else ()
+            folder, names = _place(f"{project.project_dir or '.'}/checkpoints"), []
+            if self.is_main_process and isinstance(folder, Path) and folder.is_dir():
+                names = os.listdir(folder)
             numbers = [int(name[11:]) for name in names if re.fullmatch(r"checkpoint_(0|[1-9]\d*)", name)]
-            self._newest_there = self.run.collectives("control").all_gather_object(max(numbers, default=-1))[
-                0
-            ]
+            control = self.run.collectives("control")
+            self._newest_there = control.broadcast_object(max(numbers, default=-1))
 
     def _refuse_unapplied(self) -> None:
         """Raise where the main process does: it saves no gradients."""
@@ -276,9 +276,7 @@ class States(Ranks):
         **load_model_func_kwargs: Any,
     ) -> None:
         """Restore it. Collective."""
-        options = _taken(load_model_func_kwargs, ("strict",))
-        if load_kwargs or load_model_func_kwargs:
-            warn_once("load_state: arguments for torch.load have no effect; no pickle is read")
+        options = _options_of_load(load_kwargs, load_model_func_kwargs)
         self._tell_the_run()
         project = self.project_configuration
         if input_dir is None and not project.automatic_checkpoint_naming:
@@ -310,10 +308,12 @@ class States(Ranks):
             raise NoStateError(text, path=str(input_dir)) from error
         finally:
             self.run.keep_apart(self._apart)
-        self._count = int(accel_core.CheckpointFiles.open(loaded).manifest.members["step"] or 0)
+        manifest = accel_core.CheckpointFiles.open(loaded).manifest
+        self._count = int(manifest.members["step"] or 0)
         project.iteration = self.run.checkpoints.series.next_number
         self._note_numbers()
-        if self._saves_alone(loaded) and isinstance(loaded, Path):
+        is_whole = manifest.world["size"] == self.run.world.size  # with each rank's streams, as core saves it
+        if self._saves_alone(loaded) and isinstance(loaded, Path) and not is_whole:
             _rank_states.read(self.run, loaded)
         _logger.info("All states loaded from %s", loaded)
 
@@ -352,6 +352,23 @@ def _newest(folder: Path) -> str | None:
 
 def _taken(given: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     return {name: given.pop(name) for name in names if name in given}
+
+
+def _options_of_load(load_kwargs: Any, given: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of core's load.
+
+    Raises:
+        TypeError: one is not known.
+    """
+    options = _taken(given, ("strict",))
+    if _taken(given, ("map_location",)) or load_kwargs:
+        warn_once("load_state: arguments for torch.load have no effect; no pickle is read")
+    if given:
+        raise TypeError(
+            f"load_state has no argument {next(iter(given))!r}: it loads all\n"
+            "leave it out; strict=False leaves alone what the checkpoint lacks"
+        )
+    return options
 
 
 def _registered(table: Hooks, hook: Callable[..., None]) -> RemovableHandle:
