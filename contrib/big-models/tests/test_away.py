@@ -81,6 +81,20 @@ def test_a_write_to_a_weight_that_is_not_in_memory_is_an_error_in_the_next_forwa
         streamed(ids())
 
 
+@pytest.mark.parametrize(
+    "read",
+    [lambda it: list(weights_of(it)), lambda it: it.state_dict(), undo, copy.deepcopy],
+    ids=["weights_of", "state_dict", "undo", "copy"],
+)
+def test_a_lost_write_is_an_error_wherever_the_weight_is_read(streamed, read):
+    with torch.no_grad():
+        streamed.blocks[1].gain.mul_(2)
+
+    for _ in range(2):
+        with pytest.raises(AccelError, match=r"blocks\.1\.gain was written to(.|\n)*\nload the model again"):
+            read(streamed)
+
+
 def test_a_write_to_a_weight_in_host_memory_counts_from_the_next_forward_on():
     target, expected = model(), model()
     offload(target, "cpu", device="cpu")

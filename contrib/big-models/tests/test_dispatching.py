@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from big_model_problems import Model, ids, model, shards
+from torch import nn
 
 from accel_big_models import dispatch, empty_weights, load, offload, undo, weights_of
 from accel_big_models.hooks import enters_of
@@ -94,6 +95,36 @@ def test_a_tied_weight_is_read_once_a_forward(folder, monkeypatch):
     target(ids())
 
     assert sizes.count(50 * 32 * 4) == 1
+
+
+class Held(nn.Module):
+    """Weights in modules that are never called themselves, one of them in two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(8, 8) for _ in range(2)) for _ in range(2))
+        self.blocks[1][1].weight = self.blocks[0][0].weight
+        self.gains = nn.ParameterList([torch.full((8,), 0.5), torch.full((8,), 2.0)])
+        self.last = nn.Module()
+        self.last.linear, self.last.shift = nn.Linear(8, 8), nn.Parameter(torch.ones(8))
+
+    def forward(self, x):
+        for pair, gain in zip(self.blocks, self.gains, strict=True):
+            x = torch.tanh(pair[1](pair[0](x))) * gain
+        return self.last.linear(x) + self.last.shift
+
+
+@pytest.mark.parametrize(
+    "places", [{"": "disk"}, {"": "cpu", "last": "disk"}, {"blocks.0": "disk", "": "cpu"}]
+)
+def test_weights_of_modules_that_are_never_called_come_too(tmp_path, places):
+    torch.manual_seed(0)
+    target = Held()
+    expected, x = copy.deepcopy(target), torch.randn(3, 8)
+    dispatch(target, plan_from_map(target, places), folder=tmp_path, mapped=False)
+
+    for _ in range(2):
+        assert torch.equal(target(x), expected(x))
 
 
 def test_the_dtype_changes_while_blocks_stream(folder):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from accel_big_models.away import guard
+from accel_big_models.blocks import is_called
 from accel_big_models.composing import Composed, leaves_of, sourced, values_of
 from accel_big_models.engine import Engine, Group, Weight
 from accel_big_models.hooks import Enter, attach, enters_of
@@ -129,6 +130,8 @@ def _attach(model: nn.Module, plan: Plan, tenants: Sequence[Tenant], skip_keys: 
         if tenant.is_streamed:
             assert tenant.source is not None
             home = _common([block.name for block in tenant.blocks])
+            while home and not is_called(modules[home]):
+                home = home.rpartition(".")[0]
             weights.setdefault(home, []).append(Weight(tenant.names[0], tenant.tensor, tenant.source))
             if home not in {block.name for block in tenant.blocks if not block.divided}:
                 outer.add(home)

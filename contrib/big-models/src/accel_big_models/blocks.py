@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from accel_core import ConfigError
 
-__all__ = ["Block", "blocks_named", "blocks_of", "named_tensors"]
+__all__ = ["Block", "blocks_named", "blocks_of", "is_called", "named_tensors"]
 
 
 @frozen
@@ -57,6 +57,11 @@ def blocks_named(model: nn.Module, names: Collection[str]) -> list[Block]:
     """Return the blocks of a model that is divided down to modules of these names."""
     whole = {module for name, module in model.named_modules(remove_duplicate=False) if name in names}
     return [block for block in _divide("", model, whole, ()) if block.tensors]
+
+
+def is_called(module: nn.Module) -> bool:
+    """Return False for a list of modules and the like, which have no forward."""
+    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
 
 
 def named_tensors(module: nn.Module, prefix: str = "", *, recurse: bool = True) -> dict[str, Tensor]:

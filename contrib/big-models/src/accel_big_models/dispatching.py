@@ -103,12 +103,18 @@ def undo(model: nn.Module) -> nn.Module:
 
     Weights that came and went are in host memory afterwards: those of files as mapped views. The others
     stay on their devices. A model that is not dispatched stays as it is.
+
+    Raises:
+        AccelError: a weight was written to while it was not in memory; the model stays as it is.
     """
-    enters = enters_of(model)
-    for engine in {id(enter.engine): enter.engine for enter in enters if enter.engine is not None}.values():
+    engines = {id(enter.engine): enter.engine for enter in enters_of(model) if enter.engine is not None}
+    for engine in engines.values():
+        engine.leave_all()
+    sources = [(weight, weight.fresh()) for engine in engines.values() for weight in engine.weights]
+    for engine in engines.values():
         engine.close()
-        for weight in engine.weights:
-            put(weight.tensor, values_of(weight.fresh()))
+    for weight, source in sources:
+        put(weight.tensor, values_of(source))
     for module in model.modules():
         detach(module)
         release(module)

@@ -45,8 +45,9 @@ class Weight:
     _whole: weakref.ref[Tensor] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        held = is_in_memory(self.source)
-        return {"name": self.name, "tensor": self.tensor, "source": None if held else self.source}
+        source = self.fresh()
+        held = is_in_memory(source)
+        return {"name": self.name, "tensor": self.tensor, "source": None if held else source}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tensor = state["tensor"]
@@ -90,10 +91,22 @@ class Weight:
         return self.tensor._version, _address(self.tensor), self.tensor.dtype
 
     def fresh(self) -> Source:
-        """Return the source of the values, also of those that it got while away."""
+        """Return the source of the values, also of those that it got while away.
+
+        Raises:
+            AccelError: it was written to while it was not in memory, so that the change is lost.
+        """
+        if not self.changed:
+            return self.source
         values, source = self.tensor.detach(), self.source
-        fits = (tuple(values.shape), values.dtype) == (tuple(source.shape), source.dtype)
-        return in_memory(values.cpu()) if fits and self.changed else source
+        if (tuple(values.shape), values.dtype) != (tuple(source.shape), source.dtype):
+            raise AccelError(
+                f"{self.name} was written to while it is not in memory, or given another dtype or shape:"
+                " the change is lost\n"
+                "load the model again, and change weights within"
+                " accelerator.full_parameters(model, writeback=True), or after accel_big_models.undo(model)"
+            )
+        return in_memory(values.cpu())
 
     def whole(self) -> Tensor:
         """Return the values as a CPU tensor.
@@ -147,15 +160,7 @@ class Group:
         """
         written = [weight for weight in self.weights if weight.changed]
         for weight in written:
-            source = weight.fresh()
-            if source is weight.source:
-                raise AccelError(
-                    f"{weight.name} was written to while it is not in memory, or given another dtype or"
-                    " shape: the change is lost\n"
-                    "change weights within accelerator.full_parameters(model, writeback=True), or take the"
-                    " offloading off first: accel_big_models.undo(model)"
-                )
-            weight.source, weight._whole = source, None
+            weight.source, weight._whole = weight.fresh(), None
         if written:
             self.load()  # what was brought ahead is older
 
