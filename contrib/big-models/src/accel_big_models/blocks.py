@@ -61,7 +61,7 @@ def blocks_named(model: nn.Module, names: Collection[str]) -> list[Block]:
 
 def is_called(module: nn.Module) -> bool:
     """Return False for a list of modules and the like, which have no forward."""
-    return getattr(module.forward, "__func__", module.forward) is not nn.Module.forward
+    return getattr(module.forward, "__func__", None) is not vars(nn.Module)["forward"]
 
 
 def named_tensors(module: nn.Module, prefix: str = "", *, recurse: bool = True) -> dict[str, Tensor]:
