@@ -274,9 +274,23 @@ def _read(value: Any) -> Any:
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     if isinstance(value, Tensor):
+        _require_whole(value)
         return value.item() if value.numel() == 1 else value.detach().clone()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
         return value.copy() if value.ndim else value.tolist()  # None if numpy has masked it
     return value
+
+
+def _require_whole(value: Tensor) -> None:
+    """Raise AccelError for a DTensor of which other ranks have more.
+
+    Its `item` is that of this rank's part.
+    """
+    split = getattr(value, "placements", ())
+    if any(not each.is_replicate() for each in split) and value.device_mesh.size() > 1:  # type: ignore[attr-defined]
+        raise AccelError(
+            f"log: a value is a DTensor, of which this rank has a part: {split}\n"
+            "call its full_tensor() on all ranks, and log what that returns"
+        )

@@ -459,6 +459,34 @@ def test_only_the_main_process_logs_unless_a_tracker_wants_all(tmp_path):
     assert [line.get("values") for line in lines] == [None, {"rank": 0}]
 
 
+def sum_of_a_split_tensor(folder):
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
+    accelerator.init_trackers("project")
+    split = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (2,)), [Shard(0)])
+    total = split.sum()
+    try:
+        accelerator.log({"total": total})
+        refused = ""
+    except AccelError as error:
+        refused = str(error)
+    accelerator.log({"total": total.full_tensor()})
+    accelerator.end_training()
+    return refused
+
+
+@pytest.mark.together
+def test_a_rank_s_part_of_a_number_is_refused_and_the_whole_is_logged(tmp_path):
+    main, other = run_processes(sum_of_a_split_tensor, tmp_path)
+
+    assert "this rank has a part" in main
+    assert "full_tensor() on all ranks" in main
+    assert other == ""
+    line = json.loads((tmp_path / "project.jsonl").read_text().splitlines()[-1])
+    assert line["values"] == {"total": 16.0}
+
+
 def started_on_main_only(folder):
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_dir=folder)
     if accelerator.is_main_process:
