@@ -288,8 +288,9 @@ def _require_whole(value: Tensor) -> None:
 
     Its `item` is that of this rank's part.
     """
-    split = getattr(value, "placements", ())
-    if any(not each.is_replicate() for each in split) and value.device_mesh.size() > 1:  # type: ignore[attr-defined]
+    split: Any = getattr(value, "placements", ())
+    ranks = value.device_mesh.shape if split else ()  # type: ignore[attr-defined]
+    if any(size > 1 and not each.is_replicate() for each, size in zip(split, ranks, strict=True)):
         raise AccelError(
             f"log: a value is a DTensor, of which this rank has a part: {split}\n"
             "call its full_tensor() on all ranks, and log what that returns"
