@@ -204,7 +204,7 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
         from accel_core.training.unprepared import refuse_scaled  # late: few runs need it
 
         refuse_scaled(unit, optimizer)
-    if state.is_reduced(optimizer):
+    if state.is_reduced(optimizer, unit.window):
         return
     state.refuse_carried(unit.window)
     if unit.window.items is not None:

@@ -166,15 +166,22 @@ class StepState:
 
     # -- gradients that were reduced --------------------------------------------------------------
 
-    def is_reduced(self, optimizer: Optimizer | None) -> bool:
+    def is_reduced(self, optimizer: Optimizer | None, window: Window) -> bool:
         """Return whether the optimizer's gradients are those that were reduced.
 
         None stands for all optimizers.
         """
         asked = [*self.reduced] if optimizer is None else [optimizer]
-        return bool(asked) and all(
-            key in self.reduced and self.reduced[key] in (None, key and _versions_of(key)) for key in asked
-        )
+        return bool(asked) and all(key in self.reduced and self._stays_reduced(key, window) for key in asked)
+
+    def _stays_reduced(self, optimizer: Optimizer | None, window: Window) -> bool:
+        noted = self.reduced[optimizer]
+        if noted is None or optimizer is None:
+            return True
+        now = _versions_of(optimizer)
+        # A window that counts items begins with nothing reduced: these are edited, and not of the next one.
+        is_edited = window.items is not None and [*map(bool, noted)] == [*map(bool, now)]
+        return noted == now or is_edited
 
     def note_reduced(self, optimizers: Iterable[Optimizer]) -> None:
         """Count the gradients of these optimizers as reduced."""

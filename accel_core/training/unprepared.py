@@ -77,7 +77,7 @@ def _steps_past_the_scaler(unit: Unit, optimizer: Optimizer) -> bool:
 
 def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
     """Return why the unit's gradients are not final; no text if they are."""
-    if unit.window.items is not None and not unit.step_state.is_reduced(None):
+    if unit.window.items is not None and not unit.step_state.is_reduced(None, unit.window):
         return "and accumulate(items=...) divides its gradients when a prepared one steps"
     if unit.step_state.has_scaled and _steps_by_scaled(optimizer):
         return "and its gradients are those of a loss that was scaled for the optimizer of another unit"

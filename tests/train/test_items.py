@@ -518,3 +518,22 @@ def test_one_of_two_optimizers_that_was_not_prepared_steps_no_sums(accelerator, 
         own.step()
     optimizer.step()
     assert [layer.weight.item() for layer in model] == pytest.approx([0.0, 0.0 if divided else 1.0])
+
+
+@pytest.mark.parametrize("clears_before", [True, False])
+def test_gradients_that_are_edited_after_the_division_are_not_divided_again(accelerator, clears_before):
+    """Several optimizers, and the loss's own backward: nothing but the gradients tells of one more."""
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    for layer in model:
+        nn.init.ones_(layer.weight)
+    model, *optimizers = accelerator.prepare(model, *(SGD(layer.parameters(), lr=1.0) for layer in model))
+    with accelerator.accumulate(model, items=4):
+        for optimizer in optimizers if clears_before else ():
+            optimizer.zero_grad()
+        model(torch.ones(4, 1)).sum().backward()
+        accelerator.unscale_gradients()
+        for parameter in model.parameters():
+            parameter.grad.mul_(0.5)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert [layer.weight.item() for layer in model] == [0.5, 0.5]
