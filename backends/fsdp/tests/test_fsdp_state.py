@@ -58,20 +58,6 @@ def test_evaluating_between_steps_changes_nothing(version: int, strategy: str) -
         assert distance(found, train_plainly("gpt", 2)[1]) < 1e-5
 
 
-def gathered() -> str:
-    run, model, _ = started(1, sharding_strategy="SHARD_GRAD_OP")
-    model(batch("gpt", 0)[0])
-    with pytest.raises(AccelError) as caught:
-        run.get_state_dict(model)
-    run.end_training()
-    return str(caught.value)
-
-
-def test_weights_that_version_1_has_kept_gathered_are_not_read_without_a_word() -> None:
-    for said in run_processes(gathered):
-        assert said.splitlines()[-1] == "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
-
-
 def streamed(version: int) -> tuple[list[str], set[torch.dtype], bool]:
     run, model, _ = started(version)
     unit = run.run.units[0]

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import AccelError, flat_range
+from accel_core import flat_range
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -16,25 +16,24 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, Unit
 
-__all__ = ["Part", "is_elsewhere", "modules_of", "parameters_of", "parts_of"]
+__all__ = ["Part", "is_elsewhere", "modules_of", "name_parameters", "parameters_of", "parts_of"]
 
 
 def modules_of(unit: Unit) -> list[FSDP]:
-    """Return the wrapped modules that hold parameters of their own."""
+    """Return the wrapped modules that hold parameters of their own, each rank its parts."""
     wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
+    for model in wrapped:
+        model.check_is_root()  # else, before its first forward, torch takes a block for a model by itself
     found = [module for model in wrapped for module in FSDP.fsdp_modules(model) if module._handle is not None]
-    if any(map(_is_gathered, found)):
-        raise AccelError(
-            f"unit {unit.name!r}: the last forward had no backward, and fsdp_version 1 has kept its weights"
-            f" gathered (sharding_strategy {unit.plugin.config.strategy}), where they have no names\n"
-            "evaluate under torch.no_grad(), or set fsdp.fsdp_version: 2"
-        )
+    for module in found:
+        name_parameters(module._handle)
     return found
 
 
-def _is_gathered(module: FSDP) -> bool:
-    handle: Any = module._handle
-    return bool(handle._skipped_use_sharded_views)
+def name_parameters(handle: Any) -> None:
+    """Give modules their parameters back, for which a forward may have left gathered weights."""
+    if handle._skipped_use_sharded_views:
+        handle.reshard(handle.uses_sharded_strategy)
 
 
 def parameters_of(module: FSDP) -> list[nn.Parameter]:
