@@ -37,9 +37,7 @@ def clear(sharded: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) ->
         cleared = set(map(id, parameters()))
         for one in held:
             if id(one.sharded_param) in cleared:
-                one.unsharded_accumulated_grad = None
-                if hasattr(one, "_unsharded_param"):
-                    one._unsharded_param.grad = None
+                _drop(one)
 
 
 def clear_with(model: nn.Module) -> None:
@@ -56,8 +54,21 @@ def clear_with(model: nn.Module) -> None:
 
 def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
     type(module).zero_grad(module, set_to_none)
-    alive = (each() for holder in module.modules() for each in _sharded.get(holder, ()))
-    clear((one for one in alive if one is not None), module.parameters)
+    for one in (each() for holder in module.modules() for each in _sharded.get(holder, ())):
+        if one is None:
+            continue
+        if set_to_none:  # after a forward the module has gathered weights, and these their gradients
+            one.sharded_param.grad = None
+        elif one.sharded_param.grad is not None:
+            one.sharded_param.grad.detach().zero_()
+        if _holds(one):
+            _drop(one)
+
+
+def _drop(one: Any) -> None:
+    one.unsharded_accumulated_grad = None
+    if hasattr(one, "_unsharded_param"):
+        one._unsharded_param.grad = None
 
 
 def _holds(one: Any) -> bool:

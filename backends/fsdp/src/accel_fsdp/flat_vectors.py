@@ -20,7 +20,7 @@ __all__ = ["Part", "is_elsewhere", "modules_of", "name_parameters", "parameters_
 
 
 def modules_of(unit: Unit) -> list[FSDP]:
-    """Return the wrapped modules that hold parameters of their own, each rank its parts."""
+    """Return the wrapped modules that hold parameters of their own."""
     wrapped = [model for model in unit.wrapped if isinstance(model, FSDP)]
     for model in wrapped:
         model.check_is_root()  # else, before its first forward, torch takes a block for a model by itself
@@ -31,7 +31,10 @@ def modules_of(unit: Unit) -> list[FSDP]:
 
 
 def name_parameters(handle: Any) -> None:
-    """Give modules their parameters back, for which a forward may have left gathered weights."""
+    """Give modules their parameters back.
+
+    A forward may have left gathered weights in their places.
+    """
     if handle._skipped_use_sharded_views:
         handle.reshard(handle.uses_sharded_strategy)
 

@@ -56,6 +56,9 @@ class Forwards:
                 self._hooked.setdefault(module, []).append(hooked)
                 self._begun.add(module)
                 del flat._post_backward_hook_state
+            elif hooked and any(p.requires_grad for p in flat._params):  # they were frozen, and are not now
+                hooked[0].remove()
+                del flat._post_backward_hook_state
             elif self._hooked:
                 self._hooked.pop(module, None)
 

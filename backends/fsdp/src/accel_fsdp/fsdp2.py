@@ -243,6 +243,7 @@ class Sharded(FullyShardedDataParallel):
             for name in ("unshard", "wait_for_unshard"):
                 gather = outside_inference_mode(getattr(gathering, name))
                 vars(gathering)[name] = with_lost_ranks_named(gather, self.run)
+            _take_over_flags(gathering)
         places = _sharded_places(state)
         refuse_stand_ins(module, places, _is_own)
         _guard_state_dicts(places)
@@ -277,6 +278,29 @@ class Sharded(FullyShardedDataParallel):
             if self.config.cpu_offload
             else OffloadPolicy()
         )
+
+
+def _take_over_flags(gathering: Any) -> None:
+    """Let shards be frozen, or not, as a user has left their gathered parameters.
+
+    After a forward the module has these, and torch forgets their `requires_grad`.
+    """
+    gather, let_go = gathering._to_unsharded, gathering._to_sharded
+    flags: list[bool] = []
+
+    def gathered() -> None:
+        if not gathering.is_unsharded:
+            flags[:] = [one.sharded_param.requires_grad for one in gathering.fsdp_params]
+        gather()
+
+    def resharded() -> None:
+        for one, before in zip(gathering.fsdp_params, flags, strict=False):  # none in the beginning
+            if one.unsharded_param.requires_grad is not before:
+                one.sharded_param.requires_grad_(not before)
+        flags.clear()
+        let_go()
+
+    vars(gathering).update(_to_unsharded=gathered, _to_sharded=resharded)
 
 
 def _begin(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_core import AccelError
+from accel_fsdp.flat_vectors import name_parameters
 
 if TYPE_CHECKING:
     from torch import nn
@@ -19,7 +21,10 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Unreduced"]
+__all__ = ["Unreduced", "clear_reduced"]
+
+_places: Final[WeakKeyDictionary[nn.Module, list[tuple[ref[Any], int]]]] = WeakKeyDictionary()
+"""torch's flat vectors with parameters of each module, and which these are."""
 
 
 class Unreduced:
@@ -30,10 +35,13 @@ class Unreduced:
     """
 
     def __init__(self) -> None:
-        self._handles: set[Any] = set()
+        self.handles: set[Any] = set()
 
     def follow(self, model: nn.Module) -> None:
-        """Note each reduction of the model's gradients."""
+        """Note each reduction of the model's gradients.
+
+        Have `zero_grad` of the model and of its parts see gradients that torch keeps aside.
+        """
         for module in FSDP.fsdp_modules(model):
             handle: Any = module._handle
             if handle is not None:
@@ -49,6 +57,10 @@ class Unreduced:
                 vars(handle)["_writeback_orig_params"] = partial(
                     _take_over, handle, handle._writeback_orig_params
                 )
+                _note_places(handle)
+        for part in model.modules():
+            vars(part)["zero_grad"] = partial(_zero_grad, part)
+            vars(part)["requires_grad_"] = partial(_requires_grad, part)
 
     @contextmanager
     def kept_in(self, models: Sequence[nn.Module]) -> Iterator[None]:
@@ -59,20 +71,20 @@ class Unreduced:
             modules = [part for model in models for part in FSDP.fsdp_modules(model)]
             handles: list[Any] = [module._handle for module in modules if module._handle is not None]
             # torch sets the mark in each backward, and clears it in those that reduce.
-            self._handles.update(h for h in handles if getattr(h.flat_param, "_post_backward_called", False))
+            self.handles.update(h for h in handles if getattr(h.flat_param, "_post_backward_called", False))
 
     def _reduced(self, handle: Any, reset: Callable[[], None]) -> None:
-        self._handles.discard(handle)
+        self.handles.discard(handle)
         reset()
 
     def refuse(self, unit: Unit, optimizer: Optimizer, *arguments: Any) -> None:
         """Refuse a step by gradients of this rank alone. Raises AccelError."""
-        if not self._handles:
+        if not self.handles:
             return
         named = unit.named_parameters().items()
-        alone = {p for handle in self._handles for p in handle.flat_param._params}
+        alone = {p for handle in self.handles for p in handle.flat_param._params}
         names = [name for name, p in named if p in alone and p.grad is not None]
-        self._handles.clear()
+        self.handles.clear()
         if names:
             raise AccelError(
                 f"unit {unit.name!r}: the last backward through {names[0]} ran inside no_sync, so its"
@@ -97,20 +109,62 @@ def _show(handle: Any, show: Callable[[], None]) -> None:
 def _take_over(handle: Any, take_over: Callable[[], bool]) -> bool:
     """Zero what was dropped (`grad = None`) of a vector that is not reduced yet.
 
-    torch takes it for a rank's part, and zeroes elements of others. It also forgets the sum of earlier
-    reductions, which it keeps aside.
+    torch takes it for a rank's part, and zeroes elements of others.
     """
     flat = handle.flat_param
     if handle.uses_sharded_strategy and handle.is_sharded(flat):
-        kept, reduced = flat.grad, getattr(flat, "_saved_grad_shard", None)
+        clear_reduced(flat, [parameter for parameter in flat._params if parameter.grad is None])
+        kept = flat.grad
         is_whole = kept is not None and kept.size() == flat._unpadded_unsharded_size
         views = handle._get_unflat_views(kept) if is_whole else repeat(None)
-        for parameter, place, view in zip(flat._params, flat._shard_param_infos, views, strict=False):
-            if parameter.grad is None:
-                if reduced is not None and place.in_shard:
-                    reduced[place.offset_in_shard :][: place.numel_in_shard].zero_()
-                if view is not None:
-                    view.zero_()
-                    parameter.grad = torch.empty_like(parameter)
-                    parameter.grad.data = view
+        for parameter, view in zip(flat._params, views, strict=False):
+            if parameter.grad is None and view is not None:
+                view.zero_()
+                parameter.grad = torch.empty_like(parameter)
+                parameter.grad.data = view
     return take_over()
+
+
+@torch.no_grad()
+def clear_reduced(flat: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Zero what these parameters have of earlier reductions.
+
+    torch keeps it aside from a backward in no_sync on.
+    """
+    reduced = getattr(flat, "_saved_grad_shard", None)
+    if reduced is not None:
+        cleared = set(parameters)
+        for parameter, place in zip(flat._params, flat._shard_param_infos, strict=True):
+            if parameter in cleared and place.in_shard:
+                reduced[place.offset_in_shard :][: place.numel_in_shard].zero_()
+
+
+def _note_places(handle: Any) -> None:
+    flat = handle.flat_param
+    infos = [(info.module, info.param_name) for info in flat._param_infos]
+    numbers = {place: number for number, place in enumerate(infos)}
+    shared = [(each.module, (each.prim_module, each.prim_param_name)) for each in flat._shared_param_infos]
+    for holder, place in (*((place[0], place) for place in infos), *shared):
+        _places.setdefault(holder, []).append((ref(handle), numbers[place]))
+
+
+def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
+    places = [*_places_in(module)]
+    for handle, _ in places:
+        name_parameters(handle)
+    type(module).zero_grad(module, set_to_none)
+    for handle, number in places:
+        clear_reduced(handle.flat_param, [handle.flat_param._params[number]])
+
+
+def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
+    for handle, _ in _places_in(module):
+        name_parameters(handle)
+    return type(module).requires_grad_(module, requires_grad)
+
+
+def _places_in(module: nn.Module) -> Iterator[tuple[Any, int]]:
+    for each, number in (place for holder in module.modules() for place in _places.get(holder, ())):
+        handle = each()
+        if handle is not None:
+            yield handle, number
