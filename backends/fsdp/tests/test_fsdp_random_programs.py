@@ -1,32 +1,58 @@
-"""Random training programs on two ranks give what plain PyTorch gives with both ranks' batches."""
+"""Random training programs on several ranks give what plain PyTorch gives with all ranks' batches."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from accel_core import Accelerator
-from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import run_processes
-from accel_testing.random_programs import make_program, require_equal, train
+from accel_testing.random_programs import Program, make_program, require_equal, train
 
-SEEDS = range(20)
+SEEDS = range(12)
+SPLIT = TorchTensorParallelPlugin(tp_size=2, parallelize_plan={"first": "colwise", "second": "rowwise"})
 
 
-def trained(folder: str, version: int) -> list[list[dict[str, Any]]]:
+def options(**given: Any) -> FullyShardedDataParallelPlugin:
+    return FullyShardedDataParallelPlugin(**given)
+
+
+STACKS: dict[str, tuple[int, int, Sequence[Any]]] = {
+    "version 1": (2, 2, [options(fsdp_version=1)]),
+    "version 1, blocks kept gathered": (
+        2,
+        2,
+        [options(fsdp_version=1, min_num_params=10, sharding_strategy="SHARD_GRAD_OP")],
+    ),
+    "version 2": (2, 2, [options()]),
+    "version 2, blocks checkpointed": (2, 2, [options(min_num_params=10, activation_checkpointing=True)]),
+    "replicas": (4, 4, [options(min_num_params=10, dp_replicate_size=2)]),
+    "split": (2, 1, [options(dp_shard_size=1), SPLIT]),
+    "split and sharded": (4, 2, [options(), SPLIT]),
+}
+"""Ranks, those that read different batches, plugins."""
+
+
+def program_of(seed: int, stack: str) -> Program:
+    return make_program(seed, edits="version 1" not in stack)
+
+
+def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
     found = []
     for seed in SEEDS:
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=version)
-        accelerator = Accelerator(cpu=True, plugins=[plugin])
-        found.append(train(make_program(seed, edits=version == 2), accelerator, f"{folder}/{seed}"))
+        accelerator = Accelerator(cpu=True, plugins=[*STACKS[stack][2]])
+        found.append(train(program_of(seed, stack), accelerator, f"{folder}/{seed}"))
         accelerator.end_training()
     return found
 
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_programs_train_as_plain_pytorch_does(tmp_path: Path, version: int) -> None:
-    for found in run_processes(trained, str(tmp_path), version):
-        for seed, weights in zip(SEEDS, found, strict=True):
-            require_equal(weights, make_program(seed, edits=version == 2), 2, atol=1e-12)
+@pytest.mark.parametrize("stack", STACKS)
+def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str) -> None:
+    ranks, readers, _ = STACKS[stack]
+    found = run_processes(trained, str(tmp_path), stack, world=ranks)[0]
+    for seed, weights in zip(SEEDS, found, strict=True):
+        require_equal(weights, program_of(seed, stack), readers, atol=1e-12)

@@ -104,7 +104,7 @@ def make_program(
         seed=seed,
         dtype=dtype,
         optimizer=draw.choice(["SGD", "momentum", "AdamW"]),
-        clears=draw.choice(["after", "before", "both", "in place", "of the model"]),
+        clears=draw.choice(["after", "before", "both", "in place", "of the model", "after forward"]),
         schedules=draw.random() < 0.5,
         splits=splits and draw.random() < 0.3,
         size=first_size,
@@ -140,7 +140,7 @@ def require_equal(
 ) -> None:
     """Raise AssertionError where `train` gave other weights than plain PyTorch.
 
-    atol: the largest difference of a weight that is none.
+    ranks: those that read different batches. atol: the largest difference of a weight that is none.
     """
     wanted = train_plainly(program, ranks, precision)
     for number, (ours, theirs) in enumerate(zip(found, wanted, strict=True)):
@@ -168,7 +168,8 @@ class _Prepared:
         model, optimizers, schedulers = _objects(program)
         self.model, *others = accelerator.prepare(model, *optimizers, *schedulers)
         self.optimizers, self.schedulers = others[: len(optimizers)], others[len(optimizers) :]
-        self.ranks, begin = accelerator.num_processes, accelerator.process_index * ROWS
+        topology = accelerator.run.topology
+        self.ranks, begin = topology.readers, topology.reader * ROWS
         self.rows = slice(begin, begin + ROWS)
 
     def micro_batch(self) -> AbstractContextManager[Any]:
@@ -308,7 +309,8 @@ def _run(program: Program, trainer: _Prepared | _Plain) -> list[dict[str, Tensor
             with trainer.micro_batch():
                 if program.clears in ("before", "both") and (trainer.calls_always or place == 0):
                     _clear(trainer)
-                _learn(trainer, kind, seed=(program.seed * 100 + number) * 10 + place)
+                clears = place == 0 and program.clears == "after forward"
+                _learn(trainer, kind, seed=(program.seed * 100 + number) * 10 + place, clears=clears)
                 is_last = place == len(window.micro_batches) - 1
                 if is_last:
                     _change_gradients(trainer, window)
@@ -363,11 +365,13 @@ def _evaluate(trainer: _Prepared | _Plain) -> None:
     trainer.model.train()
 
 
-def _learn(trainer: _Prepared | _Plain, kind: str, seed: int) -> None:
+def _learn(trainer: _Prepared | _Plain, kind: str, seed: int, clears: bool) -> None:
     x = _rows(trainer, seed)
     if kind == "evaluation":
         _evaluate(trainer)
     made = trainer.forward(x)
+    if clears:
+        trainer.model.zero_grad()
     if kind == "two losses":
         trainer.backward(_loss(made) / 2)
         trainer.backward(_loss(trainer.forward(x.flip(1))) / 2)
