@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import SGD
 
 from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing import run_processes
+from accel_testing.random_programs import Net
 
 ROWS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -58,16 +59,6 @@ def random_calls(seed: int, *, freezes: bool) -> list[str]:
         calls.append(kind)
         unreduced = kind == "no_sync" or (unreduced and kind not in ("backward", "step"))
     return [*calls, "backward", "step"]
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        hidden = self.second(torch.relu(self.first(x)))
-        return self.last(torch.tanh(hidden))  # type: ignore[no-any-return]
 
 
 def weights_after(calls: Sequence[str], accelerator: Accelerator | None) -> list[dict[str, Tensor]]:
@@ -117,10 +108,12 @@ def trained(options: dict[str, Any], programs: Sequence[Sequence[str]]) -> list[
 
 
 def assert_plain(options: dict[str, Any], programs: Sequence[Sequence[str]]) -> None:
-    for calls, found in zip(programs, run_processes(trained, options, programs)[0], strict=True):
-        for ours, plain in zip(found, weights_after(calls, None), strict=True):
-            for name, value in plain.items():
-                assert (ours[name] - value).abs().max() < 1e-12, f"{name} after {' '.join(calls)}"
+    wanted = [weights_after(calls, None) for calls in programs]
+    for found in run_processes(trained, options, programs):
+        for calls, steps, plain_steps in zip(programs, found, wanted, strict=True):
+            for ours, plain in zip(steps, plain_steps, strict=True):
+                for name, value in plain.items():
+                    assert (ours[name] - value).abs().max() < 1e-12, f"{name} after {' '.join(calls)}"
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -53,6 +53,6 @@ def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
 @pytest.mark.parametrize("stack", STACKS)
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str) -> None:
     ranks, readers, _ = STACKS[stack]
-    found = run_processes(trained, str(tmp_path), stack, world=ranks)[0]
-    for seed, weights in zip(SEEDS, found, strict=True):
-        require_equal(weights, program_of(seed, stack), readers, atol=1e-12)
+    for found in run_processes(trained, str(tmp_path), stack, world=ranks):
+        for seed, weights in zip(SEEDS, found, strict=True):
+            require_equal(weights, program_of(seed, stack), readers, atol=1e-12)
