@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "version 1, whole": {"fsdp_version": 1, "min_num_params": 10, "sharding_strategy": "NO_SHARD"},
 }
 CALLS = {
+    "the optimizer's zero_grad between forward and backward": "backward forward-zero-backward step",
     "the model's zero_grad between forward and backward": "backward step forward zero-model backward step",
     "and in place": "backward step forward zero-model-in-place backward step",
     "zero_grad in place after a backward in no_sync": "backward no_sync zero-in-place backward step",
@@ -45,7 +46,7 @@ KINDS = (
     *("backward",) * 3,
     *("no_sync", "step") * 2,
     *("forward", "evaluate", "read"),
-    *("zero", "zero-in-place", "zero-model", "zero-model-in-place"),
+    *("zero", "forward-zero-backward", "zero-in-place", "zero-model", "zero-model-in-place"),
     *("freeze", "unfreeze"),
 )
 
@@ -81,6 +82,10 @@ def weights_after(calls: Sequence[str], accelerator: Accelerator | None) -> list
             with nullcontext() if accelerator is None or call == "backward" else accelerator.no_sync(model):
                 loss = (model(x) - 1).pow(2).mean()
                 loss.backward() if accelerator is None else accelerator.backward(loss)
+        elif call == "forward-zero-backward":
+            loss = (model(x) - 1).pow(2).mean()
+            optimizer.zero_grad()
+            loss.backward() if accelerator is None else accelerator.backward(loss)
         elif call == "forward":
             model(x)
         elif call == "evaluate":

@@ -28,7 +28,7 @@ from accel_fsdp.forwards import Forwards
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
 from accel_fsdp.precision import SharedScaler, mixed_precision
-from accel_fsdp.unreduced import Unreduced, clear_reduced
+from accel_fsdp.unreduced import Unreduced
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
@@ -165,10 +165,7 @@ class Flat(FullyShardedDataParallel):
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
         self.below.zero_grad(unit, optimizer, set_to_none)
-        if handles := self._unreduced_of(unit).handles:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            for handle in handles:
-                clear_reduced(handle.flat_param, parameters)
+        self._unreduced_of(unit).clear(optimizer)
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:

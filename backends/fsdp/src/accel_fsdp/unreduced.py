@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Unreduced", "clear_reduced"]
+__all__ = ["Unreduced"]
 
 _places: Final[WeakKeyDictionary[nn.Module, list[tuple[ref[Any], int]]]] = WeakKeyDictionary()
 """torch's flat vectors with parameters of each module, and which these are."""
@@ -35,7 +35,8 @@ class Unreduced:
     """
 
     def __init__(self) -> None:
-        self.handles: set[Any] = set()
+        self._handles: set[Any] = set()
+        self._followed: list[Any] = []
 
     def follow(self, model: nn.Module) -> None:
         """Note each reduction of the model's gradients.
@@ -58,6 +59,7 @@ class Unreduced:
                     _take_over, handle, handle._writeback_orig_params
                 )
                 _note_places(handle)
+                self._followed.append(handle)
         for part in model.modules():
             vars(part)["zero_grad"] = partial(_zero_grad, part)
             vars(part)["requires_grad_"] = partial(_requires_grad, part)
@@ -71,20 +73,28 @@ class Unreduced:
             modules = [part for model in models for part in FSDP.fsdp_modules(model)]
             handles: list[Any] = [module._handle for module in modules if module._handle is not None]
             # torch sets the mark in each backward, and clears it in those that reduce.
-            self.handles.update(h for h in handles if getattr(h.flat_param, "_post_backward_called", False))
+            self._handles.update(h for h in handles if getattr(h.flat_param, "_post_backward_called", False))
 
     def _reduced(self, handle: Any, reset: Callable[[], None]) -> None:
-        self.handles.discard(handle)
+        self._handles.discard(handle)
         reset()
+
+    def clear(self, optimizer: Optimizer) -> None:
+        """Zero what torch keeps aside of the optimizer's reduced gradients."""
+        aside = [handle for handle in self._followed if any(each is not None for each in _kept_aside(handle))]
+        if aside:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            for handle in aside:
+                _clear_reduced(handle, parameters)
 
     def refuse(self, unit: Unit, optimizer: Optimizer, *arguments: Any) -> None:
         """Refuse a step by gradients of this rank alone. Raises AccelError."""
-        if not self.handles:
+        if not self._handles:
             return
         named = unit.named_parameters().items()
-        alone = {p for handle in self.handles for p in handle.flat_param._params}
+        alone = {p for handle in self._handles for p in handle.flat_param._params}
         names = [name for name, p in named if p in alone and p.grad is not None]
-        self.handles.clear()
+        self._handles.clear()
         if names:
             raise AccelError(
                 f"unit {unit.name!r}: the last backward through {names[0]} ran inside no_sync, so its"
@@ -113,7 +123,7 @@ def _take_over(handle: Any, take_over: Callable[[], bool]) -> bool:
     """
     flat = handle.flat_param
     if handle.uses_sharded_strategy and handle.is_sharded(flat):
-        clear_reduced(flat, [parameter for parameter in flat._params if parameter.grad is None])
+        _clear_reduced(handle, [parameter for parameter in flat._params if parameter.grad is None])
         kept = flat.grad
         is_whole = kept is not None and kept.size() == flat._unpadded_unsharded_size
         views = handle._get_unflat_views(kept) if is_whole else repeat(None)
@@ -126,17 +136,24 @@ def _take_over(handle: Any, take_over: Callable[[], bool]) -> bool:
 
 
 @torch.no_grad()
-def clear_reduced(flat: Any, parameters: Iterable[nn.Parameter]) -> None:
-    """Zero what these parameters have of earlier reductions.
-
-    torch keeps it aside from a backward in no_sync on.
-    """
-    reduced = getattr(flat, "_saved_grad_shard", None)
-    if reduced is not None:
-        cleared = set(parameters)
+def _clear_reduced(handle: Any, parameters: Iterable[nn.Parameter]) -> None:
+    """Zero what these parameters have of earlier reductions."""
+    flat, cleared = handle.flat_param, set(parameters)
+    for reduced in _kept_aside(handle):
         for parameter, place in zip(flat._params, flat._shard_param_infos, strict=True):
-            if parameter in cleared and place.in_shard:
+            if reduced is not None and parameter in cleared and place.in_shard:
                 reduced[place.offset_in_shard :][: place.numel_in_shard].zero_()
+
+
+def _kept_aside(handle: Any) -> tuple[Any, Any]:
+    """Return sums of reductions that `parameter.grad = None` does not drop, or None.
+
+    torch keeps one from a backward in no_sync on, and one where a forward has left weights gathered.
+    """
+    flat = handle.flat_param
+    kept = flat.grad if handle.uses_sharded_strategy and handle._skipped_use_sharded_views else None
+    is_part = kept is not None and kept.size() == flat._local_shard.size()
+    return getattr(flat, "_saved_grad_shard", None), kept if is_part else None
 
 
 def _note_places(handle: Any) -> None:
@@ -154,7 +171,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
         name_parameters(handle)
     type(module).zero_grad(module, set_to_none)
     for handle, number in places:
-        clear_reduced(handle.flat_param, [handle.flat_param._params[number]])
+        _clear_reduced(handle, [handle.flat_param._params[number]])
 
 
 def _requires_grad(module: nn.Module, requires_grad: bool = True) -> nn.Module:
