@@ -179,9 +179,19 @@ class StepState:
         if noted is None or optimizer is None:
             return True
         now = _versions_of(optimizer)
-        # A window that counts items begins with nothing reduced: these are edited, and not of the next one.
-        is_edited = window.items is not None and [*map(bool, noted)] == [*map(bool, now)]
-        return noted == now or is_edited
+        if noted == now or window.items is None:
+            return noted == now
+        # A window that counts items begins with nothing reduced: these are not of the next one.
+        there = [(was, each) for was, each in zip(noted, now, strict=True) if each is not None]
+        if all(was is not None and was[0] == each[0] and was[1] <= each[1] for was, each in there):
+            return True  # edited in place, or dropped
+        if any(was is not None for was, _ in there):
+            raise AccelError(
+                "accumulate(items=...): gradients that clipping, unscaling or a step had divided by the"
+                " window's items were replaced, and nothing tells whether these are divided\n"
+                "edit gradients in place, and call accelerator.backward(loss) for each loss"
+            )
+        return False
 
     def note_reduced(self, optimizers: Iterable[Optimizer]) -> None:
         """Count the gradients of these optimizers as reduced."""

@@ -537,3 +537,32 @@ def test_gradients_that_are_edited_after_the_division_are_not_divided_again(acce
         for optimizer in optimizers:
             optimizer.step()
     assert [layer.weight.item() for layer in model] == [0.5, 0.5]
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["another backward", "replaced"])
+def test_gradients_that_may_be_divided_or_not_are_refused(accelerator, is_new):
+    model = nn.Sequential(nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False))
+    model, first, second = accelerator.prepare(model, *(SGD(layer.parameters(), lr=0.5) for layer in model))
+    with accelerator.accumulate(model, items=4):
+        model(torch.ones(4, 1)).sum().backward()
+        first.step()
+        if is_new:
+            model.zero_grad()
+            model(torch.ones(4, 1)).sum().backward()
+        else:
+            model[1].weight.grad = model[1].weight.grad * 0.5
+        with pytest.raises(AccelError, match="nothing tells whether"):
+            second.step()
+
+
+def test_a_gradient_that_is_dropped_after_the_division_leaves_others_divided(accelerator):
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+    model, *optimizers = accelerator.prepare(model, *(SGD(layer.parameters(), lr=1.0) for layer in model))
+    for parameter in model.parameters():
+        nn.init.ones_(parameter)
+    with accelerator.accumulate(model, items=4):
+        model(torch.ones(4, 1)).sum().backward()
+        accelerator.unscale_gradients()
+        model[1].bias.grad = None
+        optimizers[1].step()
+    assert [model[1].weight.item(), model[1].bias.item()] == [-1.0, 1.0]
