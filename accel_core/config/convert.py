@@ -92,9 +92,7 @@ def plain(value: Any) -> Any:
 
     An object that no text can hold becomes its name.
     """
-    value = _value(value)
-    if isinstance(value, Real) and not isinstance(value, (int, float)):  # of numpy
-        value = int(value) if isinstance(value, Integral) else float(value)
+    value = _number(_value(value))
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, timedelta):
@@ -140,17 +138,26 @@ def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]
 # -- from plain values to types ----------------------------------------------------------------------
 
 
+def _number(value: Any) -> Any:
+    """Return a number of numpy as Python's, and another value as it is."""
+    if not isinstance(value, Real) or isinstance(value, (int, float)):
+        return value
+    return int(value) if isinstance(value, Integral) else float(value)
+
+
 def _exact(raw: Any, kind: Any) -> Any:
+    number = _number(raw)
     for member in members(kind):
-        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
+        if raw is member or (type(number) is type(_value(member)) and number == _value(member)):
             return member
-    abstract = {int: Integral, float: Real}.get(kind)
-    if abstract and isinstance(raw, abstract) and not isinstance(raw, bool):
-        return kind(raw)  # an int for a float, or a number of numpy
-    if kind is timedelta and type(raw) in (int, float):
+    fits = isinstance(number, int) if kind is int else kind is float and isinstance(number, (int, float))
+    if fits and not isinstance(number, bool):
+        with suppress(OverflowError):  # an int of 310 digits is told below
+            return kind(number)
+    if kind is timedelta and isinstance(number, (int, float)) and not isinstance(number, bool):
         # .inf, .nan, and what is longer than 2.7 million years, is told below.
         with suppress(OverflowError, ValueError):
-            return timedelta(seconds=raw)
+            return timedelta(seconds=number)
         raise MismatchError(f"expected a number of seconds, got {raw!r}; unset means the default")
     if kind is Path and isinstance(raw, str):
         return Path(raw)

@@ -44,6 +44,8 @@ REFUSED = [
     ([1], tuple[int, int]),
     (np.float64(3.9), int),
     (np.True_, int),
+    (np.True_, timedelta),
+    (10**400, float),
     ("ab", Sequence[str]),
     (float("nan"), timedelta),
 ]
@@ -77,6 +79,8 @@ ACCEPTED = [
     (np.int64(4), int, 4),
     (np.int64(4), float | None, 4.0),
     (np.float64(0.5), float, 0.5),
+    (np.int64(4), Literal[2, 4], 4),
+    (np.float64(0.5), timedelta, timedelta(seconds=0.5)),
 ]
 
 
