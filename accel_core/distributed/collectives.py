@@ -279,7 +279,7 @@ def _number(given: Any, name: str, remedy: str) -> Any:
         TypeError: it is another value.
     """
     if isinstance(given, (np.generic, np.ndarray)) and given.ndim == 0:
-        given = given.item()
+        given = given.tolist()  # None if numpy has masked it
     if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Number)):
         raise TypeError(f"{name} is {given!r:.80}\n{remedy}")
     return given

@@ -130,6 +130,7 @@ def test_a_loss_is_one_number_unless_gradients_are_given(trained):
         lambda it: it.reduce(torch.ones(2), scale="2"),
         lambda it: it.reduce(torch.ones(2), scale=torch.ones(2)),
         lambda it: it.reduce(torch.ones(2), scale=np.ones(2)),
+        lambda it: it.reduce(torch.ones(2), scale=np.ma.masked),
         lambda it: it.broadcast(torch.ones(2), from_process=None),
         lambda it: it.pad_across_processes(torch.ones(2), dim="0"),
         lambda it: it.pad_across_processes(torch.ones(2), pad_index=None),
