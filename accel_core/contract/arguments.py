@@ -13,8 +13,9 @@ def whole_number(given: Any, least: float = 0) -> int | None:
 
     None for another value, True among them, and for a number below `least`.
     """
+    is_flag = isinstance(given, bool) or str(getattr(given, "dtype", "")) == "torch.bool"
     try:
-        number = None if isinstance(given, bool) else operator.index(given)
+        number = None if is_flag else operator.index(given)
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
         return None
     return number if number is not None and number >= least else None

@@ -170,6 +170,9 @@ class StepState:
         """Return whether the optimizer's gradients are those that were reduced.
 
         None stands for all optimizers.
+
+        Raises:
+            AccelError: gradients of a window with items were replaced by others.
         """
         asked = [*self.reduced] if optimizer is None else [optimizer]
         return bool(asked) and all(key in self.reduced and self._stays_reduced(key, window) for key in asked)

@@ -51,6 +51,12 @@ def test_options_by_name_are_a_mapping(arguments):
         Accelerator(cpu=True, **arguments)
 
 
+@pytest.mark.parametrize("flag", [True, torch.tensor(True), np.True_], ids=["bool", "torch", "numpy"])
+def test_a_flag_of_any_library_is_no_number(flag):
+    with pytest.raises(ConfigError, match="set_seed: the seed is .*True"):
+        set_seed(flag)
+
+
 def test_a_flag_is_no_number(trained):
     accelerator, model = trained
     loader = accelerator.prepare(DataLoader([1, 2, 3]))
