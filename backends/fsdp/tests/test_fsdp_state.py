@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -115,6 +117,21 @@ def said_of_stand_ins(version: int, folder: str) -> list[str]:
 def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(version: int, tmp_path: Path) -> None:
     for said in run_processes(said_of_stand_ins, version, str(tmp_path)):
         assert all("of which this rank has parts" in each for each in said)
+
+
+def freed(version: int) -> bool:
+    run, model, optimizer = started(version, "mlp")
+    held = weakref.ref(run.unwrap_model(model))
+    for _ in steps_of(run, model, optimizer, "mlp", range(2)):
+        pass
+    model, optimizer = run.free_memory(model, optimizer)
+    gc.collect()
+    return held() is None
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_free_memory_lets_a_model_go(version: int) -> None:
+    assert run_processes(freed, version) == [True, True]
 
 
 def said_after_freeing(version: int, trains: bool, folder: str) -> list[str]:

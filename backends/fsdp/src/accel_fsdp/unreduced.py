@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary, ref
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
@@ -36,7 +36,7 @@ class Unreduced:
 
     def __init__(self) -> None:
         self._handles: set[Any] = set()
-        self._followed: list[Any] = []
+        self._followed: WeakSet[Any] = WeakSet()
 
     def follow(self, model: nn.Module) -> None:
         """Note each reduction of the model's gradients.
@@ -59,7 +59,7 @@ class Unreduced:
                     _take_over, handle, handle._writeback_orig_params
                 )
                 _note_places(handle)
-                self._followed.append(handle)
+                self._followed.add(handle)
         for part in model.modules():
             vars(part)["zero_grad"] = partial(_zero_grad, part)
             vars(part)["requires_grad_"] = partial(_requires_grad, part)
