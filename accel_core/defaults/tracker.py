@@ -84,8 +84,8 @@ class JsonLines:
 
     def _begin(self, settings: Mapping[str, Any]) -> None:
         assert self._file is not None
-        self._begun = self.run.run_id, settings
         self._file.write(run=self.run.run_id, **settings)
+        self._begun = self.run.run_id, settings
 
 
 def _refuse(options: Mapping[str, Any], where: str) -> None:

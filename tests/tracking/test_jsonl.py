@@ -168,6 +168,26 @@ def log_twice(accelerator):
     accelerator.log({"x": 2})
 
 
+def test_settings_that_a_full_disk_kept_back_come_with_the_next_values(tmp_path, monkeypatch):
+    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=0)
+    accelerator = Accelerator(cpu=True, log_with="jsonl", project_config=project)
+    accelerator.init_trackers("project", {"lr": 0.1})
+    monkeypatch.setattr(accelerator.run, "run_id", "another")
+
+    def write(number, content):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("accel_core.defaults.lines.os.write", write)
+        with pytest.warns(UserWarning, match="tracker jsonl loses values"):
+            accelerator.log({"loss": 1})
+    accelerator.log({"loss": 2})
+    accelerator.end_training()
+
+    told = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
+    assert {"lr": 0.1} in [line.get("config") for line in told if line["run"] == "another"]
+
+
 @pytest.mark.parametrize("written", [None, 3])
 def test_a_full_disk_costs_values_and_a_warning_but_not_the_training(tmp_path, monkeypatch, written):
     project = ProjectConfiguration(project_dir=str(tmp_path), record_every=0)
