@@ -284,7 +284,7 @@ def clip_norm(
         if clip is None:
             norm = clip_grad_norm_(parameters, max_norm, norm_type)
         else:
-            norm = clip(unit, parameters, max_norm, norm_type)
+            norm = clip(unit, parameters, max_norm, float(norm_type))  # torch takes text too
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_norm_", error)
         raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -10,8 +11,9 @@ from fsdp_problem import TIMEOUT, accelerator, net, plugin
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, ConfigError
+from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_fsdp.norms import Layout, clip_norm
 from accel_testing import run_processes
 
 VERSIONS = (1, 2)
@@ -19,15 +21,15 @@ SGD = torch.optim.SGD
 
 
 def of_doubles(version: int) -> tuple[list[float], dict[str, Tensor]]:
-    """Norms of three clipped steps, and weights."""
+    """Norms of three clipped steps, and weights; torch takes text for a norm too."""
     run = accelerator(plugin("mlp", version)) if version else Accelerator(device="cpu")
     model = net("mlp").double()
     model, optimizer = run.prepare(model, SGD(model.parameters(), lr=0.5))
     norms = []
-    for step in range(3):
+    for step, norm_type in enumerate((2, "inf", "1")):
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
         run.backward(model(x).square().mean())
-        norms.append(run.clip_grad_norm_(model.parameters(), 0.1).item())
+        norms.append(run.clip_grad_norm_(model.parameters(), 0.1, norm_type).item())
         optimizer.step()
         optimizer.zero_grad()
     weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
@@ -41,6 +43,13 @@ def test_models_in_float64_are_clipped_in_float64(version: int) -> None:
     for found in run_processes(of_doubles, version):
         assert found[0] == pytest.approx(norms, rel=1e-12)
         torch.testing.assert_close(found[1], weights, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf])
+def test_a_norm_that_parts_of_gradients_do_not_add_up_to_is_refused(norm_type: float) -> None:
+    layout = Layout.of([nn.Parameter(torch.ones(3))])
+    with pytest.raises(AccelError, match=r"norm_type is .*\ngive 2, any other p above 0, or inf"):
+        clip_norm(layout, 1.0, norm_type, torch.device("cpu"))
 
 
 def llama(heads: int = 2) -> nn.Module:

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.distributed.tensor import DTensor
 
+from accel_core import AccelError
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -89,7 +91,15 @@ def clip_norm(layout: Layout, max_norm: float, norm_type: float, device: torch.d
 
     As `torch.nn.utils.clip_grad_norm_` computes it of the whole gradients, in float32; in float64, where a
     parameter is of it.
+
+    Raises:
+        AccelError: `norm_type` is not above 0. Parts of a gradient do not add up to such a number.
     """
+    if not norm_type > 0:  # nan too
+        raise AccelError(
+            f"clip_grad_norm_: norm_type is {norm_type}, which cannot be computed of gradients in parts\n"
+            "give 2, any other p above 0, or inf"
+        )
     pairs = [(_local(p.grad), kind) for p, kind in zip(layout.parameters, layout.kinds, strict=True)]
     here = [(gradient, kind) for gradient, kind in pairs if gradient is not None]
     total = _total(layout, here, norm_type, device)
