@@ -82,6 +82,22 @@ def dropped_gradients(stage: int) -> Pair:
     return whole_weights(ours, model), weights(plain)
 
 
+def the_head_alone(stage: int) -> Pair:
+    """No optimizer has the other layers, which nobody froze."""
+    ours, model, plain = accelerator(DeepSpeedPlugin(zero_stage=stage)), network(), network()
+    by_hand, (x, y) = sgd(plain[3].parameters()), data()[0:8]
+    head = model[3]
+    model, optimizer = ours.prepare(model, sgd(head.parameters()))
+    for _ in range(3):
+        ours.backward(mse_loss(model(x), y))
+        mse_loss(plain(x), y).backward()
+        if stage:
+            ours.clip_grad_norm_(head.parameters(), 0.1)
+            nn.utils.clip_grad_norm_(plain[3].parameters(), 0.1)
+        _step(optimizer, by_hand)
+    return whole_weights(ours, model), weights(plain)
+
+
 def clipped_by_value(stage: int) -> Pair:
     ours, (model, optimizer), (plain, by_hand), x, y = _pair(stage)
     for _ in range(3):
@@ -200,6 +216,7 @@ SCENARIOS = [
     clipped_by_the_config,
     prepared_in_several_calls,
     dropped_gradients,
+    the_head_alone,
     clipped_by_value,
     sums_over_items,
     sums_over_items_of_whole_windows,

@@ -295,6 +295,13 @@ def some_parameters() -> None:
     _clipped(1.0, 2, some=True)
 
 
+def parameters_of_no_optimizer() -> None:
+    ours, model = accelerator(DeepSpeedPlugin(gradient_clipping=1.0)), network()
+    model, _ = ours.prepare(model, sgd(model[3].parameters()))
+    ours.backward(model(torch.ones(2, 6)).sum())
+    ours.clip_grad_norm_(model.parameters(), 1.0)
+
+
 REFUSED: dict[Callable[[], None], str] = {
     two_optimizers: "give one optimizer several parameter groups",
     two_models: "put them in one nn.Module",
@@ -305,6 +312,7 @@ REFUSED: dict[Callable[[], None], str] = {
     another_norm: "clip_grad_norm_ asks for 0.5, and gradient_clipping of the DeepSpeed config for 1.0",
     another_norm_type: "not by norm_type=1",
     some_parameters: "has more than were given",
+    parameters_of_no_optimizer: "no optimizer has 0.weight (4 such parameter(s)), whose gradient would count",
 }
 
 

@@ -117,13 +117,22 @@ class Gradients:
     """
     _steps_copies = False
     """True if a step is of copies, laid out when the engine was made."""
+    _groups: str | None = None
+    """Attribute of DeepSpeed's optimizer with the parameters whose gradients it takes.
+
+    None: all of the model's.
+    """
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:
         self.configured = max_norm
         self.fixed = fixed
         self.engine, self.optimizer = engine, engine.optimizer
         named = dict(engine.module.named_parameters())
-        self._training = {name: p for name, p in named.items() if p.requires_grad}
+        groups = [named.values()] if self._groups is None else getattr(self.optimizer, self._groups)
+        taken = {id(parameter) for group in groups for parameter in group}
+        self._training = {name: p for name, p in named.items() if p.requires_grad and id(p) in taken}
+        self._others = {name: p for name, p in named.items() if p.requires_grad and id(p) not in taken}
+        """Parameters that no optimizer steps."""
         self._frozen = {name: p for name, p in named.items() if not p.requires_grad}
         self.trained = frozenset(map(id, self._training.values()))
         self._grouped = self._in_groups()
@@ -132,7 +141,7 @@ class Gradients:
         engine.gradient_clipping, engine.clip_fp32_gradients = lambda: max_norm, lambda: None
         self._enter, self._clear = engine._backward_prologue, engine.zero_grad
         engine._backward_prologue = self._begin
-        engine.zero_grad = lambda set_to_none=True: self.drop()  # its own leaves what is reduced
+        engine.zero_grad = self._zero_grad  # its own leaves what is reduced
 
     def _take_over(self) -> Any:
         # Else `step` would reduce a second time.
@@ -148,7 +157,21 @@ class Gradients:
     @property
     def has_any(self) -> bool:
         """True if a backward of this rank has left gradients, not yet reduced."""
-        return any(p.grad is not None for p in self.engine.module.parameters())
+        return any(p.grad is not None for p in self._training.values())
+
+    def refuse_others(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse to clip these together with gradients that DeepSpeed does not take.
+
+        Its norm is without them. Raises AccelError.
+        """
+        given = set(map(id, parameters))
+        others = [name for name, p in self._others.items() if p.grad is not None and id(p) in given]
+        if others:
+            raise AccelError(
+                f"DeepSpeed clips what its optimizer steps, and no optimizer has {others[0]}"
+                f" ({len(others)} such parameter(s)), whose gradient would count in the norm\n"
+                "freeze such parameters before prepare, or pass those that the optimizer was made with"
+            )
 
     def reduce(self) -> None:
         """Average over the ranks; once a window, in its last micro-batch. Collective."""
@@ -301,6 +324,11 @@ class Gradients:
         self._is_reduced = False
         self._clear()
 
+    def _zero_grad(self, set_to_none: bool = True) -> None:
+        self.drop()
+        for parameter in self._others.values():
+            parameter.grad = None
+
 
 class Masters(Gradients):
     """Stages 0 and 1 with bfloat16 weights, where they are summed in float32.
@@ -308,7 +336,7 @@ class Masters(Gradients):
     Whole, in the optimizer.
     """
 
-    _steps_copies = True
+    _steps_copies, _groups = True, "bf16_groups"
 
     @property
     def has_any(self) -> bool:
@@ -325,7 +353,7 @@ class Masters(Gradients):
 class WholeWeights(Gradients):
     """Stages 1 and 2: this rank's share of each group, in the optimizer."""
 
-    _steps_copies = True
+    _steps_copies, _groups = True, "bit16_groups"
 
     _taken = False
     """True if a backward has brought gradients to stage 2 or 3.
@@ -357,7 +385,7 @@ class WholeWeights(Gradients):
     def reduce(self) -> None:
         # Other ranks may have gradients of what this one did not use.
         if self.engine.zero_optimization_stage() == 1 and self.has_any:
-            for parameter in self.engine.module.parameters():
+            for parameter in self._training.values():
                 if parameter.requires_grad and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
         super().reduce()
@@ -422,6 +450,8 @@ class WholeWeights(Gradients):
 
 class Sharded(WholeWeights):
     """Stage 3: this rank's share of each parameter."""
+
+    _groups = "fp16_groups"
 
     def _keep(self) -> None:
         if self.optimizer.offload_optimizer and self._is_edited:

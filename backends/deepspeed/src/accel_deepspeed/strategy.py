@@ -269,6 +269,7 @@ class DeepSpeed(SharedSequences, EngineState):
                 f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"
                 "pass model.parameters()"
             )
+        held.refuse_others(parameters)
         if held.fixed and held.configured != max_norm and math.isfinite(max_norm):
             raise AccelError(
                 f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
