@@ -255,7 +255,7 @@ class StepSampler:
         """
         if not isinstance(value, torch.Tensor):
             return value
-        if value.numel() != 1 or hasattr(value, "to_local"):
+        if value.numel() != 1 or value.is_meta or hasattr(value, "to_local"):
             return None
         if value.device.type == "cpu":
             return value.item()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -85,6 +86,13 @@ def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker
         )
     given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
     own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
+    for tracker in own:
+        name = getattr(tracker, "name", None)
+        if not isinstance(name, str) or not name:
+            raise ConfigError(
+                f"log_with: a tracker {type(tracker).__name__} has no name\n"
+                'give its class one, by which get_tracker and init_kwargs find it: name = "mine"'
+            )
     names = [name for name in given if not isinstance(name, GeneralTracker)]
     return None if log_with is None or (own and not names) else names, own
 
@@ -99,6 +107,8 @@ class Trackers:
         self.run = run
         self.names = tuple(names)
         self.has_finished = False
+        self._begun: dict[str, str] = {}
+        """The project of each that has been started, also where another one could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 
@@ -112,21 +122,25 @@ class Trackers:
                 "give text under which trackers keep what is logged"
             )
         self._check_options(options, "init_kwargs")
-        if self._loggers:
+        others = {self._begun.get(name, project) for name in self.names} - {project}
+        if self._loggers or others:
             raise AccelError(
                 f"init_trackers({project!r}): the trackers of this run have been started already\n"
                 "call it once, or make another Accelerator for another project"
             )
         settings = masked(_settings(config))
         for hook in self._here("tracking_started"):
-            hook.call(project, _read(settings), options.get(hook.plugin, {}))
+            if hook.plugin not in self._begun:  # a second call goes on after the one that failed
+                hook.call(project, _read(settings), options.get(hook.plugin, {}))
+                self._begun[hook.plugin] = project
         self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank.
 
         Raises:
-            Exception: a tracker refused them; raised after all have been called.
+            Exception: a tracker refused them; raised after all have been called. What a later one
+                raised is its context.
         """
         if not isinstance(values, Mapping):
             raise AccelError(
@@ -150,6 +164,8 @@ class Trackers:
                 log(_read(read), step, options.get(name, {}))
             except Exception as error:  # the others keep what one refuses
                 errors.append(error)
+        for first, then in pairwise(errors):
+            first.__context__ = then
         if errors:
             raise errors[0]
 
@@ -275,7 +291,7 @@ def _read(value: Any) -> Any:
         return type(value)(map(_read, value))
     if isinstance(value, Tensor):
         _require_whole(value)
-        return value.item() if value.numel() == 1 else value.detach().clone()
+        return value.item() if value.numel() == 1 and not value.is_meta else value.detach().clone()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):

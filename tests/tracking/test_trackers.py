@@ -156,6 +156,27 @@ def test_what_one_tracker_refuses_is_logged_by_the_others(tracked):
     assert (3, {"loss": 2}, {}) in mine.seen
 
 
+def test_what_a_later_tracker_raises_is_the_context_of_the_first_error(tracked):
+    class Refuses(Mine):
+        def __init__(self, name):
+            super().__init__()
+            self.name = name
+
+        def log(self, values, step=None, **options):
+            raise ValueError(f"{self.name} is full")
+
+    accelerator = tracked([Refuses("one"), Refuses("two"), Refuses("three")])
+    accelerator.init_trackers("project")
+    with pytest.raises(ValueError) as raised:
+        accelerator.log({"loss": 2})
+
+    messages, error = [], raised.value
+    while error is not None:
+        messages.append(str(error))
+        error = error.__context__
+    assert sorted(messages) == ["one is full", "three is full", "two is full"]
+
+
 def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
@@ -164,6 +185,15 @@ def test_tensors_of_one_element_arrive_as_numbers(tracked):
 
     assert mine.seen[-1] == (None, {"a": 0.5, "b": {"c": 2}, "d": [3]}, {})
     assert type(mine.seen[-1][1]["a"]) is float
+
+
+def test_a_tensor_without_a_number_arrives_as_a_tensor(tracked):
+    mine = Mine()
+    accelerator = tracked(mine)
+    accelerator.init_trackers("project")
+    accelerator.log({"loss": torch.empty(1, device="meta")})
+
+    assert mine.seen[-1][1]["loss"].is_meta
 
 
 def test_what_the_program_or_a_tracker_writes_to_later_reaches_no_other_tracker(tracked):
@@ -288,6 +318,30 @@ def test_a_second_start_is_an_error(tracked):
         accelerator.init_trackers("two")
 
 
+def test_a_second_start_after_a_failed_one_starts_only_those_that_are_not(tracked):
+    class Refuses(Mine):
+        name = "refuses"
+
+        def start(self, **options):
+            super().start(**options)
+            if self.seen == [("start", "project", {})]:
+                raise ValueError("no such account")
+
+    before, refuses, after = Mine(), Refuses(), Mine()
+    after.name = "after"
+    accelerator = tracked([before, refuses, after])
+    with pytest.raises(ValueError, match="no such account"):
+        accelerator.init_trackers("project")
+    with pytest.raises(AccelError, match="have been started already"):
+        accelerator.init_trackers("another")
+    accelerator.init_trackers("project")
+    accelerator.end_training()
+
+    once = [("start", "project", {}), ("config", {}), "finished"]
+    assert (before.seen, after.seen) == (once, once)
+    assert refuses.seen == [once[0], *once]
+
+
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
     with pytest.raises(ConfigError, match=r"no tracker 'jsnol' is installed; did you mean 'jsonl'"):
         tracked("jsnol")
@@ -301,6 +355,12 @@ def test_what_is_no_tracker_is_an_error(tracked):
 def test_two_trackers_of_one_name_are_an_error(tracked):
     with pytest.raises(ConfigError, match="a Mine is called 'mine', as a plugin of this run"):
         tracked([Mine(), Mine()])
+
+
+@pytest.mark.parametrize("its", [{}, {"name": ""}, {"name": 3}], ids=["none", "empty", "number"])
+def test_a_tracker_without_a_name_is_an_error(tracked, its):
+    with pytest.raises(ConfigError, match=r"a tracker Nameless has no name\ngive its class one"):
+        tracked(type("Nameless", (GeneralTracker,), its)())
 
 
 def test_a_tracker_that_cannot_log_says_so(tracked):
