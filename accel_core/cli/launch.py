@@ -181,7 +181,12 @@ def _planned(
     """Return the launch, the script's words, and `accel launch` with all of them."""
     from accel_core.launch.plan import plan
 
-    flags = {name.replace("__", "."): value for name, value in options.items() if value is not None}
+    flags: dict[str, str] = {}
+    for name, value in options.items():
+        path = name.replace("__", ".")
+        if value is not None and flags.setdefault(path, value) != value:  # as --tee and as --launch.tee
+            short, first = path.partition(".")[2], flags[path]
+            raise ConfigError(f"flag --{short}: {path}: {value!r} and {first!r} were given\ngive it once")
     planned = plan(flags=flags, file=config)
     _refuse_missing(target, module)
     for note in planned.resolved.notes:

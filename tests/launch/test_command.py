@@ -348,6 +348,17 @@ def test_a_misspelt_flag(tmp_path):
     )
 
 
+@pytest.mark.parametrize(("one", "other"), [("--tee", "--launch.tee"), ("--log-dir", "--launch.log-dir")])
+def test_two_spellings_of_a_flag_with_two_values_are_refused(tmp_path, one, other):
+    (tmp_path / "train.py").touch()
+    for asked in ((one, "main", other, "all"), (other, "all", one, "main")):
+        ended = accel("launch", "--dry-run", *asked, "train.py", cwd=tmp_path)
+
+        assert ended.returncode == 1
+        assert f"accel: flag {one}: " in ended.stderr
+        assert "give it once" in ended.stderr
+
+
 def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tmp_path):
     config = "from attrs import frozen\nfrom accel_core import option\n"
     config += "@frozen(kw_only=True)\nclass Config:\n    static_gait: bool = option(False, help='Trot.')\n"
