@@ -105,6 +105,15 @@ def test_inside_of_a_job_the_config_is_named_in_the_folder_that_was_sent(monkeyp
     assert words == ["-m", "accel_core", "launch", "--config=accel.yaml", "my train.py"]
 
 
+def test_a_flag_of_the_script_stays_as_it_is(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    asked = Job(
+        argv=(), command=("python", "-m", "accel_core", "launch", "train.py", f"--config={tmp_path}/my.yaml")
+    )
+
+    assert relocated(asked, RayConfig(working_dir="."))[-1] == f"--config={tmp_path}/my.yaml"
+
+
 @pytest.mark.parametrize(
     ("config", "found"),
     [

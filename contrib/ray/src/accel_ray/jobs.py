@@ -15,6 +15,8 @@ __all__ = ["passed_on", "relocated", "request", "sent_folder", "submit"]
 
 STOP_SECONDS: Final = 40
 """Time between the signal of `ray job stop` and SIGKILL; Ray's default is 3."""
+FLAGS: Final = 3
+"""Place of the first flag behind the interpreter: --config if there is a file."""
 
 
 def request(job: Job, config: RayConfig) -> dict[str, Any]:
@@ -69,12 +71,9 @@ def relocated(job: Job, config: RayConfig) -> list[str]:
     The config file is named where the sent folder will be.
     """
     words, folder, start = list(job.command[1:]), sent_folder(config), "--config="
-    if folder is not None:
-        for index, word in enumerate(words):
-            file = Path(word.removeprefix(start))
-            if word.startswith(start) and file.is_relative_to(folder):
-                words[index] = f"{start}{file.relative_to(folder)}"
-                break
+    file = Path(words[FLAGS].removeprefix(start))
+    if folder is not None and words[FLAGS].startswith(start) and file.is_relative_to(folder):
+        words[FLAGS] = f"{start}{file.relative_to(folder)}"
     return words
 
 
