@@ -105,7 +105,14 @@ class Launch:
         settled = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
         if allocation.processes_per_node:
             settled["processes_per_node"] = allocation.processes_per_node
-        config = evolve(self.config, launch=evolve(section, **settled))
+        try:
+            config = evolve(self.config, launch=evolve(section, **settled))
+        except ValueError as error:  # there is no such place
+            raise LaunchError(
+                f"launcher {section.launcher} was told by its engine that this is node"
+                f" {allocation.node_rank} of {allocation.nodes}: {error}\n"
+                f"correct the engine's variables, or leave it out by --launcher {NATIVE}"
+            ) from error
         return evolve(found, resolved=evolve(resolved, config=config), allocation=allocation)
 
     def line(self, processes: int | str) -> str:

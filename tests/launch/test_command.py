@@ -328,6 +328,23 @@ def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, f
     assert f"launcher herd returned {found} for 2 process(es)" in ended.stderr
 
 
+@pytest.mark.parametrize("place", ["nodes=2, node_rank=2", "nodes=0, node_rank=0"])
+def test_a_place_that_its_engine_cannot_have_given_is_refused(toys, tmp_path, place):
+    source = "from accel_core import Allocation, hooks, implements\n\nclass Launcher:\n"
+    source += "    def __init__(self, config, run): pass\n\n    @implements(hooks.allocation)\n"
+    source += f"    def allocation(self, launch): return Allocation(job_id='7', {place}, address='gpu01')\n"
+    environment = toys(
+        "herd", "launcher", implementation="'toy_place:Launcher'", modules={"toy_place": source}
+    )
+    (tmp_path / "train.py").touch()
+
+    ended = accel("launch", "--launcher", "herd", "train.py", environment=environment, cwd=tmp_path)
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("accel: launcher herd was told by its engine that this is node ")
+    assert ended.stderr.endswith("or leave it out by --launcher torchrun\n")
+
+
 def test_an_unknown_launcher(tmp_path):
     told = refused(tmp_path, "--launcher", "torchrn", "train.py")
 
