@@ -41,6 +41,16 @@ def test_without_safetensors_a_bin_is_written(sharded, tmp_path):
     assert same(torch.load(tmp_path / "pytorch_model.bin", weights_only=True), weights)
 
 
+@pytest.mark.parametrize("inside", [".", "whole"])
+def test_weights_that_would_be_removed_with_the_shards_are_refused(sharded, inside):
+    folder, _ = sharded
+    with pytest.raises(
+        ValueError, match="would be removed with .*\ngive a folder outside of it, or leave out"
+    ):
+        merge_fsdp_weights(folder, folder / inside, remove_checkpoint_dir=True)
+    assert (folder / ".metadata").exists()
+
+
 def test_the_folder_above_is_refused_with_the_name_of_the_right_one(sharded, tmp_path):
     with pytest.raises(ValueError, match="there is pytorch_model_fsdp_0 in it, pass one of these"):
         merge_fsdp_weights(sharded[0].parent, tmp_path)
@@ -52,3 +62,7 @@ def test_a_checkpoint_of_accel_core_is_merged_too(tmp_path):
     accelerator.save_state(tmp_path / "saved")
     merge_fsdp_weights(tmp_path / "saved", tmp_path / "merged")
     assert same(load_file(tmp_path / "merged" / "model.safetensors"), dict(model.state_dict()))
+    merge_fsdp_weights(tmp_path / "saved", tmp_path / "bin", safe_serialization=False)
+    assert same(
+        torch.load(tmp_path / "bin" / "pytorch_model.bin", weights_only=True), dict(model.state_dict())
+    )

@@ -34,17 +34,23 @@ def merge_fsdp_weights(
     SHARDED_STATE_DICT, or a checkpoint of accel-core.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: it is neither, or the merged weights would be removed with it.
     """
     source, target, state = Path(checkpoint_dir), Path(output_path), PartialState()
     if not any((source / name).is_file() for name in (".metadata", "manifest.json")):
         inner = sorted(each.parent.name for each in source.glob("*/.metadata"))
         meant = f"; there is {' and '.join(inner)} in it, pass one of these" if inner else ""
         raise ValueError(f"Tried to load from {source} but couldn't find a valid metadata file{meant}.")
+    if remove_checkpoint_dir and target.resolve().is_relative_to(source.resolve()):
+        raise ValueError(
+            f"merge-weights: the merged weights in {target} would be removed with {source}\n"
+            "give a folder outside of it, or leave out --remove_checkpoint_dir"
+        )
     if state.is_main_process:
         target.mkdir(parents=True, exist_ok=True)
         if (source / "manifest.json").is_file():
             words = [accel(), "checkpoint", "export", str(source), str(target)]
+            words += [] if safe_serialization else ["--format", "torch"]
             subprocess.run(words, check=True)  # noqa: S603  ours
         else:
             _merge(source, target, safe_serialization)
