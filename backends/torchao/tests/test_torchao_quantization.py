@@ -140,6 +140,8 @@ def test_patterns_choose_layers_and_tied_ones_stay() -> None:
 def test_what_cannot_be_here_is_refused_with_the_reason() -> None:
     with pytest.raises(ConfigError, match=r"'int3' is not a scheme\nchoose among int8"):
         quantize(model(), "int3")
+    with pytest.raises(ConfigError, match=r"skip='\(' is not a regular expression: .*\nescape it, or fix it"):
+        quantize(Model(), "int8", skip="(")
     with pytest.raises(ConfigError, match="scheme 'float8_dynamic' cannot be used here: AssertionError"):
         quantize(model(), "float8_dynamic")
 

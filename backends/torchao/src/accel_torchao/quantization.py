@@ -179,6 +179,13 @@ def _config(scheme: Any) -> Any:
 
 def _layers(model: nn.Module, only: str | None, skip: str | None) -> dict[str, nn.Linear]:
     """Return the layers to quantise by name; tied ones would come apart."""
+    for given, pattern in (("only", only), ("skip", skip)):
+        try:
+            re.compile(pattern or "")
+        except re.error as error:
+            raise ConfigError(
+                f"quantize: {given}={pattern!r} is not a regular expression: {error}\nescape it, or fix it"
+            ) from None
     count: dict[Tensor, int] = {}
     for _, parameter in model.named_parameters(remove_duplicate=False):
         count[parameter] = count.get(parameter, 0) + 1
