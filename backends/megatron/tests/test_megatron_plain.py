@@ -228,6 +228,29 @@ def test_a_group_that_is_added_after_prepare_is_refused() -> None:
     assert found.startswith("megatron: 2 parameter(s) came into the optimizer after prepare (0.weight)")
 
 
+def of_a_part() -> list[str]:
+    """Norms of a layer that is trained alone, the other one not frozen: of both layers, of the layer."""
+    ours, said = accelerator(), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    nn.init.ones_(model[1].weight)
+    layers = [model, model[1]]
+    model, _ = ours.prepare(model, torch.optim.AdamW(model[1].parameters(), lr=0.1))
+    ours.backward(model(torch.zeros(2, 4)).sum())
+    for layer in layers:
+        try:
+            said.append(str(float(ours.clip_grad_norm_(layer.parameters(), 1.0))))
+        except AccelError as error:
+            said.append(str(error))
+    return said
+
+
+def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others() -> None:
+    """megatron-core's norm would be without them, without a word."""
+    for of_both, of_one in run_processes(of_a_part):
+        assert "no optimizer has 0.weight (2 such parameter(s)), whose gradient would count" in of_both
+        assert float(of_one) > 0
+
+
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {
     "in place": lambda weight: weight.detach().fill_(0.5),
     "data": lambda weight: weight.data.fill_(0.5),

@@ -295,6 +295,13 @@ class Megatron(MegatronState):
                 f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
                 "pass model.parameters()"
             )
+        if others := [p for p in parameters if p.requires_grad and p not in trained]:
+            names = [name for name, each in unit.named_parameters().items() if each is others[0]]
+            raise AccelError(
+                f"megatron-core clips what its optimizer steps, and no optimizer has {', '.join(names)}"
+                f" ({len(others)} such parameter(s)), whose gradient would count in the norm\n"
+                "freeze such parameters before prepare, or pass those that the optimizer was made with"
+            )
         return torch.tensor(stepper.clip(max_norm), device=self.run.device)
 
     @implements(hooks.clip_grad_value)
