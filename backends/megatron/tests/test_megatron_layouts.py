@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from megatron_jobs import MODELS, accelerator
 
+from accel_core import ConfigError
 from accel_testing import run_processes
 
 
@@ -69,6 +70,23 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
 def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: str) -> None:
     for found in run_processes(refused, "llama", settings, options, world=2):
         assert says in found
+
+
+def beside_context_parallelism() -> str:
+    from accel_context_parallel import ContextParallelPlugin
+
+    try:
+        accelerator(kwargs_handlers=[ContextParallelPlugin(size=2)])
+    except ConfigError as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.skipif(find_spec("accel_context_parallel") is None, reason="needs accel-context-parallel")
+def test_an_extension_that_divides_the_ranks_is_refused() -> None:
+    for said in run_processes(beside_context_parallelism):
+        assert "megatron: an extension divides the ranks along 'cp'" in said
+        assert said.endswith("set strategy: fsdp beside it")
 
 
 def test_the_librarys_own_attention_serves_no_parts_of_sequences() -> None:

@@ -294,6 +294,46 @@ def test_calls_accumulate_in_a_window(overlap: bool) -> None:
     assert all(far < 1e-6 for far in run_processes(accumulated, overlap))
 
 
+def in_windows(overlap: bool, options: dict[str, Any]) -> tuple[dict[str, torch.Tensor], str]:
+    """Weights after windows, the second of which is dropped; what is said of two backwards before a step."""
+    ours = accelerator(num_micro_batches=2, other_megatron_args={"overlap_grad_reduce": overlap}, **options)
+    ours.gradient_accumulation_steps = 2
+    model = MODELS["gpt2"]()
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    topology = ours.run.topology
+    for number, batch in enumerate(batches(6)):
+        with ours.accumulate(model):
+            ours.backward(
+                model(
+                    **{name: each[topology.reader :: topology.readers] for name, each in batch.items()}
+                ).loss
+            )
+            if number // 2 != 1:
+                optimizer.step()
+            optimizer.zero_grad()
+    weights = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    try:
+        for batch in batches(2):
+            ours.backward(model(**batch).loss)
+    except AccelError as error:
+        return weights, str(error)
+    return weights, "nothing"
+
+
+@pytest.mark.parametrize(
+    ("world", "options"), [(2, {}), (4, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1})]
+)
+def test_gradients_reduced_during_backward_are_those_reduced_after_it(
+    world: int, options: dict[str, Any]
+) -> None:
+    after = run_processes(in_windows, False, options, world=world)
+    during = run_processes(in_windows, True, options, world=world)
+    for (wanted, said), (found, refused) in zip(after, during, strict=True):
+        torch.testing.assert_close(found, wanted)
+        assert said == "nothing"
+        assert refused.startswith("megatron: backward came after another one without optimizer.step()")
+
+
 class Reads(TorchDispatchMode):
     """Counts how often the host reads a tensor."""
 

@@ -33,12 +33,14 @@ class Chunks:
 
     raw: the modules themselves. run: what the schedule calls, each wrapped as far as training asks.
 
-    shard_map: parameter here -> its pieces of the user's model.
+    shard_map: parameter here -> its pieces of the user's model. scheduled: every backward is one of the
+    schedule; else the user may call any number of them before a step.
     """
 
     config: Any
     raw: list[nn.Module]
     shard_map: dict[nn.Parameter, Sequence[Piece]]
+    scheduled: bool = True
     run: list[Any] = field(factory=list)
 
     def __attrs_post_init__(self) -> None:
@@ -47,6 +49,17 @@ class Chunks:
     def parameters(self) -> Iterator[nn.Parameter]:
         """Of all chunks, each once."""
         return iter(self.shard_map)
+
+    def bucket_groups(self) -> Iterator[Any]:
+        """Yield what megatron-core reduces at once of gradients."""
+        for chunk in self.run:
+            for kind in ("bucket_groups", "expert_parallel_bucket_groups"):
+                yield from getattr(chunk, kind, ())
+
+    def reduce_at_the_step(self) -> None:
+        """Have no backward reduce gradients that the user adds to by others."""
+        for group in () if self.scheduled else self.bucket_groups():
+            group.is_last_microbatch = False
 
 
 def chunk_numbers(config: MegatronLMPlugin, layers: int) -> int | None:
@@ -170,7 +183,8 @@ def wrap(chunks: Chunks, plugin: MegatronLMPlugin) -> None:
             DistributedDataParallel(config, data_parallel, each, disable_bucketing=number > 0)
             for number, each in enumerate(inner)
         ]
-    if data_parallel.overlap_grad_reduce:
+    chunks.reduce_at_the_step()
+    if data_parallel.overlap_grad_reduce and chunks.scheduled:
         config.no_sync_func = _one_or_all([each.no_sync for each in chunks.run])
         if len(chunks.run) > 1:
             config.grad_sync_func = [each.start_grad_sync for each in chunks.run]

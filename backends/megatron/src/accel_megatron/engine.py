@@ -277,6 +277,8 @@ class Engine(nn.Module):
                 f"megatron: {len(batches)} micro-batch(es) for {stages} stages, most of which would idle\n"
                 f"give at least pp_degree micro-batches: num_micro_batches, or microbatches={stages}"
             )
+        if not forward_only:
+            self._refuse_begun()
         size, sequence = shape(batches, stages)
         if forward_loss is None:  # reads a batch as it likes
             sequence = self.plugin.seq_length or self.plugin.encoder_seq_length or sequence
@@ -316,14 +318,26 @@ class Engine(nn.Module):
             yield
             return
         # The schedule would leave it for the last micro-batch, and reduce there.
-        config.no_sync_func = None
+        reducing = config.grad_sync_func
+        config.no_sync_func = config.grad_sync_func = None
         try:
             with ExitStack() as stack:
                 for chunk in self.chunks.run:
                     stack.enter_context(chunk.no_sync())
                 yield
         finally:
-            config.no_sync_func = noisy
+            config.no_sync_func, config.grad_sync_func = noisy, reducing
+
+    def _refuse_begun(self) -> None:
+        """Raise AccelError for a backward that would add to gradients while they are being reduced."""
+        begun = (g.grad_reduce_handle or g.per_param_grad_ready_counts for g in self.chunks.bucket_groups())
+        if self.chunks.config.no_sync_func is not None and any(begun):
+            raise AccelError(
+                "megatron: backward came after another one without optimizer.step() and zero_grad() in"
+                " between, and with overlap_grad_reduce the first has begun to reduce gradients already\n"
+                "run both in one window (accelerator.accumulate, forward_backward), or leave"
+                " overlap_grad_reduce out"
+            )
 
     def _step(self, forward_loss: ForwardLoss, scale: float) -> Callable[[Iterator[Any], Any], Any]:
         def step(batches: Iterator[Any], chunk: Any) -> Any:

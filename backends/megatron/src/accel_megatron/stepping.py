@@ -164,7 +164,7 @@ class Stepper:
             raise AccelError(_KEPT)
         self._refuse_given(self._trained.values())
         chunks, is_empty = self.chunks.run, not self._has_gradients()
-        if is_empty and chunks[0].ddp_config.overlap_grad_reduce:
+        if is_empty and chunks[0].ddp_config.overlap_grad_reduce and self.chunks.scheduled:
             raise AccelError(_NO_GRADIENT)
         finalize_model_grads(chunks)
         if is_empty and not any(bool(buffer.grad_data.any()) for buffer in self._buffers()):
@@ -298,8 +298,13 @@ class Stepper:
 
     def drop(self) -> None:
         """Zero all gradients."""
+        for group in self.chunks.bucket_groups():
+            if group.grad_reduce_handle is not None:  # they are dropped while they are being reduced
+                group.grad_reduce_handle.wait()
+                group.grad_reduce_handle = None
         for chunk in self.chunks.run:
             chunk.zero_grad_buffer()
+        self.chunks.reduce_at_the_step()
         self.inner.zero_grad()
         self.told, self.kept, self._dropped = False, False, self._versions()
         self.forget()

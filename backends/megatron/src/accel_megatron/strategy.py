@@ -65,6 +65,14 @@ class Megatron(MegatronState):
                 "leave it at 1; to share sequences set strategy: fsdp, extensions: [cp] and cp.size:"
                 f" {self.config.context_parallel_size} (package accel-context-parallel)"
             )
+        asked = self.run.hooks.mesh_dims(config, self.run.world)
+        foreign = [dim for dim in asked if dim not in self.mesh_dims(config, self.run.world)]
+        reasons += [
+            f"megatron: an extension divides the ranks along {dim.name!r}, and megatron-core divides them by"
+            " its own degrees alone: each rank would train on its part as on the whole\n"
+            "leave the extension out, or set strategy: fsdp beside it"
+            for dim in foreign
+        ]
         return reasons
 
     @implements(hooks.mesh_dims)
@@ -240,8 +248,7 @@ class Megatron(MegatronState):
         engine = self.engines[unit]
         self._note_backward(unit)
         if isinstance(engine, unsplit.UnsplitEngine):
-            with engine.silence():
-                self.steppers[unit].inner.scale_loss(loss).backward(**options)
+            self.steppers[unit].inner.scale_loss(loss).backward(**options)
             return
         engine.scaled = None
         if options:

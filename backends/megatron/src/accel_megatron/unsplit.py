@@ -102,7 +102,7 @@ def build(run: Run, plugin: MegatronLMPlugin, model: nn.Module) -> building.Chun
     config = settings.build(run, plugin, None, num_layers=1, hidden_size=1, num_attention_heads=1)
     chunks = building.made(run, plugin, None, lambda **_: Whole(config, model))
     return building.Chunks(
-        config, chunks, {each: [same(name, each)] for name, each in model.named_parameters()}
+        config, chunks, {each: [same(name, each)] for name, each in model.named_parameters()}, scheduled=False
     )
 
 
