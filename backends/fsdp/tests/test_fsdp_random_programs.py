@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_core import Accelerator
+from accel_core import Accelerator, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import run_processes
 from accel_testing.random_programs import Program, make_program, require_equal, train
@@ -28,6 +29,11 @@ STACKS: dict[str, tuple[int, int, Sequence[Any]]] = {
         2,
         [options(fsdp_version=1, min_num_params=10, sharding_strategy="SHARD_GRAD_OP")],
     ),
+    "version 1, compiled": (
+        2,
+        2,
+        [options(fsdp_version=1, min_num_params=10), TorchDynamoPlugin(backend="aot_eager")],
+    ),
     "version 2": (2, 2, [options()]),
     "version 2, blocks checkpointed": (2, 2, [options(min_num_params=10, activation_checkpointing=True)]),
     "replicas": (4, 4, [options(min_num_params=10, dp_replicate_size=2)]),
@@ -42,6 +48,8 @@ def program_of(seed: int, stack: str) -> Program:
 
 
 def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
+    # dynamo reads it of gathered weights
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
     found = []
     for seed in SEEDS:
         accelerator = Accelerator(cpu=True, plugins=[*STACKS[stack][2]])

@@ -55,8 +55,10 @@ class Unreduced:
                     _show, handle, handle._use_unsharded_grad_views
                 )
                 # torch calls it before each gathering, to take over what the user has changed.
+                # In a window a vector's gradient is of another size, which cannot be traced.
+                take_over = torch.compiler.disable(_take_over)
                 vars(handle)["_writeback_orig_params"] = partial(
-                    _take_over, handle, handle._writeback_orig_params
+                    take_over, handle, handle._writeback_orig_params
                 )
                 _note_places(handle)
                 self._followed.add(handle)
