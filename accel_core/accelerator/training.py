@@ -355,6 +355,14 @@ class Training:
                 "pass model.parameters(), or a list",
                 units,
             )
+        here = {id(each) for unit in self.run.units for model in unit.models for each in model.parameters()}
+        if here.issuperset(map(id, listed)) and len(units - {None}) < 2:
+            raise UnownedError(
+                f"clipping: of these {len(listed)} parameters of a prepared model, some are not those that"
+                " prepare saw: what a forward gathers until its backward, or added or replaced since\n"
+                "clip after backward; prepare a model again that was changed",
+                units,
+            )
         names = sorted("no unit" if unit is None else unit.name for unit in units)
         raise UnownedError(
             f"clipping: these {len(listed)} parameters belong to {', '.join(names)};"

@@ -304,6 +304,13 @@ def test_clipping_parameters_of_no_unit_says_so(accelerator):
         accelerator.clip_grad_norm_(nn.Linear(1, 1), 1.0)
 
 
+def test_clipping_parameters_that_came_after_prepare_says_so(accelerator):
+    model = accelerator.prepare(net())
+    model.extra = nn.Parameter(torch.ones(1))
+    with pytest.raises(AccelError, match=r"some are not those that prepare saw.*\nclip after backward"):
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+
+
 def test_a_norm_that_is_not_a_number_is_refused(accelerator):
     model = accelerator.prepare(net())
     with pytest.raises(AccelError, match="norm_type is nan, which would make all gradients NaN\ngive 2"):

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from accel_core import Accelerator
+from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing import run_processes
 
@@ -138,3 +138,19 @@ def test_nor_under_an_optimizer_without_torchs_hooks() -> None:
     for found in run_processes(wrapped):
         for seen in found:
             torch.testing.assert_close(seen, wanted, rtol=1e-12, atol=1e-14)
+
+
+def clipped_between_forward_and_backward() -> str:
+    run = Accelerator(cpu=True, plugins=[FullyShardedDataParallelPlugin()])
+    model = run.prepare(nn.Linear(4, 4))
+    model(torch.ones(2, 4))
+    try:
+        run.clip_grad_norm_(model.parameters(), 1.0)
+    except AccelError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_clipping_between_forward_and_backward_names_the_forward() -> None:
+    for said in run_processes(clipped_between_forward_and_backward):
+        assert "what a forward gathers until its backward" in said
