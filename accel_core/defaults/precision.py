@@ -221,15 +221,15 @@ class Float16(_Autocast):
         """Mark gradients that a backward leaves in units of another scaler, or none."""
         if len(self.run.units) == 1 or not self._scaler(unit).is_enabled():
             return nullcontext()
-        from accel_core.training.unprepared import note_cleared, scaled  # late: few runs need it
+        from accel_core.training.unprepared import scaled  # late: few runs need it
 
-        others = []
+        others, own = [], []
         for each in self.run.units:
             if (each.scaler if each.optimizers else None) is not scaler:
                 others.append(each)
             elif each.step_state.has_scaled:
-                note_cleared(each)
-        return scaled(others) if others else nullcontext()
+                own.append(each)
+        return scaled(others, own) if others or own else nullcontext()
 
     def _scaler(self, unit: Unit) -> GradScaler:
         assert unit.scaler is not None

@@ -98,27 +98,24 @@ def _why_not_final(unit: Unit, optimizer: Optimizer) -> str:
 
 
 @contextmanager
-def scaled(units: Sequence[Unit]) -> Iterator[None]:
-    """Mark the gradients of these units that a backward inside changes."""
+def scaled(units: Sequence[Unit], own: Sequence[Unit]) -> Iterator[None]:
+    """Mark the gradients of these units that a backward inside changes.
+
+    own: units that the backward scales for, whose gradients get no mark.
+    """
     before = [(unit, each, each.grad, _version(each.grad)) for unit in units for each in _trained_in(unit)]
+    begun = [each for unit in own for each in _trained_in(unit) if not _is_kept(each.grad)]
     try:
         yield
     finally:
+        for parameter in begun:  # a strategy may give it the tensor again that had a mark and was dropped
+            if _is_scaled(parameter.grad):
+                delattr(parameter.grad, _MARK)
         for unit, parameter, gradient, version in before:
             now = parameter.grad
             if now is not None and (now is not gradient or _version(now) != version):
                 setattr(now, _MARK, True)
                 unit.step_state.note_scaled()
-
-
-def note_cleared(unit: Unit) -> None:
-    """Take the mark off gradients that were set to zero.
-
-    For before a backward that does not scale.
-    """
-    for parameter in _trained_in(unit) if unit.step_state.has_scaled else ():
-        if _is_scaled(parameter.grad) and not _local(parameter.grad).any():
-            delattr(parameter.grad, _MARK)
 
 
 def refuse_scaled(unit: Unit, optimizer: Optimizer | None) -> None:
@@ -129,7 +126,7 @@ def refuse_scaled(unit: Unit, optimizer: Optimizer | None) -> None:
     optimizers = unit.optimizers if optimizer is None else [optimizer]
     groups = [group for each in optimizers for group in each.param_groups]
     asked = [each for group in groups for each in group["params"]]
-    if any(_is_scaled(each.grad) and _local(each.grad).any() for each in asked):
+    if any(_is_kept(each.grad) for each in asked):
         raise AccelError(
             f"unit {unit.name!r} has gradients of a loss for which backward(loss, model=...) or"
             " accumulate(...) named other models only: it was scaled for those, and cannot be unscaled here\n"
@@ -154,6 +151,10 @@ def _trained_in(unit: Unit) -> list[nn.Parameter]:
     if unit not in _parameters:
         _parameters[unit] = [*unit.named_parameters().values()]
     return [each for each in _parameters[unit] if each.requires_grad]
+
+
+def _is_kept(gradient: Tensor | None) -> bool:
+    return _is_scaled(gradient) and bool(_local(gradient).any())
 
 
 def _version(gradient: Tensor | None) -> int:
