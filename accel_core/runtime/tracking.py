@@ -5,9 +5,9 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import pairwise
 from math import inf
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from accel_core.plugins.combining import Implementation
 
 Options = Mapping[str, Mapping[str, Any]]
+
+logger = logging.getLogger(__name__)
 
 
 class GeneralTracker:
@@ -139,8 +141,8 @@ class Trackers:
         """Hand the values to each tracker of this rank.
 
         Raises:
-            Exception: a tracker refused them; raised after all have been called. What a later one
-                raised is its context.
+            Exception: a tracker refused them; raised after all have been called. What others raised as
+                well is an error of the module's logger.
         """
         if not isinstance(values, Mapping):
             raise AccelError(
@@ -158,16 +160,16 @@ class Trackers:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
         self.run.record.log(read, step)
-        errors: list[Exception] = []
+        refused: list[tuple[str, Exception]] = []
         for name, log in self._loggers:
             try:
                 log(_read(read), step, options.get(name, {}))
             except Exception as error:  # the others keep what one refuses
-                errors.append(error)
-        for first, then in pairwise(errors):
-            first.__context__ = then
-        if errors:
-            raise errors[0]
+                refused.append((name, error))
+        for name, said in refused[1:]:
+            logger.error("tracker %s refused these values as well: %r", name, said)
+        if refused:
+            raise refused[0][1]
 
     def finish(self) -> None:
         """Close the trackers, while the run goes on. A second call does nothing.
