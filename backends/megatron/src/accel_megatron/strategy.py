@@ -302,7 +302,7 @@ class Megatron(MegatronState):
                 f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
                 "pass model.parameters()"
             )
-        if others := [p for p in parameters if p.requires_grad and p not in trained]:
+        if others := [p for p in parameters if p in stepper.left_out]:
             names = [name for name, each in unit.named_parameters().items() if each is others[0]]
             raise AccelError(
                 f"megatron-core clips what its optimizer steps, and no optimizer has {', '.join(names)}"
