@@ -244,11 +244,24 @@ def of_a_part() -> list[str]:
     return said
 
 
+def of_all_but_positions() -> str:
+    ours, model = accelerator(), gpt2()
+    some = [each for name, each in model.named_parameters() if "wpe" not in name]
+    model, _ = ours.prepare(model, torch.optim.AdamW(some, lr=0.1))
+    ours.backward(model(**batches(1)[0]).loss)
+    try:
+        return str(float(ours.clip_grad_norm_(model.parameters(), 1.0)))
+    except AccelError as error:
+        return str(error)
+
+
 def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others() -> None:
     """megatron-core's norm would be without them, without a word."""
     for of_both, of_one in run_processes(of_a_part):
         assert "no optimizer has 0.weight (2 such parameter(s)), whose gradient would count" in of_both
         assert float(of_one) > 0
+    (of_converted,) = run_processes(of_all_but_positions, world=1)
+    assert "no optimizer has transformer.wpe.weight (1 such parameter(s))" in of_converted
 
 
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -86,8 +86,9 @@ class Stepper:
         self.kept = False
         """True if gradients of a step were not dropped yet."""
         groups = _groups_of(unit, self.user_optimizer, chunks)
-        self.left_out = {p for p in chunks.parameters() if p.requires_grad and p not in groups}
-        """Parameters in no group, which are not trained, as in the user's optimizer."""
+        self.left_out = {each for each in unit.named_parameters().values() if each.requires_grad}
+        self.left_out.difference_update(self._in_groups())
+        """The user's parameters in no group, which are not trained, as in the user's optimizer."""
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
         self.unit = unit
