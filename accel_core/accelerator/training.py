@@ -360,7 +360,7 @@ class Training:
             raise UnownedError(
                 f"clipping: of these {len(listed)} parameters of a prepared model, some are not those that"
                 " prepare saw: what a forward gathers until its backward, or added or replaced since\n"
-                "clip after backward; prepare a model again that was changed",
+                "clip after backward; prepare a changed model again",
                 units,
             )
         names = sorted("no unit" if unit is None else unit.name for unit in units)
