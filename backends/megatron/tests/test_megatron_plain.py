@@ -13,6 +13,7 @@ from megatron_jobs import accelerator, batches, gpt2
 from torch import nn
 
 from accel_core import AccelError
+from accel_megatron.stepping import Stepper
 from accel_testing import run_processes
 
 
@@ -262,6 +263,33 @@ def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others() -> None
         assert float(of_one) > 0
     (of_converted,) = run_processes(of_all_but_positions, world=1)
     assert "no optimizer has transformer.wpe.weight (1 such parameter(s))" in of_converted
+
+
+def trained_in_turn() -> tuple[bool, list[bool]]:
+    """True if a layer trains after another one did; which parameters train after a failed prepare."""
+    ours, model = accelerator(), nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    ours.prepare(model, torch.optim.AdamW(model[1].parameters(), lr=0.1))
+    ours.free_memory()
+    before = model[0].weight.detach().clone()
+    prepared, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ours.backward(prepared(torch.ones(2, 4)).sum())
+    optimizer.step()
+    moved = not torch.equal(whole(ours, prepared)["0.weight"], before)
+    ours.free_memory()
+    Stepper.make = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        ours.prepare(model, torch.optim.AdamW(model[1].parameters(), lr=0.1))
+    return moved, [each.requires_grad for each in model.parameters()]
+
+
+def interrupted(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_layers_that_no_optimizer_has_are_frozen_no_longer_than_they_are_prepared() -> None:
+    for moved, trains in run_processes(trained_in_turn):
+        assert moved
+        assert trains == [True] * 4
 
 
 EDITS: dict[str, Callable[[nn.Parameter], Any]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -89,6 +90,7 @@ class Stepper:
         self.left_out = {each for each in unit.named_parameters().values() if each.requires_grad}
         self.left_out.difference_update(self._in_groups())
         """The user's parameters in no group, which are not trained, as in the user's optimizer."""
+        unit.detach.append(partial(_unfreeze, self.left_out))
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
         self.unit = unit
@@ -398,6 +400,11 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
         key: value.item() if isinstance(value, torch.Tensor) else _hashable(value)
         for key, value in kept.items()
     }
+
+
+def _unfreeze(parameters: Iterable[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.requires_grad_()
 
 
 def _hashable(value: Any) -> Any:
