@@ -118,9 +118,9 @@ class Gradients:
     _steps_copies = False
     """True if a step is of copies, laid out when the engine was made."""
     _groups: str | None = None
-    """Attribute of DeepSpeed's optimizer with the parameters whose gradients it takes.
+    """Attribute of DeepSpeed's optimizer with the parameters that it steps.
 
-    None: all of the model's.
+    None: it takes the gradients of all of the model's.
     """
 
     def __init__(self, engine: Any, max_norm: float, fixed: bool) -> None:

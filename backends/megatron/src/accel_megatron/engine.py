@@ -329,7 +329,7 @@ class Engine(nn.Module):
             config.no_sync_func, config.grad_sync_func = noisy, reducing
 
     def _refuse_begun(self) -> None:
-        """Raise AccelError for a backward that would add to gradients while they are being reduced."""
+        """Refuse a backward that would add to gradients while these are reduced."""
         begun = (g.grad_reduce_handle or g.per_param_grad_ready_counts for g in self.chunks.bucket_groups())
         if self.chunks.config.no_sync_func is not None and any(begun):
             raise AccelError(

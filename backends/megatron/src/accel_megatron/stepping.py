@@ -89,7 +89,7 @@ class Stepper:
         groups = _groups_of(unit, self.user_optimizer, chunks)
         self.left_out = {each for each in unit.named_parameters().values() if each.requires_grad}
         self.left_out.difference_update(self._in_groups())
-        """The user's parameters in no group, which are not trained, as in the user's optimizer."""
+        """Parameters of the user's in no group: they are not trained, and frozen here."""
         unit.detach.append(partial(_unfreeze, self.left_out))
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
