@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -29,7 +30,7 @@ from accel_core.checkpoint.agree import gather_from_all_ranks
 from accel_core.checkpoint.disks import Disks
 from accel_core.checkpoint.manifest import commits_in, read_manifest
 from accel_core.checkpoint.pending_save import PendingSave, Share
-from accel_core.checkpoint.sending import Sending
+from accel_core.checkpoint.sending import Sending, do_once
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.checkpoint.stored_target import StoredTarget
 from accel_core.checkpoint.target import SaveTarget
@@ -203,14 +204,20 @@ class Copies:
         last: number of the last checkpoint whose copy is due, unless the save fails.
         """
         self._forget_error()
-        before, self._last = self._last, last
-        self._series.hold({each["iteration"] for each in (self._owed, source) if each is not None})
-        self._making = source
-        self._done = threading.Event()
-        self._sending = Sending(self._done, votes.patience)
+        turn, before = threading.Lock(), self._last
         arguments = source, before, save, disks, votes.under(f"copy/{source['save_id']}")
-        # Daemon thread: the run's atexit handler waits for it.
-        threading.Thread(target=self._run, args=arguments, name="copy", daemon=True).start()
+        work = partial(do_once, turn, partial(self._run, *arguments))
+        try:
+            self._last = last
+            self._series.hold({each["iteration"] for each in (self._owed, source) if each is not None})
+            self._making = source
+            self._done = threading.Event()
+            self._sending = Sending(self._done, votes.patience)
+            # Daemon thread: the run's atexit handler waits for it.
+            threading.Thread(target=work, name="copy", daemon=True).start()
+        except BaseException:  # Ctrl-C, or a lack of threads
+            do_once(turn, partial(self._undo, before))
+            raise
 
     def _run(
         self, source: Source, before: int | None, save: PendingSave | None, disks: Disks, votes: Votes
@@ -229,8 +236,16 @@ class Copies:
             unreported[f"copy of {source['save_id']}"] = os.getpid(), str(error)
             logger.warning("%s\nthe next save tries again", error)
         finally:
-            self._series.hold(set() if self._owed is None else {self._owed["iteration"]})
-            self._done.set()
+            self._end()
+
+    def _undo(self, before: int | None) -> None:
+        """Let the copy be due as before."""
+        self._last = before
+        self._end()
+
+    def _end(self) -> None:
+        self._series.hold(set() if self._owed is None else {self._owed["iteration"]})
+        self._done.set()
 
     def _copy(self, source: Source, disks: Disks, votes: Votes) -> None:
         """Make a copy. Raises CheckpointError."""

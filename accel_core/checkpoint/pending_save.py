@@ -36,7 +36,7 @@ from accel_core.checkpoint.bound import Bound
 from accel_core.checkpoint.disks import answer, ask_other_disks
 from accel_core.checkpoint.files import FileRecord, as_json, sync_folder, write_file
 from accel_core.checkpoint.manifest import is_ours, manifest_of, write_manifest
-from accel_core.checkpoint.sending import Sending, wait_for
+from accel_core.checkpoint.sending import Sending, do_once, wait_for
 from accel_core.checkpoint.stored import StoredPath
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError
@@ -114,6 +114,8 @@ class PendingSave:
     cause: BaseException | None = field(default=None, init=False)
     """The error of this rank's part."""
     _thread: threading.Thread | None = field(default=None, init=False)
+    _turn: threading.Lock = field(factory=threading.Lock, init=False)
+    """Is taken once, by the thread as it begins or by a `start` that could not start it."""
     _done: threading.Event = field(factory=threading.Event, init=False)
     _sending: Sending | None = field(default=None, init=False)
     """In a thread, to a store."""
@@ -121,13 +123,17 @@ class PendingSave:
     """Of a thread, which asks no store any more once nobody waits for it."""
 
     def start(self) -> None:
-        """Let a thread do it."""
+        """Let a thread do it. Where Ctrl-C or a lack of threads prevents that, `wait` raises."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
-        run = self._bound.applied()(self.run)
-        self._thread = threading.Thread(target=run, name=f"save {self.target.path.name}", daemon=True)
-        if isinstance(self.target.path, StoredPath):
-            self._sending = Sending(self._done, self.votes.patience)
-        self._thread.start()
+        work = partial(do_once, self._turn, self._bound.applied()(self.run))
+        try:
+            self._thread = threading.Thread(target=work, name=f"save {self.target.path.name}", daemon=True)
+            if isinstance(self.target.path, StoredPath):
+                self._sending = Sending(self._done, self.votes.patience)
+            self._thread.start()
+        except BaseException:  # a thread that begins a moment later writes nothing
+            do_once(self._turn, self._end)
+            raise
 
     def run(self) -> None:
         """Write, vote, and hear the verdict. A failure is kept for `wait`."""
@@ -140,12 +146,15 @@ class PendingSave:
             self._failure = f"rank {rank}: {type(error).__name__}: {error}"
             self.cause = self.cause or error
         finally:
-            self.target.end_writing()
-            if self._thread is not None and self._failure is not None and not self.is_given_up:
-                unreported[self.target.save_id] = os.getpid(), self._message
-            self._done.set()
+            self._end()
         if self.cause is not None and not isinstance(self.cause, Exception):
             raise self.cause  # Ctrl-C: the others know
+
+    def _end(self) -> None:
+        self.target.end_writing()
+        if self._thread is not None and self._failure is not None and not self.is_given_up:
+            unreported[self.target.save_id] = os.getpid(), self._message
+        self._done.set()
 
     def attempt(self, action: Callable[..., Message], *arguments: Any) -> Message:
         """Return the result of `action`, or its error, as a message to the other ranks."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import Final
@@ -75,6 +76,15 @@ def wait_for(done: threading.Event, deadline: float) -> bool:
         if time.monotonic() >= deadline:
             return False
     return True
+
+
+def do_once(turn: threading.Lock, action: Callable[[], None]) -> None:
+    """Do it, unless another thread has taken the turn before.
+
+    So a work is done by its thread or given up by the `start` that Ctrl-C ended, whichever comes first.
+    """
+    if turn.acquire(blocking=False):
+        action()
 
 
 @cache

@@ -114,8 +114,8 @@ class Votes:
                     if ended.wait(self.timeout / BEATS):
                         return
 
-        threading.Thread(target=say, name="alive", daemon=True).start()
         try:
+            threading.Thread(target=say, name="alive", daemon=True).start()
             yield
         finally:
             ended.set()

@@ -76,6 +76,37 @@ def writers_wait():
         pending_save.write_file = write
 
 
+@contextmanager
+def start_ends(name: str, how: str):
+    """The start of a thread of that name raises: it has not begun ("never"), begins later, or has "begun".
+
+    Yields what lets those begin that do so later, and waits for them.
+    """
+    start, left = threading.Thread.start, []
+
+    def interrupted(thread):
+        if not thread.name.startswith(name):
+            return start(thread)
+        if how == "never":
+            raise RuntimeError("can't start new thread")
+        left.append(thread)
+        if how == "begun":
+            start(thread)
+            time.sleep(0.1)
+        raise KeyboardInterrupt
+
+    def begin_later():
+        for thread in left:
+            start(thread)
+            thread.join()
+
+    threading.Thread.start = interrupted
+    try:
+        yield begin_later
+    finally:
+        threading.Thread.start = start
+
+
 def interrupting(path, parts, write=pending_save.write_file, told=[]):  # noqa: B006 - once a process
     """Interrupts the main thread once that has come to the end of its training."""
     while not told and not _is_in(sys._current_frames()[threading.main_thread().ident], "end_training"):

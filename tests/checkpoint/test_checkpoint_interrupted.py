@@ -64,6 +64,27 @@ def test_the_next_save_goes_on_after_ctrl_c_while_the_first_copy_was_laid_out(jo
     job.accelerator.wait_for_checkpoint()
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["never", "later"])
+def test_a_save_whose_thread_could_not_be_started_has_failed_and_writes_nothing(job, tmp_path, how):
+    with async_job.start_ends("save ", how) as begin_later:
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            job.accelerator.save_state(tmp_path / "one", wait=False)
+        with pytest.raises(CheckpointError, match="it has not run"):
+            job.accelerator.wait_for_checkpoint()
+        job.accelerator.save_state(tmp_path / "two")
+        begin_later()
+    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+
+
+@pytest.mark.timeout(60)
+def test_a_save_whose_start_was_interrupted_once_its_thread_had_begun_is_waited_for(job, tmp_path):
+    with async_job.start_ends("save ", "begun"), pytest.raises(KeyboardInterrupt):
+        job.accelerator.save_state(tmp_path / "one", wait=False)
+    job.accelerator.wait_for_checkpoint()
+    job.accelerator.load_state(tmp_path / "one")
+
+
 def interrupted(*_):
     raise KeyboardInterrupt
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import folder_store as job
 import pytest
+from async_job import start_ends
 
 from accel_core import CheckpointError
 from accel_core.checkpoint import stored
@@ -138,6 +139,24 @@ def test_a_save_that_is_not_due_does_not_wait_for_a_copy(url, tmp_path):
     may_go_on.set()
     run[0].end_training()
     assert job.whole_ones(url) == ["checkpoint_0"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("how", ["never", "later", "begun"])
+def test_a_copy_whose_start_was_interrupted_is_due_as_before(url, tmp_path, how):
+    job.installed()
+    run = job.tiered(str(tmp_path / "a"), url, store_every=4)
+    with start_ends("copy", how) as begin_later:
+        with pytest.raises((RuntimeError, KeyboardInterrupt)):
+            run[0].save_state()
+        run[0].wait_for_checkpoint()
+        assert job.whole_ones(url) == (["checkpoint_0"] if how == "begun" else [])
+        if how == "later":
+            begin_later()
+            assert job.whole_ones(url) == []
+    run[0].save_state()
+    run[0].end_training()
+    assert job.whole_ones(url) == ["checkpoint_0" if how == "begun" else "checkpoint_1"]
 
 
 def test_a_restart_makes_the_copy_that_was_due(url, tmp_path):
