@@ -181,12 +181,7 @@ def _planned(
     """Return the launch, the script's words, and `accel launch` with all of them."""
     from accel_core.launch.plan import plan
 
-    flags: dict[str, str] = {}
-    for name, value in options.items():
-        path = name.replace("__", ".")
-        if value is not None and flags.setdefault(path, value) != value:  # as --tee and as --launch.tee
-            short, first = path.partition(".")[2], flags[path]
-            raise ConfigError(f"flag --{short}: {path}: {value!r} and {first!r} were given\ngive it once")
+    flags = [(name.replace("__", "."), value) for name, value in options.items() if value is not None]
     planned = plan(flags=flags, file=config)
     _refuse_missing(target, module)
     for note in planned.resolved.notes:
@@ -194,7 +189,7 @@ def _planned(
     words = (*(("-m",) if module else ()), *target)
     file = planned.resolved.file
     given = [f"--config={Path(file).absolute()}"] if file else []
-    given += [f"--{path if '.' in path else path.replace('_', '-')}={value}" for path, value in flags.items()]
+    given += [f"--{path if '.' in path else path.replace('_', '-')}={value}" for path, value in flags]
     return planned, words, (sys.executable, "-m", "accel_core", "launch", *given, *words)
 
 

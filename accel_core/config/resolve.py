@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final
 
@@ -165,7 +165,7 @@ def load(
     python: Mapping[str, object] | None = None,
     objects: Sequence[object] = (),
     presets: Mapping[str, tuple[object, str]] | None = None,
-    flags: Mapping[str, str] | None = None,
+    flags: Iterable[tuple[str, str]] = (),
     file: str | None = None,
     discovery: Discovery,
     environment: Mapping[str, str] | None = None,
@@ -177,7 +177,7 @@ def load(
         python: dotted path -> argument of `Accelerator`; only what was given.
         objects: config objects; the class of each tells what it configures.
         presets: dotted path -> (value, origin); any other source wins over them.
-        flags: dotted path -> text.
+        flags: (dotted path, text) of each; one path may come by two spellings.
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
         environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG names the
@@ -198,7 +198,7 @@ def load(
             from accel_core.config.yamlfile import read_yaml  # PyYAML costs 30 ms; most tests have no file
 
             values += read_yaml(name, FilePath(directory), placement.problems)
-        values += [*sources.from_environment(environment), *sources.from_flags(flags or {})]
+        values += [*sources.from_environment(environment), *sources.from_flags(flags)]
         placement.problems += misspelt_variables(environment)
     arguments = sources.from_python(python or {}, objects)
     placement.place([*sources.from_presets(presets or {}), *values, *arguments])

@@ -125,9 +125,9 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[SourceValue]:
             yield SourceValue(lowered, RawText(text), "environment", f"variable {name}")
 
 
-def from_flags(flags: Mapping[str, str]) -> Iterator[SourceValue]:
-    """Values of dotted path -> text; hyphens and underscores are equal."""
-    for flag, text in flags.items():
+def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[SourceValue]:
+    """Values of (dotted path, text); hyphens and underscores are equal."""
+    for flag, text in flags:
         spelling = flag.removeprefix("launch.").replace("_", "-")
         path = tuple(flag.replace("-", "_").split("."))
         yield SourceValue(path, RawText(text), "flag", f"flag --{spelling}")

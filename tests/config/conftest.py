@@ -22,7 +22,7 @@ def resolve(tmp_path):
             python=python,
             objects=objects,
             presets=presets,
-            flags=flags,
+            flags=(flags or {}).items(),
             discovery=TOYS,
             environment=environment,
             directory=tmp_path,

@@ -63,7 +63,7 @@ def test_the_strongest_source_that_gives_a_value_wins(file, environment, flags):
             Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
         variables = {"ACCEL__" + path.replace(".", "__").upper(): text(v) for path, v in environment.items()}
         dotted = {path.replace("_", "-"): text(value) for path, value in flags.items()}
-        found = load(flags=dotted, discovery=TOYS, environment=variables, directory=folder)
+        found = load(flags=dotted.items(), discovery=TOYS, environment=variables, directory=folder)
     expected = {path: typed(path, value) for path, value in (file | environment | flags).items()}
     assert {".".join(path): setting.value for path, setting in found.settings.items()} == expected
     for path, setting in found.settings.items():
@@ -80,7 +80,7 @@ def test_a_worker_reads_from_the_handover_what_the_launcher_read(file, flags):
         if file:
             Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
         dotted = {path: text(value) for path, value in flags.items()}
-        launcher = load(flags=dotted, discovery=TOYS, environment={}, directory=folder)
+        launcher = load(flags=dotted.items(), discovery=TOYS, environment={}, directory=folder)
         Path(folder, "handover").write_text(launcher.worker_config(), encoding="utf-8")
         variables = {"ACCEL_LAUNCH_CONFIG": str(Path(folder, "handover"))}
         worker = load(discovery=TOYS, environment=variables, directory=folder)

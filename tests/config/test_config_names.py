@@ -48,7 +48,7 @@ def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path):
     code = (
         "import sys; from accel_core.config.resolve import load;"
         "from accel_core.plugins.discovery import discover;"
-        "found = load(discovery=discover(), flags={'device': 'cpu', 'gradient-accumulation-steps': '8'},"
+        "found = load(discovery=discover(), flags=[('device', 'cpu'), ('gradient-accumulation-steps', '8')],"
         " environment={});"
         "print(found.config.device, found.config.gradient_accumulation_steps, 'yaml' in sys.modules)"
     )

@@ -66,7 +66,7 @@ def test_a_contradiction_does_not_spell_the_secrets(name):
 def test_secrets_within_an_option_are_masked_too(tmp_path):
     inner = {"hub": [{"token": SECRET}], "size": 3}
     tmp_path.joinpath("accel.yaml").write_text(f"vault: {{extra: {inner}}}", encoding="utf-8")
-    flags = {"vault.extra": f"{{password: {SECRET}}}"}
+    flags = [("vault.extra", f"{{password: {SECRET}}}")]
 
     found = load(discovery=VAULT, environment={}, directory=tmp_path)
     assert found.tree["plugins"]["vault"]["extra"] == {"hub": [{"token": "***"}], "size": 3}

@@ -48,7 +48,7 @@ def test_a_value_as_text_is_that_value_from_every_source(option):
     sources = [
         {"file": yaml.safe_dump({"shard": {name: plain(value)}}, allow_unicode=True)},
         {"environment": {f"ACCEL__SHARD__{name.upper()}": text}},
-        {"flags": {f"shard.{name.replace('_', '-')}": text}},
+        {"flags": [(f"shard.{name.replace('_', '-')}", text)]},
         {"objects": [ShardConfig(**{name: value})]},
     ]
     for each in sources:
@@ -63,7 +63,7 @@ def test_a_value_as_text_is_that_value_from_every_source(option):
 def test_a_list_typed_in_a_shell_is_all_its_items_or_an_error(patterns):
     text = ",".join(patterns)
     try:
-        found = read("modules", flags={"shard.modules": text})
+        found = read("modules", flags=[("shard.modules", text)])
     except ConfigError:
         return
     as_yaml = text[1:-1] if text[0] + text[-1] == "[]" else text

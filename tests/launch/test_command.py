@@ -216,21 +216,21 @@ IMPOSSIBLE += ["tcp://host:29500", "fd00::1:29500", "a b:29500"]
 def test_a_place_where_nobody_can_meet_is_refused_before_anything_starts(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError) as refused:
-        plan(flags={"launch.nodes": "2", "launch.rendezvous": place})
+        plan(flags=[("launch.nodes", "2"), ("launch.rendezvous", place)])
     assert f"{place!r} is not HOST:PORT, such as 10.0.0.1:29500" in str(refused.value)
 
 
 @pytest.mark.parametrize("place", ["host:29500", "[fd00::1]:29500", "10.0.0.1:1", "a_node-7.cluster:65535"])
 def test_other_places_will_do(tmp_path, monkeypatch, place):
     monkeypatch.chdir(tmp_path)
-    planned = plan(flags={"launch.nodes": "2", "launch.rendezvous": place})
+    planned = plan(flags=[("launch.nodes", "2"), ("launch.rendezvous", place)])
     assert planned.config.launch.rendezvous == place
 
 
 @pytest.mark.parametrize(("fewest", "restarts"), [("3", "1"), ("1", "0")])
 def test_fewer_nodes_will_do_only_if_there_are_fewer_and_restarts(tmp_path, monkeypatch, fewest, restarts):
     monkeypatch.chdir(tmp_path)
-    flags = {"launch.nodes": "2", "launch.min_nodes": fewest, "launch.max_restarts": restarts}
+    flags = [("launch.nodes", "2"), ("launch.min_nodes", fewest), ("launch.max_restarts", restarts)]
     with pytest.raises(ConfigError, match="goes on with fewer nodes by restarting"):
         plan(flags=flags)
 

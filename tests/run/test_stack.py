@@ -242,9 +242,9 @@ def stack_with(source, processes=2, **python):
 @pytest.mark.parametrize(
     ("source", "remedy"),
     [
-        ({"flags": {"extra.enabled": "true"}}, r"choose it \(--extensions extra\)"),
+        ({"flags": [("extra.enabled", "true")]}, r"choose it \(--extensions extra\)"),
         ({"environment": {"ACCEL__EXTRA__ENABLED": "true"}}, r"choose it \(extensions: \[extra\]\)"),
-        ({"flags": {"rare.enabled": "true"}}, r"choose it \(--strategy rare\)"),
+        ({"flags": [("rare.enabled", "true")]}, r"choose it \(--strategy rare\)"),
     ],
 )
 def test_a_flag_or_variable_of_a_plugin_outside_the_stack_is_an_error_with_what_chooses_it(source, remedy):
@@ -253,7 +253,7 @@ def test_a_flag_or_variable_of_a_plugin_outside_the_stack_is_an_error_with_what_
 
 
 def test_options_of_plugins_in_the_stack_are_used_without_a_word():
-    flags = {"extra.enabled": "true", "rare.enabled": "true"}
+    flags = [("extra.enabled", "true"), ("rare.enabled", "true")]
     stack = stack_with({"flags": flags}, strategy="rare", extensions=["extra"])
     assert (str(stack), stack.notes) == ("native + rare + fp32 + extra", ())
 
@@ -271,7 +271,7 @@ def test_a_files_section_of_a_plugin_outside_the_stack_is_a_note(tmp_path):
 def test_a_section_that_an_alias_does_not_read_is_unused():
     aliases = {"strategies.big.plugin": "rare"}
     with pytest.raises(ConfigError, match="strategy rare is not in this run"):
-        stack_with({"flags": {"rare.enabled": "true"}}, strategy="big", **aliases)
+        stack_with({"flags": [("rare.enabled", "true")]}, strategy="big", **aliases)
 
 
 def test_a_file_may_hold_options_of_what_auto_takes_elsewhere(tmp_path):
@@ -365,4 +365,4 @@ def test_a_config_object_of_a_strategy_wins_over_the_strategy_of_a_file_and_not_
     with pytest.raises(
         ConfigError, match="given the config of rare, but strategy is 'usual' .flag --strategy"
     ):
-        choose(load(flags={"strategy": "usual"}, **given), 2, discovery)
+        choose(load(flags=[("strategy", "usual")], **given), 2, discovery)
