@@ -52,7 +52,7 @@ class Placement:
     unplaced: list[Unplaced] = field(factory=list)
     problems: list[ConfigProblem] = field(factory=list)
     notes: dict[str, None] = field(factory=dict)
-    """Sections that were kept unread, and why. A dict, for the order."""
+    """What was left unread, and why. A dict, for the order."""
 
     def place(self, values: Iterable[SourceValue]) -> None:
         """Find the options of values, the weakest source first."""
@@ -68,7 +68,11 @@ class Placement:
                 self._refuse(plugin, f"{alias!r} means another strategy; name yours otherwise")
         for value in located:
             self._place(value)
-        for reason in (unplaced.explain(self.sections) for unplaced in self.unplaced):
+        self.report(unplaced.explain(self.sections) for unplaced in self.unplaced)
+
+    def report(self, found: Iterable[ConfigProblem | str]) -> None:
+        """Keep mistakes, and sentences as notes."""
+        for reason in found:
             if isinstance(reason, str):
                 self.notes[reason] = None
             else:

@@ -21,7 +21,7 @@ from attrs import NOTHING, evolve, frozen
 from accel_core.config import sources
 from accel_core.config.convert import flat, plain, shown
 from accel_core.config.placing import Placement
-from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables
+from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables, unblocked_names
 from accel_core.config.sources import (
     WORKER_CONFIG_VARIABLE,
     ConfigProblem,
@@ -200,6 +200,7 @@ def load(
             values += read_yaml(name, FilePath(directory), placement.problems)
         values += [*sources.from_environment(environment), *sources.from_flags(flags)]
         placement.problems += misspelt_variables(environment)
+        placement.report(unblocked_names(environment, discovery))
     arguments = sources.from_python(python or {}, objects)
     placement.place([*sources.from_presets(presets or {}), *values, *arguments])
     return _resolved(Table(placement, placement.problems).read(), name, environment)

@@ -10,10 +10,12 @@ from attrs import define, field
 
 from accel_core.config.convert import writable
 from accel_core.config.sources import ConfigProblem
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import describe, options_of, section_class
 from accel_core.errors import PluginError
-from accel_core.plugins.discovery import Discovery, Record, load
+from accel_core.plugins import catalog
+from accel_core.plugins.discovery import BLOCK_VARIABLE, Discovery, Record, blocked_names, load
 
 CORE: Final = {n: section_class(kind) for n, (_, kind) in options_of(RunConfig).items() if n != "plugins"}
 """Core's own top-level options and sections: name -> a section's class."""
@@ -76,6 +78,23 @@ def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
         if option is not None:
             meant = f"ACCEL__{option.upper()}"
             yield ConfigProblem(f"variable {name}", (), f"is never read; did you mean {meant}?")
+
+
+def unblocked_names(environment: Mapping[str, str], discovery: Discovery) -> Iterator[ConfigProblem | str]:
+    """Report each name in ACCEL_PLUGINS_BLOCK that blocks nothing; a str is a note.
+
+    A list that is shared by several installations may name plugins that only others have.
+    """
+    where, blocked = f"variable {BLOCK_VARIABLE}", dict.fromkeys(blocked_names(environment))
+    entries = catalog.catalog_entries() if blocked else ()  # reading the catalog costs 30 ms
+    known = {*discovery.names, *(entry.name for entry in entries)}
+    for name in blocked:
+        if name in discovery.names and name not in discovery.blocked:
+            yield ConfigProblem(where, (), f"{name} is part of accel-core, and cannot be blocked")
+        elif name not in known and (hint := did_you_mean(name, sorted(known))):
+            yield ConfigProblem(where, (), f"no plugin {name!r} is installed{hint}")
+        elif name not in known:
+            yield f"{where}: no plugin {name!r} is installed; `accel plugins` lists what is"
 
 
 def load_class(record: Record) -> type | None:

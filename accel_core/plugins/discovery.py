@@ -114,6 +114,11 @@ class Discovery:
         return tuple(record.name for record in self._found)
 
     @property
+    def blocked(self) -> frozenset[str]:
+        """The names that ACCEL_PLUGINS_BLOCK blocked."""
+        return frozenset(record.name for record in self._found if record.fault == "blocked")
+
+    @property
     def records(self) -> tuple[Record, ...]:
         """All records; imports all their cards."""
         return self._with_cards(lambda record: True)
@@ -190,7 +195,7 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     cannot be blocked.
     """
     environment = os.environ if environment is None else environment
-    blocked = {name.strip() for name in environment.get(BLOCK_VARIABLE, "").split(",")}
+    blocked = blocked_names(environment)
     found = list(_entry_points())
     records = [
         evolve(record, fault="blocked", detail=f"blocked by {BLOCK_VARIABLE}")
@@ -201,6 +206,12 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     records = list(_refuse_clashes(records))
     targets = {at: target for at, (_, target) in enumerate(found) if not records[at].fault}
     return Discovery(records, targets)
+
+
+def blocked_names(environment: Mapping[str, str]) -> Sequence[str]:
+    """Return the names in ACCEL_PLUGINS_BLOCK."""
+    names = map(str.strip, environment.get(BLOCK_VARIABLE, "").split(","))
+    return tuple(filter(None, names))
 
 
 def _import_cards(targets: Iterable[str], timeout: CallTimeout) -> Mapping[str, Outcome[Any]]:

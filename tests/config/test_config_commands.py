@@ -299,6 +299,13 @@ def test_a_variable_of_a_section_with_one_underscore_at_its_start_is_an_error(ac
     ]
 
 
+def test_to_block_a_plugin_of_core_is_an_error(accel):
+    done = accel("check", ACCEL_PLUGINS_BLOCK="native")
+    assert (
+        done.stdout == "variable ACCEL_PLUGINS_BLOCK: native is part of accel-core, and cannot be blocked\n"
+    )
+
+
 def test_a_misspelt_command_is_answered_with_the_one_that_was_meant(accel):
     assert "No such command 'chekc'; did you mean 'check'?" in accel("chekc").stderr
 

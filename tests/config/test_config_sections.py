@@ -178,3 +178,21 @@ def test_a_broken_plugin_that_nobody_mentions_is_not_mentioned(resolve, toys):
     from config_toys import ShardConfig
 
     assert resolve(objects=[ShardConfig(stage=3)]).notes == ()
+
+
+@pytest.mark.parametrize(("block", "meant"), [("shrad", "shard"), (" farr, far", "far")])
+def test_a_misspelt_name_of_a_plugin_to_block_is_an_error(resolve, workspace, block, meant):
+    with pytest.raises(ConfigError) as caught:
+        resolve(ACCEL_PLUGINS_BLOCK=block)
+    (line,) = caught.value.problems
+    assert line.startswith("variable ACCEL_PLUGINS_BLOCK: no plugin ")
+    assert line.endswith(f"is installed; did you mean {meant!r}?")
+
+
+def test_a_plugin_that_is_not_installed_may_be_blocked(resolve, workspace):
+    assert resolve(ACCEL_PLUGINS_BLOCK="far").notes == ()
+
+
+def test_a_name_to_block_that_is_like_no_other_is_noted(resolve, workspace):
+    (note,) = resolve(ACCEL_PLUGINS_BLOCK="xyz").notes
+    assert note.startswith("variable ACCEL_PLUGINS_BLOCK: no plugin 'xyz' is installed")
