@@ -110,7 +110,7 @@ class Trackers:
         self.names = tuple(names)
         self.has_finished = False
         self._begun: dict[str, str] = {}
-        """The project of each that has been started, also where another one could not be."""
+        """What each was started with, also where another one could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 
@@ -124,17 +124,20 @@ class Trackers:
                 "give text under which trackers keep what is logged"
             )
         self._check_options(options, "init_kwargs")
-        others = {self._begun.get(name, project) for name in self.names} - {project}
-        if self._loggers or others:
-            raise AccelError(
-                f"init_trackers({project!r}): the trackers of this run have been started already\n"
-                "call it once, or make another Accelerator for another project"
-            )
         settings = masked(_settings(config))
-        for hook in self._here("tracking_started"):
+        beginning = self._here("tracking_started")
+        asked = {hook.plugin: repr((project, settings, options.get(hook.plugin))) for hook in beginning}
+        others = [name for name, begun in self._begun.items() if begun != asked[name]]
+        if self._loggers or others:
+            what = f": {', '.join(others)}, with another project, config or options" if others else ""
+            raise AccelError(
+                f"init_trackers({project!r}): the trackers of this run have been started already{what}\n"
+                "make another Accelerator for another project, config or options"
+            )
+        for hook in beginning:
             if hook.plugin not in self._begun:  # a second call goes on after the one that failed
                 hook.call(project, _read(settings), options.get(hook.plugin, {}))
-                self._begun[hook.plugin] = project
+                self._begun[hook.plugin] = asked[hook.plugin]
         self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:

@@ -339,6 +339,23 @@ def test_a_second_start_after_a_failed_one_starts_only_those_that_are_not(tracke
     assert refuses.seen == [once[0], *once]
 
 
+@pytest.mark.parametrize("again", [{"config": {"lr": 2}}, {"init_kwargs": {"mine": {"tag": 2}}}])
+def test_a_second_start_with_other_settings_is_refused_by_what_has_the_first(tracked, again):
+    class Refuses(Mine):
+        name = "refuses"
+
+        def start(self, **options):
+            raise ValueError("no such account")
+
+    accelerator = tracked([Mine(), Refuses()])
+    asked = {"config": {"lr": 1}, "init_kwargs": {"mine": {"tag": 1}}}
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no such account"):
+            accelerator.init_trackers("project", **asked)
+    with pytest.raises(AccelError, match="already: mine, with another project, config or options\nmake"):
+        accelerator.init_trackers("project", **{**asked, **again})
+
+
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
     with pytest.raises(ConfigError, match=r"no tracker 'jsnol' is installed; did you mean 'jsonl'"):
         tracked("jsnol")
