@@ -437,6 +437,22 @@ def test_weights_come_back_where_they_moved_inside(move: Any) -> None:
     torch.testing.assert_close(model.weight.detach(), before, check_dtype=False, rtol=0, atol=0)
 
 
+def test_another_parameter_at_the_end_than_at_the_beginning_is_an_error() -> None:
+    accelerator, model, optimizer = prepared(decay=0.5)
+    for _ in range(3):
+        step(accelerator, model, optimizer)
+    trained = model.weight
+    before = trained.clone()
+    with pytest.raises(AccelError, match="weight of unit .* is another parameter"), averaged(model):
+        model.weight = nn.Parameter(model.weight.detach().clone())
+    assert torch.equal(trained, before)
+    model.weight = trained
+    with averaged(model):
+        model.weight = nn.Parameter(torch.zeros_like(before))
+        model.weight = trained
+    assert torch.equal(model.weight, before)
+
+
 def test_weights_come_back_after_ctrl_c_at_any_moment() -> None:
     assert run_processes(interrupted, world=1) == [(True, True)]
 

@@ -169,14 +169,20 @@ class Average:
 
     @torch.inference_mode(False)
     @torch.no_grad()
-    def take_out(self) -> None:
-        """Give weights their own values back, moved or not. Collective."""
+    def take_out(self) -> list[str]:
+        """Give weights their own values back, moved or not. Collective.
+
+        Return the names under which there are other parameters by now, which stay as they are.
+        """
         held = self._held or {}
+        named, known = self.unit.named_parameters(), {id(parameter) for parameter, _ in self._found}
+        replaced = [name for name in held if name in named and id(named[name]) not in known]
         self._find()
         for name, own in held.items():
             _copy(own, self._weights[name])
         self.unit.hooks.state_loaded(self.unit)
         self._held = None
+        return replaced
 
     def _begin_unstepped(self) -> None:
         """Have averages that no update has begun be the weights."""

@@ -43,7 +43,7 @@ def averaged(*models: nn.Module) -> Iterator[None]:
     Raises:
         AccelError: no model is given, one belongs to no run with this extension or to several, has no
             optimizer, or its average is in place already. Inside: a forward with gradients, or an optimizer's
-            step.
+            step. A parameter was replaced by another one inside.
         CheckpointError: inside: the state is saved or loaded.
     """
     if not models:
@@ -82,7 +82,7 @@ def _in_place(average: Average) -> Iterator[None]:
             f"averaged: the weights of unit {average.unit.name!r} are its average already\n"
             "leave out the inner `with averaged(...)`"
         )
-    interrupt = None
+    interrupt, replaced = None, list[str]()
     try:
         with uninterrupted():
             average.put_in()
@@ -93,11 +93,17 @@ def _in_place(average: Average) -> Iterator[None]:
                 if not average.is_swapped:
                     break
                 with uninterrupted():
-                    average.take_out()
+                    replaced = average.take_out()
             except KeyboardInterrupt as error:  # it came before the context, or was put off until its end
                 interrupt = error
         if interrupt is not None:
             raise interrupt
+    if replaced:
+        raise AccelError(
+            f"averaged: {replaced[0]} of unit {average.unit.name!r} is another parameter than before,"
+            " which is not trained and stays as it is\n"
+            "inside `with averaged(...)` write into parameters, or put those of before back"
+        )
 
 
 class MovingAverages:
