@@ -69,6 +69,11 @@ def test_ties_count_once_and_other_dtypes_stay(module):
     assert found["plan"]["used"] == {"cpu": 4 * PARAMETERS + 16}
 
 
+def test_frozen_weights_have_neither_gradients_nor_moments():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False).requires_grad_(False), nn.Linear(4, 4, bias=False))
+    assert estimate(model).needs[0].training == 4 * 16 + 16 * 16
+
+
 def test_the_table_says_what_lies_where(module):
     shown = run(f"{module}:build", "--memory", "cpu=300B", "--memory", "disk=1GB", "--dtype", "float32")
 

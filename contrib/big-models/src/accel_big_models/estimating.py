@@ -28,6 +28,7 @@ TRAINED: Final = ("float32", "bfloat16")
 
 _TRAINING: Final = (
     "Training: weights, gradients and two moments in that dtype, without activations.\n"
+    "Frozen weights have no gradients and no moments.\n"
     "Mixed precision keeps all of them in float32."
 )
 
@@ -173,7 +174,7 @@ def _needs(dtype: str, size: float, whole: _Counts, blocks: list[_Counts]) -> Ne
 
 @frozen
 class _Counts:
-    """Floating-point elements of tensors, those of parameters, bytes of the rest."""
+    """Floating-point elements of tensors, those that train, bytes of the rest."""
 
     floating: int
     trained: int
@@ -185,7 +186,7 @@ class _Counts:
         floating = [tensor for tensor in different if tensor.is_floating_point()]
         return cls(
             floating=sum(tensor.numel() for tensor in floating),
-            trained=sum(tensor.numel() for tensor in floating if isinstance(tensor, nn.Parameter)),
+            trained=sum(tensor.numel() for tensor in floating if tensor.requires_grad),
             other=sum(tensor.nbytes for tensor in different if not tensor.is_floating_point()),
         )
 
