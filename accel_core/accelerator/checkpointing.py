@@ -30,7 +30,8 @@ class States:
     def register_for_checkpointing(self, *objects: Any) -> None:
         """Save and restore these objects with the state.
 
-        They have `state_dict` and `load_state_dict`.
+        They have `state_dict` and `load_state_dict`. Tensors of a state that share memory come back as
+        copies, and an object that is in a state twice comes back as two.
 
         On all ranks, in the same order in each run.
 
