@@ -6,6 +6,7 @@ A tracker gets values on the ranks where it logs.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import inf
@@ -40,7 +41,8 @@ class GeneralTracker:
     name: str
     main_process_only = True
     project = ""
-    _accel_started = False  # a name that subclasses do not have
+    _accel_started = False  # names that subclasses do not have
+    _accel_owner: Callable[[], Trackers | None] | None = None
 
     def start(self, **options: Any) -> None:
         """Begin, when `init_trackers` is called.
@@ -134,11 +136,25 @@ class Trackers:
                 f"init_trackers({project!r}): the trackers of this run have been started already{what}\n"
                 "make another Accelerator for another project, config or options"
             )
+        for name in self.names:
+            self._own(name, self.run.plugins[name])
         for hook in beginning:
             if hook.plugin not in self._begun:  # a second call goes on after the one that failed
                 hook.call(project, _read(settings), options.get(hook.plugin, {}))
                 self._begun[hook.plugin] = asked[hook.plugin]
         self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
+
+    def _own(self, name: str, tracker: Any) -> None:
+        """Have a tracker of the user's own; the first end of two runs would finish it."""
+        if not isinstance(tracker, GeneralTracker):
+            return
+        owner = tracker._accel_owner and tracker._accel_owner()
+        if owner and owner is not self and not (owner.has_finished or owner.run.ended):
+            raise AccelError(
+                f"init_trackers: {name} is the tracker of another run, which has not ended\n"
+                "call end_training() of that Accelerator, or make this one a tracker of its own"
+            )
+        tracker._accel_owner = weakref.ref(self)
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank.

@@ -356,6 +356,22 @@ def test_a_second_start_with_other_settings_is_refused_by_what_has_the_first(tra
         accelerator.init_trackers("project", **{**asked, **again})
 
 
+def test_a_tracker_is_of_one_run_at_a_time(tracked):
+    mine = Mine()
+    first, second = tracked(mine), tracked(mine)
+    first.init_trackers("first")
+    with pytest.raises(AccelError, match="mine is the tracker of another run, which has not ended\ncall"):
+        second.init_trackers("second")
+    first.log({"loss": 1})
+    first.end_training()
+    second.init_trackers("second")
+    second.log({"loss": 2})
+    second.end_training()
+
+    assert [seen[:2] for seen in mine.seen if seen[0] == "start"] == [("start", "first"), ("start", "second")]
+    assert mine.seen.count("finished") == 2
+
+
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
     with pytest.raises(ConfigError, match=r"no tracker 'jsnol' is installed; did you mean 'jsonl'"):
         tracked("jsnol")

@@ -129,6 +129,21 @@ def test_a_step_that_is_no_whole_number_is_an_error(board, step):
         board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
 
 
+def test_values_that_lie_over_each_other_for_want_of_a_step_are_warned_of(board):
+    def use(accelerator):
+        for loss in (3, 2, 1):
+            accelerator.log({"loss": loss})
+
+    with pytest.warns(UserWarning, match="'loss' at step 0, as no step is given; call log") as warned:
+        events = board(use)
+    assert [event.step for event in events.Scalars("loss")] == [0, 0, 0]
+    assert len(warned) == 1
+
+
+def test_a_value_without_a_step_may_stand_alone(board):
+    assert len(board(lambda accelerator: accelerator.log({"best": 1, "name": "a"})).Scalars("best")) == 1
+
+
 def test_a_step_may_be_a_tensor(board):
     events = board(lambda accelerator: accelerator.log({"x": 1.0}, step=torch.tensor(7)))
 

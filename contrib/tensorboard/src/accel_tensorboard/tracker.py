@@ -31,9 +31,11 @@ class TensorBoardTracker:
     name = "tensorboard"
     writer: SummaryWriter | None = None
     _warned = False
+    _warned_of_steps = False
 
     def __init__(self, config: object, run: Run) -> None:
         self.run = run
+        self._without_step: set[str] = set()
 
     @property
     def tracker(self) -> SummaryWriter:
@@ -111,10 +113,20 @@ class TensorBoardTracker:
         step: int | None,
         options: Mapping[str, Any],
     ) -> None:
+        if step is None:
+            self._note_no_step(tag)
         try:
             add(tag, value, step, **options)
         except OSError as error:  # of the writer's thread
             self._lose(error)
+
+    def _note_no_step(self, tag: str) -> None:
+        """Warn once: an event without a step is one of step 0, and there may be several."""
+        if tag in self._without_step and not self._warned_of_steps:
+            self._warned_of_steps = True
+            text = f"tracker tensorboard shows all values of {tag!r} at step 0, as no step is given"
+            warnings.warn(f"{text}; call log(values, step=...)", stacklevel=2)
+        self._without_step.add(tag)
 
     def _lose(self, error: OSError) -> None:
         """Warn once: a full disk, say, costs what was to be logged, and not the training."""
