@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from accel_core.contract.arguments import whole_number
 from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
 
@@ -44,13 +44,13 @@ def plain_step(step: Any) -> int | None:
     Raises:
         CheckpointError: it is not a whole number.
     """
-    try:
-        return None if step is None else operator.index(step)
-    except (TypeError, RuntimeError) as error:
+    number = whole_number(step, -math.inf)
+    if step is not None and number is None:
         raise CheckpointError(
             f"save_state: step is {step!r:.80}, and not a whole number\n"
             "give the number of the step, or another value as metrics={name: value}"
-        ) from error
+        )
+    return number
 
 
 def require_alike(of_ranks: Sequence[Mapping[str, float | str]]) -> None:

@@ -8,6 +8,7 @@ import os
 import signal
 import time
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -116,9 +117,13 @@ def test_metrics_without_names_are_refused(job, tmp_path):
     assert not (tmp_path / "checkpoints").exists()
 
 
-@pytest.mark.parametrize("step", ["3", 1.5, torch.zeros(2)], ids=["text", "half", "two"])
+@pytest.mark.parametrize(
+    "step",
+    ["3", 1.5, torch.zeros(2), True, np.ma.array(3, mask=True)],
+    ids=["text", "half", "two", "flag", "masked"],
+)
 def test_a_step_that_is_not_a_whole_number_is_refused(job, tmp_path, step):
-    with pytest.raises(CheckpointError, match="step is .*, and not a whole number"):
+    with pytest.raises(CheckpointError, match="(?s)step is .*, and not a whole number"):
         job().accelerator.save_state(step=step, metrics={"val_loss": 1})
 
     assert not (tmp_path / "checkpoints").exists()

@@ -95,6 +95,12 @@ def test_a_whole_number_may_be_of_any_library(trained, number):
     set_seed(number)
 
 
+def test_a_number_that_numpy_has_masked_is_none(trained):
+    accelerator, _ = trained
+    with pytest.raises(AccelError, match="micro-batches"):
+        accelerator.gradient_accumulation_steps = np.ma.array(2, mask=True)
+
+
 @pytest.mark.parametrize(
     "number", [np.float32(2), np.array(2.0), torch.tensor(2.0)], ids=["numpy", "array", "torch"]
 )
