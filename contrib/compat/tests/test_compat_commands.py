@@ -375,18 +375,22 @@ def test_the_script_tests_processes(monkeypatch, tmp_path, capfd):
     assert "Test is a success!" in shown
 
 
-def test_questions_write_a_file_that_launch_reads(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("answers", "options"),
+    [({}, ("2", None, None)), ({"fsdp_version": "1"}, ("1", "FULL_SHARD", "false"))],
+    ids=["by default FSDP 2", "FSDP 1"],
+)
+def test_questions_write_a_file_that_launch_reads(monkeypatch, tmp_path, capsys, answers, options):
     path = tmp_path / "asked" / "config.yaml"
-    monkeypatch.setattr(config_questions.click, "prompt", prompts(distributed="FSDP", num_processes="2"))
+    answers = {"num_processes": "2", **answers}
+    monkeypatch.setattr(config_questions.click, "prompt", prompts(distributed="FSDP", **answers))
     monkeypatch.setattr(config_questions.click, "confirm", lambda *_, default: default)
     config_questions.config_command(Namespace(config_file=str(path)))
 
     read = request.read_file(str(path))
-    assert (read["num_processes"], read["use_fsdp"], read["fsdp_sharding_strategy"]) == (
-        2,
-        True,
-        "FULL_SHARD",
-    )
+    assert (read["num_processes"], read["use_fsdp"]) == (2, True)
+    asked = ("fsdp_version", "fsdp_sharding_strategy", "fsdp_forward_prefetch")
+    assert tuple(read.get(name) for name in asked) == options
     assert load_config_from_file(str(path)).distributed_type == DistributedType.FSDP
     assert f"saved at {path}" in capsys.readouterr().out
 

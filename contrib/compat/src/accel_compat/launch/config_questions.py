@@ -12,7 +12,7 @@ from accel_compat.launch import config_file
 from accel_compat.launch.commands import default_file
 from accel_compat.launch.file_mistakes import unmet
 from accel_compat.launch.request import DISTRIBUTED_TYPES, NO_STRATEGY
-from accel_compat.launch.subcommands import subcommand_parser
+from accel_compat.launch.subcommands import LOST, subcommand_parser
 from accel_compat.settings import STRATEGIES, WORDS, Setting, settings
 
 
@@ -39,10 +39,16 @@ def get_user_input() -> config_file.ClusterConfig:
 
 
 def _section(strategy: str) -> dict[str, Any]:
-    """Ask for each option of a strategy; what is left empty is not written."""
+    """Ask for each option of a strategy, of FSDP's version 2 if none is named.
+
+    What is left empty is not written.
+    """
     rows = [row for row in settings().values() if row.section == strategy and row.native_name is None]
     asked = [row for row in rows if row.variable.startswith(("FSDP_", "ACCELERATE_", "MEGATRON_LM_"))]
-    found = {row.name: _ask(row) for row in asked}
+    found: dict[str, Any] = {}
+    for row in asked:
+        if found.get("fsdp_version") != "2" or row.name not in (*LOST, "fsdp_sharding_strategy"):
+            found[row.name] = _ask(row, 2 if row.name == "fsdp_version" else None)
     return {name: value for name, value in found.items() if value is not None}
 
 

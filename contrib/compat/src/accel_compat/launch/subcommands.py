@@ -114,7 +114,7 @@ def _fill_from_file(args: Namespace) -> None:
 logger = logging.getLogger("accelerate.commands.to_fsdp2")
 
 _OLD: Final = ("fsdp_backward_prefetch", "fsdp_sync_module_states", "fsdp_use_orig_params")
-_LOST: Final = {**dict.fromkeys(_OLD, "has been removed"), "fsdp_forward_prefetch": "is not yet implemented"}
+LOST: Final = {**dict.fromkeys(_OLD, "has been removed"), "fsdp_forward_prefetch": "is not yet implemented"}
 """Key without a place in version 2 -> why."""
 _RESHARDS: Final = {
     "FULL_SHARD": True,
@@ -137,8 +137,8 @@ def convert_config_to_fsdp2(config: dict[str, Any]) -> dict[str, Any]:
         return config
     after: dict[str, Any] = {}
     for name, value in before.items():
-        if name in _LOST:
-            logger.warning("Argument %s %s in FSDP2, skipping this key...", name, _LOST[name])
+        if name in LOST:
+            logger.warning("Argument %s %s in FSDP2, skipping this key...", name, LOST[name])
         elif name in _AS_BEFORE:
             after["fsdp_reshard_after_forward"] = _RESHARDS.get(value, value)
         else:
