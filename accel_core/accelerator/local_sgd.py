@@ -37,7 +37,7 @@ class LocalSGD:
     Weights are also averaged at the end, and the optimizer's state with them, so that ranks may share
     gradients again, and save. With a warning, each rank keeps its own state where it is not floating-point
     tensors (codes of 8 bits), or not the same ones on all ranks. Buffers are not averaged, and nothing is
-    where a rank has the loss to itself.
+    where a rank has the loss to itself. After an exception the end is the next forward with gradients.
     Where `data.even_batches` is off, ranks with fewer steps take part in the averages of the others, and go
     on with the schedule of a rank with the most steps. Losses are means there, and one model at a time is
     averaged.
@@ -113,8 +113,10 @@ class LocalSGD:
             self.unit.steps.reduce_gradients = self._reduce  # type: ignore[attr-defined]
             self._silenced.close()
             self._inside.close()
-            if error is None:  # after an error the other ranks may never come
+            if error is None:
                 self._end()
+            else:  # the other ranks may never come
+                self._end_in_forward()
 
     def _silence(self) -> None:
         # Entered anew each step: a strategy may have to reduce once before it can leave it out.
@@ -129,6 +131,19 @@ class LocalSGD:
                 self._average()
         self._average_state()
         self._share_schedules()
+
+    def _end_in_forward(self) -> None:
+        """Average in the next forward that can be trained on, if all ranks go on to one."""
+        hooks = ExitStack()
+
+        def end(module: nn.Module, inputs: object) -> None:
+            if torch.is_grad_enabled():
+                hooks.close()
+                if self._run.prepared.unit_of_model(module) is self.unit:
+                    self._end()
+
+        for model in self.unit.wrapped:
+            hooks.callback(model.register_forward_pre_hook(end, prepend=True).remove)
 
     def _tell(self, *, going: bool) -> tuple[bool, bool]:
         """Return whether a rank goes on, and whether one has steps to average.

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 
 import pytest
 import torch
 from attrs import evolve
-from local_sgd_problem import TIMEOUT, net, ours, plainly, with_optimizer
+from local_sgd_problem import TIMEOUT, batches, flat, net, ours, plainly, with_optimizer
 from torch import nn
+from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
 from accel_core.distributed import collectives
@@ -206,6 +208,41 @@ def test_a_rank_that_raises_inside_does_not_wait_for_an_average():
     with pytest.raises(ProcessError, match="ZeroDivisionError: inside") as caught:
         run_processes(raises_inside)
     assert caught.value.rank == 1
+
+
+def goes_on(error):
+    """Weights after three steps inside, left by `error`, and one step outside."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    pairs = batches(4, accelerator.process_index)
+
+    def train(x, y):
+        accelerator.backward(F.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with suppress(ZeroDivisionError), LocalSGD(accelerator, model, 2) as local:
+        for x, y in pairs[:3]:
+            train(x, y)
+            local.step()
+        if error:
+            raise ZeroDivisionError
+    if accelerator.process_index == 0:
+        with torch.no_grad():
+            model(pairs[0][0])  # no other rank comes to this one
+    train(*pairs[3])
+    found = flat(model)
+    accelerator.end_training()
+    return found
+
+
+@together
+def test_ranks_that_go_on_after_an_exception_do_so_from_the_average():
+    (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on, error) for error in (False, True))
+
+    assert torch.equal(left_by_error, on_rank_1)
+    assert torch.equal(left_by_error, one)
 
 
 def test_in_one_process_it_does_nothing():
