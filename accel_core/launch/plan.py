@@ -22,7 +22,7 @@ from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load, outside
 from accel_core.config.sources import WORKER_CONFIG_VARIABLE, ConfigProblem
-from accel_core.config.unused import auto_may_take, unused_options, unused_sections
+from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.job import Job
 from accel_core.contract.world import World
@@ -153,7 +153,8 @@ class Launch:
         for record, given, setting in unused_sections(self.resolved, used, self.discovery):
             if not auto_may_take(record, self.resolved):
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"
-                yield f"{about}: its options do nothing; `{setting}` chooses it"
+                effect = "a run refuses its options" if given.source in TYPED else "its options do nothing"
+                yield f"{about}: {effect}; `{setting}` chooses it"
         launch = self.config.launch
         one = 1 if launch.nodes == 1 and launch.processes_per_node == 1 else None
         precision = self.config.mixed_precision

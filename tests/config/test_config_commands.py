@@ -119,6 +119,12 @@ def test_show_says_which_sections_are_valid_and_unused(accel):
     assert note.endswith("`device: far-away` chooses it")
 
 
+def test_check_says_that_a_run_refuses_variables_of_a_plugin_which_it_has_not(accel):
+    done = accel("check", ACCEL__FAR_AWAY__STAGE="3")
+    about = "variable ACCEL__FAR_AWAY__STAGE: device far-away is not in this config"
+    assert f"{about}: a run refuses its options; `device: far-away` chooses it" in done.stdout
+
+
 def test_show_of_a_faulty_file_is_an_error_that_names_the_remedy(accel):
     (accel.folder / "accel.yaml").write_text("- list\n")
     done = accel("show")
