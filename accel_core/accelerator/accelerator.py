@@ -180,7 +180,7 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next saved state."""
+        """The number of the next saved state, if no other run has left a higher one."""
         return self.run.checkpoints.series.next_number
 
     def explain(self) -> str:
