@@ -64,9 +64,9 @@ def join_world(run: Run) -> tuple[int, World]:
 
 def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
+    run.forget_groups()  # of one process too: what has been made would answer yet
     if run.world.size > 1:
         watch.stop()
-        run.forget_groups()
         shared.leave(run.group, run.hooks.destroy_process_group)
 
 

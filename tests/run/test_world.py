@@ -245,6 +245,16 @@ accelerator.backward(model(torch.ones(1, 2)).sum())
 """
 
 
+@pytest.mark.parametrize("call", ["gather", "reduce", "gather_for_metrics"])
+def test_a_run_of_one_process_that_has_ended_brings_no_values_together_either(call):
+    accelerator = Accelerator(cpu=True)
+    collective = getattr(accelerator, call)
+    collective(torch.ones(1))
+    accelerator.end_training()
+    with pytest.raises(AccelError, match="this run has ended"):
+        collective(torch.ones(1))
+
+
 @pytest.mark.together
 def test_a_script_that_never_ends_its_run_exits_cleanly():
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
