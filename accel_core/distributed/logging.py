@@ -42,6 +42,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
                 f"get_logger({name!r}): there is no level {level!r}\n"
                 "write debug, info, warning, error or critical, also in ACCEL_LOG_LEVEL"
             ) from None
+        if logging.lastResort:  # in a program without handlers it prints, and warnings only
+            logging.lastResort.setLevel(min(logging.lastResort.level, logger.level))
     return MultiProcessAdapter(logger, {})
 
 

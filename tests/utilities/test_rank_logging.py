@@ -125,3 +125,9 @@ def test_warning_once_is_once_a_process(logger, caplog):
     get_logger(logger.logger.name).warning_once("again")
 
     assert caplog.messages == ["[RANK 0] again"]
+
+
+def test_a_level_that_was_asked_for_is_printed_also_where_nothing_sets_up_logging():
+    code = "from accel_core import get_logger; get_logger('mine', log_level='INFO').info('seen')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stderr.splitlines() == ["[RANK 0] seen"]
