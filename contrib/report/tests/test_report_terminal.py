@@ -98,6 +98,7 @@ def test_one_screen_of_a_run_that_has_ended(resumed):
         "time: ",
     ):
         assert text in output
+    assert " left" not in output
     assert len(output.splitlines()) <= 40
 
 

@@ -150,9 +150,9 @@ def _place(record: Record, steps: int | None) -> str:
 def _progress(record: Record, width: int, steps: int | None) -> RenderableType:
     """Return bars of the steps, if their number is known, and of the epoch's batches."""
     grid = Table.grid(padding=(0, 1))
-    bar_width = max(10, width - 50)
+    bar_width, seconds = max(10, width - 50), None if record.ended else record.seconds
     if steps:
-        left = _left(steps - record.done, record.seconds)
+        left = _left(steps - record.done, seconds)
         grid.add_row(_place(record, steps), ProgressBar(steps, record.done, width=bar_width), left)
     else:
         grid.add_row(_place(record, None))
@@ -161,7 +161,7 @@ def _progress(record: Record, width: int, steps: int | None) -> RenderableType:
         options = {path: value for path, value, _ in record.head.get("config", [])}
         size = options.get("gradient_accumulation_steps") or 1
         text = f"epoch {last['epoch'] + 1}: {last['batch']} of {last['batches']} batches"
-        left = _left((last["batches"] - last["batch"]) / size, record.seconds)
+        left = _left((last["batches"] - last["batch"]) / size, seconds)
         grid.add_row(text, ProgressBar(last["batches"], last["batch"], width=bar_width), left)
     return grid
 
