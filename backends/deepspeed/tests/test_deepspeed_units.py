@@ -250,6 +250,12 @@ def two_optimizers() -> None:
     ours.prepare(model, sgd(parameters[:2]), sgd(parameters[2:]))
 
 
+def a_frozen_group() -> None:
+    ours, model = accelerator(), network()
+    model[0].requires_grad_(False)
+    ours.prepare(model, sgd([{"params": model[0].parameters()}, {"params": model[3].parameters()}]))
+
+
 def two_models() -> None:
     ours, one, two = accelerator(), network(1), network(2)
     ours.prepare(one, two, adamw([*one.parameters(), *two.parameters()]))
@@ -304,6 +310,7 @@ def parameters_of_no_optimizer() -> None:
 
 REFUSED: dict[Callable[[], None], str] = {
     two_optimizers: "give one optimizer several parameter groups",
+    a_frozen_group: "all parameters of group 0 of the SGD are frozen",
     two_models: "put them in one nn.Module",
     mismatches: "train_micro_batch_size_per_gpu is 7 in the DeepSpeed config, but 4 by the prepared loaders'",
     no_json_optimizer: "a DummyOptim stands for the JSON's optimizer, but there is none",

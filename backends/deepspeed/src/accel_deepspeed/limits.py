@@ -46,8 +46,10 @@ def refused_settings(config: DeepSpeedPlugin, run: Run) -> Iterator[str]:
         yield f"offload_optimizer_device is {offload}, which Gaudi's lazy mode cannot\nset hpu.lazy: false"
 
 
-def refused_optimizers(optimizers: Sequence[Optimizer], *, flat: bool, device: torch.device) -> Iterator[str]:
-    """Reasons against optimizers.
+def refused_optimizers(
+    optimizers: Sequence[Optimizer], stage: int, *, flat: bool, device: torch.device
+) -> Iterator[str]:
+    """Reasons against optimizers, in this ZeRO stage.
 
     flat: parameters are laid end to end. device: where they step.
     """
@@ -60,6 +62,13 @@ def refused_optimizers(optimizers: Sequence[Optimizer], *, flat: bool, device: t
                 " removes such groups, and the scheduler would fail at its first step\n"
                 "make the optimizer without empty groups"
             )
+        for number, group in enumerate(optimizer.param_groups if stage in (1, 2) else ()):
+            if group["params"] and not any(parameter.requires_grad for parameter in group["params"]):
+                yield (
+                    f"all parameters of group {number} of the {type(optimizer).__name__} are frozen, and ZeRO"
+                    f" stage {stage} lays the trained ones of each group end to end\n"
+                    "make the optimizer without that group, or set zero_stage to 0 or 3"
+                )
         if has_state(optimizer):
             yield (
                 f"the {type(optimizer).__name__} has state already, and DeepSpeed's engine begins with none\n"
