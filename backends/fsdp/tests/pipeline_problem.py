@@ -597,6 +597,26 @@ def misused():
     return found
 
 
+def interrupted():
+    """What is said of the window after one that the user's loss has left."""
+    accelerator = accelerator_of(pp_size=2)
+    model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    train(accelerator, model, optimizer, [0])
+    batches = window(1)
+
+    def raising(model, batch):
+        if batch is batches[2]:
+            raise RuntimeError("of the user")
+        return loss_of(model, batch)
+
+    complaint(accelerator.forward_backward, model, batches, raising, microbatches=4)
+    optimizer.zero_grad()
+    found = complaint(accelerator.forward_backward, model, window(2), loss_of, microbatches=4)
+    accelerator.end_training()
+    return found
+
+
 def reductions(options, counts):
     """How many reductions a step takes, for each number of micro-batches."""
     from torch.distributed.fsdp._fully_shard import _fsdp_param_group as torchs

@@ -334,6 +334,11 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
         assert "give each model an optimizer of its own" in said["two"]
 
 
+def test_after_an_exception_in_a_window_the_next_is_refused():
+    for said in run_processes(problem.interrupted, world=2):
+        assert said.startswith("pipeline: an exception has left a window in its midst")
+
+
 def test_version_1_has_no_stages():
     with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
         FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)

@@ -98,6 +98,8 @@ class Pipe:
         self.window: _Window | None = None
         self.rehearses = False
         """True while torch learns shapes, in a step before those of a window."""
+        self.is_broken = False
+        """True after an exception in a window, of which messages between stages may be on their way."""
         self._schedules: dict[Any, Any] = {}
 
     def run(
@@ -108,6 +110,12 @@ class Pipe:
         None: no backward. Collective.
         """
         forward_only = scale is None
+        if self.is_broken:
+            raise AccelError(
+                "pipeline: an exception has left a window in its midst, and its stages may still wait for"
+                " each other, or get what the others had sent\n"
+                "end the run, and go on from a checkpoint in a new one"
+            )
         self._refuse_backward_hooks()
         reduction = None if forward_only else self._reduction(len(batches))
         factor = 1.0 if scale is None else scale
@@ -130,9 +138,11 @@ class Pipe:
                 self._apart() if len(self._schedules) > made else nullcontext(),
                 nullcontext() if reduction is None else reduction,
             ):
+                self.is_broken = True
                 (schedule.eval if forward_only else schedule.step)(
                     number=numbers, target=numbers if last else None
                 )
+                self.is_broken = False
         except RuntimeError as error:  # torch's words around what a stage raised
             if error.__cause__ is None:
                 raise
