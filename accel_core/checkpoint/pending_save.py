@@ -115,7 +115,7 @@ class PendingSave:
     """The error of this rank's part."""
     _thread: threading.Thread | None = field(default=None, init=False)
     _turn: threading.Lock = field(factory=threading.Lock, init=False)
-    """Is taken once, by the thread as it begins or by a `start` that could not start it."""
+    """Taken once: by the thread as it begins, or by a `start` that failed."""
     _done: threading.Event = field(factory=threading.Event, init=False)
     _sending: Sending | None = field(default=None, init=False)
     """In a thread, to a store."""
@@ -123,7 +123,10 @@ class PendingSave:
     """Of a thread, which asks no store any more once nobody waits for it."""
 
     def start(self) -> None:
-        """Let a thread do it. Where Ctrl-C or a lack of threads prevents that, `wait` raises."""
+        """Let a thread do it.
+
+        Where Ctrl-C or a lack of threads prevents that, `wait` raises.
+        """
         # Daemon thread: the run's atexit handler waits for it and shows progress.
         work = partial(do_once, self._turn, self._bound.applied()(self.run))
         try:

@@ -52,7 +52,7 @@ class Placement:
     unplaced: list[Unplaced] = field(factory=list)
     problems: list[ConfigProblem] = field(factory=list)
     notes: dict[str, None] = field(factory=dict)
-    """What was left unread, and why. A dict, for the order."""
+    """Settings that were left unread, and why. A dict, for the order."""
 
     def place(self, values: Iterable[SourceValue]) -> None:
         """Find the options of values, the weakest source first."""

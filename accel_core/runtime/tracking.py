@@ -112,7 +112,7 @@ class Trackers:
         self.names = tuple(names)
         self.has_finished = False
         self._begun: dict[str, str] = {}
-        """What each was started with, also where another one could not be."""
+        """Settings that each was started with, also where another could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
 

@@ -99,7 +99,7 @@ class Pipe:
         self.rehearses = False
         """True while torch learns shapes, in a step before those of a window."""
         self.is_broken = False
-        """True after an exception in a window, of which messages between stages may be on their way."""
+        """True after an exception in a window: its messages may be on their way."""
         self._schedules: dict[Any, Any] = {}
 
     def run(
