@@ -127,7 +127,7 @@ class LocalSGD:
         going = True
         while going:
             going, stepped = self._tell(going=False)
-            if stepped:
+            if stepped or not going:  # an exception or `break` may follow a step that is not counted
                 self._average()
         self._average_state()
         self._share_schedules()

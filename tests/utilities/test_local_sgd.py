@@ -35,7 +35,7 @@ def test_it_equals_plain_local_sgd(every, steps, accumulate):
 def test_no_gradient_is_reduced_and_weights_travel_once_an_average():
     (first, _, *counts, _), (second, *_) = run_processes(ours, 2, 4, 2)
 
-    assert counts == [0, 2]
+    assert counts == [0, 3]  # the end averages too
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [False, True, False, True]
     (first, *_), (second, *_) = run_processes(ours, 2, 5, 2)
     assert [torch.equal(a, b) for a, b in zip(first, second, strict=True)] == [
@@ -243,6 +243,36 @@ def test_ranks_that_go_on_after_an_exception_do_so_from_the_average():
 
     assert torch.equal(left_by_error, on_rank_1)
     assert torch.equal(left_by_error, one)
+
+
+def left_before_the_count(error):
+    """Weights after a context that is left between a step and its count, and one step outside."""
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    model = net()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with suppress(ZeroDivisionError), LocalSGD(accelerator, model, 2) as local:
+        for number, (x, y) in enumerate(batches(3, accelerator.process_index)):
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if number == 2 and error:
+                raise ZeroDivisionError
+            if number == 2:
+                break
+            local.step()
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    found = flat(model)
+    accelerator.end_training()
+    return found
+
+
+@together
+@pytest.mark.parametrize("error", [True, False], ids=["exception", "break"])
+def test_its_end_averages_a_step_that_is_not_counted(error):
+    one, two = run_processes(left_before_the_count, error)
+
+    assert torch.equal(one, two)
 
 
 def test_in_one_process_it_does_nothing():
