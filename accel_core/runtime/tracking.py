@@ -5,6 +5,7 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
+import gc
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -148,13 +149,18 @@ class Trackers:
         """Have a tracker of the user's own; the first end of two runs would finish it."""
         if not isinstance(tracker, GeneralTracker):
             return
-        owner = tracker._accel_owner and tracker._accel_owner()
-        if owner and owner is not self and not (owner.has_finished or owner.run.ended):
+        if self._is_anothers(tracker):
+            gc.collect()  # an Accelerator that nothing names any more, such as that of a notebook's cell
+        if self._is_anothers(tracker):
             raise AccelError(
                 f"init_trackers: {name} is the tracker of another run, which has not ended\n"
                 "call end_training() of that Accelerator, or make this one a tracker of its own"
             )
         tracker._accel_owner = weakref.ref(self)
+
+    def _is_anothers(self, tracker: GeneralTracker) -> bool:
+        owner = tracker._accel_owner and tracker._accel_owner()
+        return bool(owner and owner is not self and not (owner.has_finished or owner.run.ended))
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank.

@@ -372,6 +372,16 @@ def test_a_tracker_is_of_one_run_at_a_time(tracked):
     assert mine.seen.count("finished") == 2
 
 
+def test_a_tracker_is_free_once_nothing_names_its_accelerator(tmp_path):
+    mine = Mine()
+    for project in ("of one cell", "of the same cell again"):
+        accelerator = Accelerator(cpu=True, log_with=mine, project_dir=tmp_path)
+        accelerator.init_trackers(project)
+    accelerator.end_training()
+
+    assert [seen[1] for seen in mine.seen if seen[0] == "start"] == ["of one cell", "of the same cell again"]
+
+
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
     with pytest.raises(ConfigError, match=r"no tracker 'jsnol' is installed; did you mean 'jsonl'"):
         tracked("jsnol")
