@@ -72,8 +72,8 @@ def test_a_save_whose_thread_could_not_be_started_has_failed_and_writes_nothing(
             job.accelerator.save_state(tmp_path / "one", wait=False)
         with pytest.raises(CheckpointError, match="it has not run"):
             job.accelerator.wait_for_checkpoint()
-        job.accelerator.save_state(tmp_path / "two")
         begin_later()
+        job.accelerator.save_state(tmp_path / "two")
     assert [path.name for path in tmp_path.iterdir()] == ["two"]
 
 
