@@ -201,6 +201,46 @@ def test_a_parameter_without_dimensions_or_elements_or_of_float64_is_refused() -
     run_processes(without_dimension, world=1)
 
 
+def of_odd_numbers(stage: int, precision: str) -> None:
+    ours = accelerator(DeepSpeedPlugin(zero_stage=stage), mixed_precision=precision)
+    model = nn.Linear(2, 2, dtype=torch.complex64)
+    with pytest.raises(AccelError, match=r"weight is torch.complex64.*\nmake it two real ones"):
+        ours.prepare(model, torch.optim.AdamW(model.parameters()))
+    for layer in (nn.Embedding(4, 2, sparse=True), nn.EmbeddingBag(4, 2, sparse=True)):
+        with pytest.raises(AccelError, match=r"0: ZeRO takes no sparse gradients.*\nmake the module without"):
+            ours.prepare(nn.Sequential(layer), torch.optim.SGD(layer.parameters(), lr=0.1))
+    trained = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+    ours.prepare(nn.Sequential(trained, nn.Embedding(4, 2, sparse=True).requires_grad_(False)), optimizer)
+
+
+@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_complex_weights_and_sparse_gradients_are_refused(stage: int, precision: str) -> None:
+    run_processes(of_odd_numbers, stage, precision, world=1)
+
+
+def of_looked_up_rows() -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after a step of stage 0, whose gradients are sparse, and of a plain one."""
+    ours = accelerator(DeepSpeedPlugin(zero_stage=0))
+    torch.sparse.check_sparse_tensor_invariants.enable()  # else DeepSpeed's sparse tensors warn
+    torch.manual_seed(0)
+    model = nn.Embedding(6, 2, sparse=True)
+    plain = nn.Embedding(6, 2, _weight=model.weight.detach().clone())
+    rows = torch.tensor([[0, 1], [1, 5]])
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(model(rows[ours.process_index]).pow(2).mean())
+    optimizer.step()
+    plain(rows).pow(2).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return ours.get_state_dict(model)["weight"].detach().clone(), plain.weight.detach()
+
+
+def test_stage_0_trains_sparse_gradients() -> None:
+    for trained, plain in run_processes(of_looked_up_rows):
+        torch.testing.assert_close(trained, plain)
+
+
 def by_json() -> tuple[str, str]:
     plugin = DeepSpeedPlugin(hf_ds_config={"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}})
     ours = Accelerator(device="cpu", plugins=[plugin])

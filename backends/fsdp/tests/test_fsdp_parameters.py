@@ -470,3 +470,29 @@ def test_tensors_that_would_take_the_place_of_sharded_weights_are_refused(versio
             assert said is not None
             assert said.startswith("load_state_dict(assign=True): the weights of this ")
             assert is_untouched
+
+
+class Complex(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+
+
+def of_numbers_that_cannot_be_sharded(version: int) -> list[str | None]:
+    run = accelerator(FullyShardedDataParallelPlugin(fsdp_version=version))
+    models = Complex(), nn.Sequential(nn.Embedding(5, 2, sparse=True)), nn.EmbeddingBag(5, 2, sparse=True)
+    run.prepare(nn.Sequential(nn.Linear(2, 2), nn.Embedding(5, 2, sparse=True).requires_grad_(False)))
+    return [said_by(partial(run.prepare, model)) for model in models]
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_complex_weights_and_sparse_gradients_are_refused_by_name(version: int) -> None:
+    for numbers, nested, alone in run_processes(of_numbers_that_cannot_be_sharded, version):
+        assert numbers is not None
+        assert nested is not None
+        assert alone is not None
+        assert (
+            "phase, [3]: torch's optimizers step sharded torch.complex64 wrongly\nmake it two real" in numbers
+        )
+        assert "0.weight: sparse gradients (sparse=True) cannot be sharded\nmake the module without" in nested
+        assert alone.startswith("weight: sparse gradients")

@@ -192,6 +192,8 @@ def refused_in_parts() -> None:
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2))
     with pytest.raises(AccelError, match="weight is float64, and megatron-core steps in float32"):
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2).double())
+    with pytest.raises(AccelError, match="weight is torch.complex64, and megatron-core adds up"):
+        accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2, dtype=torch.complex64))
 
 
 def test_a_model_without_a_twin_is_split_over_no_ranks() -> None:

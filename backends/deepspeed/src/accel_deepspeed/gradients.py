@@ -179,7 +179,7 @@ class Gradients:
             raise AccelError(
                 "DeepSpeed: no gradient since the last optimizer.step() or zero_grad(), and its engine steps"
                 " by zeros then, which moves weights by their moments and decay, or fails\n"
-                "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
+                "call backward, but not in a closure, before clip_grad_norm_ and step, or leave these out"
             )
         if self._steps_copies:
             self._refuse_regrouped()

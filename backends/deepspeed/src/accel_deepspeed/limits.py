@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
 import torch
+from torch import nn
 
 from accel_core import has_state
 from accel_deepspeed import experts, settings
@@ -14,7 +15,6 @@ from accel_deepspeed.optimizer_shards import shape_of
 from accel_deepspeed.optimizers import unserved
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.optim import Optimizer
 
     from accel_core import Run
@@ -83,6 +83,13 @@ def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[st
             "in ZeRO stage 0 DeepSpeed clips by each rank's own experts (ep_size above 1)\n"
             "set zero_stage to 1 or 2"
         )
+    for name, module in model.named_modules():
+        is_sparse = isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse
+        if stage > 0 and is_sparse and any(p.requires_grad for p in module.parameters()):
+            yield (
+                f"{name or type(module).__name__}: ZeRO takes no sparse gradients (sparse=True)\n"
+                "make the module without sparse=True, set zero_stage to 0, or use strategy ddp"
+            )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             yield (
@@ -96,3 +103,8 @@ def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[st
             )
         if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
             yield f"{name} is float64, and DeepSpeed steps in float32\nmake it float32, or use strategy ddp"
+        if parameter.is_complex() and parameter.requires_grad:
+            yield (
+                f"{name} is {parameter.dtype}, and DeepSpeed's optimizers step complex numbers wrongly\n"
+                "make it two real ones, or use strategy ddp"
+            )

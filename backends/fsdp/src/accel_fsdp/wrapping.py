@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     ActivationWrapper,
     checkpoint_wrapper,
@@ -21,8 +22,6 @@ from accel_fsdp.naming import did_you_mean
 from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
 __all__ = [
@@ -218,6 +217,12 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in found:
         mine = group.own_parameters
+        tables = [m for m in group.modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
+        for parameter in (p for table in tables for p in table.parameters() if p.requires_grad):
+            raise ConfigError(
+                f"{names[parameter]}: sparse gradients (sparse=True) cannot be sharded\n"
+                "make the module without sparse=True, or use strategy ddp"
+            )
         refuse_unfit({names[parameter]: parameter for parameter in mine}, version)
         alike = mine if version == 1 else [p for p in mine if p.requires_grad]
         odd = next((p for p in alike if p.dtype != alike[0].dtype), None)
@@ -239,6 +244,11 @@ def refuse_unfit(parameters: Mapping[str, nn.Parameter], version: int) -> None:
 def _unfit(parameter: nn.Parameter, version: int) -> str | None:
     if not parameter.dim():
         return "a parameter without dimensions cannot be sharded\nmake it one of shape (1,)"
+    if parameter.is_complex():  # of a vector in parts, torch's Adam changes a copy of its state
+        return (
+            f"torch's optimizers step sharded {parameter.dtype} wrongly\n"
+            "make it two real ones, a buffer where it is not trained, or use strategy ddp"
+        )
     if version == 1 and not parameter.is_floating_point():
         return f"fsdp_version 1 cannot shard {parameter.dtype}\nset fsdp.fsdp_version: 2, or make it a buffer"
     lying = parameter.permute(memory_order(parameter.stride())) if version == 1 else parameter

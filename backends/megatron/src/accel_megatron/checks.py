@@ -49,6 +49,12 @@ def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> It
                 f"{name} is float64, and megatron-core steps in float32\nmake it float32, or use strategy ddp"
             )
             break
+        if parameter.is_complex():
+            yield (
+                f"{name} is {parameter.dtype}, and megatron-core adds up gradients as real numbers\n"
+                "make it two real ones, or use strategy ddp"
+            )
+            break
     if hasattr(model, "chunks"):  # made by build_model
         return
     if config.custom_model_provider_function is not None:
