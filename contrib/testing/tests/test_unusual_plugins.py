@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 import unusual_plugins
-from run_kit import Found, declare, run_kit
+from run_kit import HERE, Found, declare, run_kit
 
 from accel_core import Card
+from accel_testing import conform
+from accel_testing.processes import PRELOAD_VARIABLE
 
 pytest_plugins = ["pytester"]
 
@@ -118,6 +120,17 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     assert found.names("failed") == set(), describe(found)
     assert found.facts["simulated"]
     assert "absent + pair (simulated)" in found.text
+
+
+def test_a_simulated_device_is_not_made_by_a_library_that_the_session_imports_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    source = "from accel_testing.simulated.device import simulate\nsimulate('absent', 'absentccl')\n"
+    (site / "looks_for_devices.py").write_text(source)
+    monkeypatch.setenv(PRELOAD_VARIABLE, "looks_for_devices")
+    options = ("--accel-simulate", "absentccl", "--accel-level", "1", "-k", "whole")
+
+    assert "0 failed" in conform(tmp_path, "absent", *options, path=[site, Path(HERE)])
 
 
 BROKEN = [

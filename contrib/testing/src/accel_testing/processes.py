@@ -60,7 +60,8 @@ PRELOADED: Final = (
 PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"
 """Variable that names further imports of nearly every task, joined by commas.
 
-It is for a vendor's library that takes seconds to import, and starts nothing when imported.
+It is for a vendor's library that takes seconds to import, and starts nothing when imported. Where the kit
+simulates a device it is not read: libraries that look for devices would find the stand-in first.
 """
 _STARTING: Final = threading.Lock()
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})

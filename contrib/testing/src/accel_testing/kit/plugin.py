@@ -18,7 +18,7 @@ from accel_core import CAPABILITIES, PluginError, Record, discover
 from accel_testing.kit.report import LEVELS, Check, Report
 from accel_testing.kit.stack import OUTSIDE_OF_RUNS, TestedStack, variables
 from accel_testing.kit.tasks import Scenario
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import PRELOAD_VARIABLE, ProcessError, run_processes
 from accel_testing.simulated import CARD, declare
 
 __all__ = ["Kit"]
@@ -40,6 +40,7 @@ class Kit:
     report_file: str | None
     report: Report
     _temporary: TemporaryDirectory[str]
+    _environment: pytest.MonkeyPatch
     stand_in: str | None = None
     """A module that stands for the vendor's library in each process."""
     exchange_with: Sequence[str] = ()
@@ -54,11 +55,14 @@ class Kit:
             pytest.UsageError: there is no such stack, or an option is wrong.
         """
         text: str = config.getoption("accel_stack")
-        temporary = TemporaryDirectory(prefix="accel-kit-")
+        temporary, environment = TemporaryDirectory(prefix="accel-kit-"), pytest.MonkeyPatch()
         if CARD.name in text.split("+"):
             declare(Path(temporary.name))
         try:
             simulate = config.getoption("accel_simulate")
+            if simulate is not None:
+                # A library that looks for devices would make the simulated one where workers are forked.
+                environment.delenv(PRELOAD_VARIABLE, raising=False)
             settings = dict(_setting(each) for each in config.getoption("accel_set"))
             project = str(Path(temporary.name, "project"))
             network = config.getoption("accel_network")
@@ -75,6 +79,7 @@ class Kit:
             report_file=config.getoption("accel_report"),
             report=Report(stack=stack, worlds=worlds),
             temporary=temporary,
+            environment=environment,
             stand_in=config.getoption("accel_stand_in"),
             exchange_with=_exchange_partners(config.getoption("accel_exchange_with"), stack),
         )
@@ -279,7 +284,8 @@ class Kit:
             Path(self.report_file).write_text(self.report.render(self.report_file))
 
     def pytest_unconfigure(self) -> None:
-        """Remove the simulated device's declaration."""
+        """Remove the simulated device's declaration, and give variables back."""
+        self._environment.undo()
         self._temporary.cleanup()
 
 
