@@ -576,6 +576,21 @@ def short(schedule, microbatches):
     return found
 
 
+def shrunk(options):
+    """The weights after a window of two micro-batches and one of a single one; both ranks read the same."""
+    accelerator = accelerator_of(**options) if options else Accelerator(cpu=True)
+    model = Gpt()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, microbatches in enumerate((2, 1, 2)):
+        batches = window(number, microbatches)
+        accelerator.forward_backward(model, batches, loss_of, microbatches=microbatches)
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = accelerator.get_state_dict(model)
+    accelerator.end_training()
+    return weights
+
+
 def misused():
     """What is said of calls that a pipeline cannot do."""
     accelerator = accelerator_of(pp_size=2)

@@ -175,6 +175,14 @@ def test_a_window_may_be_shorter_than_the_pipeline(schedule):
     assert losses == [pytest.approx(problem.loss_of(model, batch)[0].item())] * 2
 
 
+@pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])
+def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sharded(schedule):
+    (native,) = run_processes(problem.shrunk, {}, world=1)
+    options = {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": schedule}
+    for weights in run_processes(problem.shrunk, options, world=4):
+        torch.testing.assert_close(weights, native)
+
+
 def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named():
     for said in run_processes(problem.short, "Interleaved1F1B", 5, world=2):
         assert "ScheduleInterleaved1F1B cannot run 5 micro-batches" in said

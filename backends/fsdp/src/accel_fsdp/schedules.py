@@ -167,12 +167,12 @@ class Pipe:
     def _reduction(self, microbatches: int) -> Reduction | None:
         """Reduce gradients in this rank's last backward of the window only.
 
-        None: in each, as `sync_each_batch` asks for, or as there is one of each stage. Nor for whole ones.
+        None: in each, as `sync_each_batch` asks for, or as there is one. Nor for whole ones.
         """
-        unit = self.unit()
-        if unit is None or microbatches == 1 or unit.run.config.accumulation.sync_each_batch:
+        unit, backwards = self.unit(), microbatches * len(self.mine)
+        if unit is None or backwards == 1 or unit.run.config.accumulation.sync_each_batch:
             return None
-        reduction = Reduction.of(unit.models, microbatches * len(self.mine))
+        reduction = Reduction.of(unit.models, backwards)
         return reduction if reduction.modules else None
 
     def _output(self, window: _Window, last: bool) -> StepOutput:
