@@ -18,9 +18,11 @@ from torch.distributed.tensor.experimental import context_parallel
 from torch.utils.data import default_collate
 
 from accel_context_parallel.attention import Counted, _torchs_own
-from accel_context_parallel.sequence import part, positions
+from accel_context_parallel.sequence import causal_mask, part, positions
 from accel_core import AccelError
 from accel_testing import run_processes
+
+CPU = torch.device("cpu")
 
 
 class Pair(NamedTuple):
@@ -140,6 +142,17 @@ def test_evaluation_without_gradients_needs_no_step():
         whole = Gpt()(batch["input_ids"])
     for logits, where in run_processes(cp_problem.evaluation, world=2):
         torch.testing.assert_close(logits, whole[:, where[0]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: positions(10, 1, CPU), lambda: causal_mask(10, 1, 0, CPU)], ids=["positions", "mask"]
+)
+def test_what_an_evaluation_in_inference_mode_makes_serves_training_too(make):
+    with torch.inference_mode():
+        made = make()
+
+    assert make() is made
+    assert not made.is_inference()
 
 
 def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only():

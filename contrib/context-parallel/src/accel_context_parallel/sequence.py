@@ -17,6 +17,8 @@ from accel_core import AccelError
 
 __all__ = ["causal_mask", "length_of", "part", "positions"]
 
+# What is kept for later batches is made outside of `torch.inference_mode`: backward cannot use tensors of it.
+
 
 def length_of(batch: Mapping[str, Any], dims: Mapping[str, int], ranks: int) -> int:
     """Return the length of the batch's sequences.
@@ -52,6 +54,7 @@ def part(tensor: Tensor, dim: int, rank: int, ranks: int) -> Tensor:
 
 
 @lru_cache(maxsize=16)
+@torch.inference_mode(mode=False)
 def positions(length: int, ranks: int, device: torch.device) -> Tensor:
     """(ranks, length / ranks).
 
@@ -62,6 +65,7 @@ def positions(length: int, ranks: int, device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
 def causal_mask(length: int, ranks: int, rank: int, device: torch.device) -> Tensor:
     """(length / ranks, length).
 
