@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from accel_core.contract.arguments import whole_number
+from accel_core.contract.step_hook import before_forward
 from accel_core.data.uneven import refuse_another
 from accel_core.distributed.collectives import average
 from accel_core.errors import AccelError, ConfigError
@@ -136,14 +137,14 @@ class LocalSGD:
         """Average in the next forward that can be trained on, if all ranks go on to one."""
         hooks = ExitStack()
 
-        def end(module: nn.Module, inputs: object) -> None:
+        def end(module: nn.Module) -> None:
             if torch.is_grad_enabled():
                 hooks.close()
                 if self._run.prepared.unit_of_model(module) is self.unit:
                     self._end()
 
         for model in self.unit.wrapped:
-            hooks.callback(model.register_forward_pre_hook(end, prepend=True).remove)
+            hooks.callback(before_forward(model, end))
 
     def _tell(self, *, going: bool) -> tuple[bool, bool]:
         """Return whether a rank goes on, and whether one has steps to average.

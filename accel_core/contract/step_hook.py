@@ -1,4 +1,4 @@
-"""A hook before each step of any optimizer."""
+"""Hooks before each step of any optimizer, and before each forward of any module."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from torch import nn
     from torch.optim import Optimizer
 
 
@@ -32,3 +33,25 @@ def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], 
 
     optimizer.step = stepped  # type: ignore[method-assign]
     return active.clear
+
+
+def before_forward(module: nn.Module, hook: Callable[[nn.Module], None]) -> Callable[[], None]:
+    """Call a hook before each forward of the module, first of all hooks.
+
+    The returned function ends it. Unlike hooks that are registered with a module that is compiled in place,
+    it is outside of what is compiled.
+    """
+    compiled = module._compiled_call_impl
+    if compiled is None:
+        return module.register_forward_pre_hook(lambda module, _: hook(module), prepend=True).remove
+
+    def called(*arguments: Any, **keywords: Any) -> Any:
+        hook(module)
+        return compiled(*arguments, **keywords)
+
+    def end() -> None:
+        if module._compiled_call_impl is called:
+            module._compiled_call_impl = compiled
+
+    module._compiled_call_impl = called
+    return end

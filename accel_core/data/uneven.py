@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
@@ -94,16 +94,18 @@ def checking_forwards(run: Run) -> Iterator[None]:
     """
     with ExitStack() as hooks:
         if run.world.size > 1:
+            from accel_core.contract.step_hook import before_forward  # late: most runs never come here
+
             for unit in run.units:
                 before = _check_forward(run, unit)
                 for model in unit.wrapped:
                     # First: strategies that shard communicate in such hooks too.
-                    hooks.callback(model.register_forward_pre_hook(before, prepend=True).remove)
+                    hooks.callback(before_forward(model, before))
         yield
 
 
-def _check_forward(run: Run, unit: Unit) -> Callable[[nn.Module, Any], None]:
-    def before(module: nn.Module, inputs: Any) -> None:
+def _check_forward(run: Run, unit: Unit) -> Callable[[nn.Module], None]:
+    def before(module: nn.Module) -> None:
         # Strategies may make buffers alike in any forward that could be trained on.
         trains = module.training or next(module.buffers(), None) is not None
         check_unit(run, unit, "forward", trains=torch.is_grad_enabled() and trains)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import shutil
+import threading
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch.optim import SGD
 from training_problems import FEATURES, net, our_losses, plain_losses
 
 from accel_core import TorchDynamoPlugin
+from accel_core.contract.step_hook import before_forward
 from accel_core.training.compile import compile_model
 
 # Dynamo looks at `.grad` of what flows between blocks; torch's warning of that must not be an error.
@@ -308,3 +310,33 @@ def test_a_model_is_the_users_again_after_the_run(accelerator_of, graphs, region
     accelerator.free_memory()
     assert all(module._compiled_call_impl is None for module in mine.modules())
     assert theirs._compiled_call_impl is not None
+
+
+class Twice(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_a_hook_before_forward_runs_outside_of_what_is_compiled(compiled):
+    module, seen = Twice(2, 1), []
+    if compiled:
+        module.compile(backend="eager", fullgraph=True)
+    end = before_forward(module, lambda module: seen.append((module, threading.get_ident())))
+    module(torch.ones(1, 2))
+    module(torch.ones(1, 2))
+    end()
+    module(torch.ones(1, 2))
+
+    assert seen == [(module, threading.get_ident())] * 2
+
+
+def test_a_hook_before_forward_may_end_itself_in_its_first_call():
+    module, ends = Twice(2, 1), []
+    module.compile(backend="eager", fullgraph=True)
+    compiled = module._compiled_call_impl
+    ends.append(before_forward(module, lambda module: ends.pop()()))
+    module(torch.ones(1, 2))
+
+    assert not ends
+    assert module._compiled_call_impl is compiled

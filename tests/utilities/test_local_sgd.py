@@ -12,7 +12,7 @@ from local_sgd_problem import TIMEOUT, batches, flat, net, ours, plainly, with_o
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD
+from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD, TorchDynamoPlugin
 from accel_core.distributed import collectives
 from accel_testing import ProcessError, run_processes
 
@@ -210,9 +210,9 @@ def test_a_rank_that_raises_inside_does_not_wait_for_an_average():
     assert caught.value.rank == 1
 
 
-def goes_on(error):
+def goes_on(error, **options):
     """Weights after three steps inside, left by `error`, and one step outside."""
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT], **options)
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
     pairs = batches(4, accelerator.process_index)
@@ -240,6 +240,37 @@ def goes_on(error):
 @together
 def test_ranks_that_go_on_after_an_exception_do_so_from_the_average():
     (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on, error) for error in (False, True))
+
+    assert torch.equal(left_by_error, on_rank_1)
+    assert torch.equal(left_by_error, one)
+
+
+IN_PLACE = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.reduce_gradients)
+    def reduce_gradients(self, unit):
+        for parameter in unit.named_parameters().values():
+            self.run.collectives("world").all_reduce(parameter.grad, "mean")
+
+CARD = Card(name="in-place", slot="strategy", summary="A toy.", api_version="1.0",
+            offers={"no_sync", "local_sgd", "whole_weights"}, implementation="toy_in_place:Plugin")
+"""
+"""A strategy whose wrapped model is the user's own, so that compiled code has its hooks in it."""
+
+
+def goes_on_compiled(error):
+    dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True)
+    return goes_on(error, strategy="in-place", dynamo_plugin=dynamo)
+
+
+def test_so_they_do_where_the_model_is_compiled_in_place(toy_plugin):
+    toy_plugin("in-place", source=IN_PLACE)
+    (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on_compiled, error) for error in (False, True))
 
     assert torch.equal(left_by_error, on_rank_1)
     assert torch.equal(left_by_error, one)
