@@ -225,7 +225,7 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
                 names,
             )
         return {}
-    states = {one.plugin: dict(one.call()) for one in saving}
+    states = {one.plugin: dict(one.call() or {}) for one in saving}
     return {plugin: encode(state, f"run.{plugin}") for plugin, state in states.items() if state}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -320,17 +320,18 @@ class Restoration:
         restored: dict[str, dict[str, Entry]] = {}
         leaves: dict[str, Leaf] = {}
         known, anew = {key.partition("/")[0] for key in tensors}, set[str]()
-        for saving in unit.hooks.implementations("save_state"):
-            entries: Mapping[str, Entry] = saving.call(unit) or {}
+        saving = {hook.plugin: hook.call for hook in unit.hooks.implementations("save_state")}
+        for plugin, save in saving.items():
+            entries: Mapping[str, Entry] = save(unit) or {}
             for name, entry in entries.items():
                 if isinstance(entry.value, Leaf) and entry.scope in self._scopes:
-                    if saving.plugin not in known:
-                        anew.add(saving.plugin)
+                    if plugin not in known:
+                        anew.add(plugin)
                         continue
-                    key = entry_key(self.run, saving.plugin, name, entry)
+                    key = entry_key(self.run, plugin, name, entry)
                     leaves[key] = entry.value
                     if key in tensors:
-                        restored.setdefault(saving.plugin, {})[name] = entry
+                        restored.setdefault(plugin, {})[name] = entry
         for plugin in sorted(anew):
             self._problems.warn(f"{unit.name}: it has no state of plugin {plugin}, which begins anew")
         stored = {key: tensors[key] for key in leaves if key in tensors}
@@ -345,13 +346,22 @@ class Restoration:
                     f"units.{unit.name}.{plugin}.{name}",
                     partial(_set_entry, taken, name, scope),
                 )
+        self._give_back(unit, restored, saving)
+
+    def _give_back(
+        self, unit: Unit, restored: Mapping[str, Mapping[str, Entry]], saving: Collection[str]
+    ) -> None:
+        """Let plugins take back their entries; warn of entries that none takes."""
         loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
         for plugin, taken in restored.items():
             if plugin in loading:
                 what = f"{unit.name}: state of plugin {plugin}"
                 self._copies.append((what, partial(loading[plugin], unit, taken)))
-            else:
+            elif plugin not in saving:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
+                self._problems.warn(what)
+            elif plain := [name for name, entry in taken.items() if not isinstance(entry.value, Leaf)]:
+                what = f"{unit.name}: plugin {plugin} has no hook load_state to take back {', '.join(plain)}"
                 self._problems.warn(what)
 
     def _plain_entries(self, unit: Unit) -> Iterator[tuple[Scope, str, Mapping[str, Any]]]:

@@ -89,7 +89,7 @@ class Assembly:
         """Refuse two owners of one duty: only hooks override each other, by layer."""
         owner: dict[str, str] = {}
         for claim in hooks.implementations("owns"):
-            for duty in claim.call(self._run.config):
+            for duty in claim.call(self._run.config) or ():
                 if duty not in DUTIES:
                     raise PluginError(
                         f"{claim.plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"

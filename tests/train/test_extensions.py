@@ -244,6 +244,37 @@ def test_a_plugin_that_joins_later_begins_anew(accelerator_with, tmp_path, caplo
     kept.kept += 1
     accelerator.load_state(tmp_path / "with")
     assert torch.equal(kept.kept, torch.ones(3))
+    assert "left out" not in caplog.text
+
+
+FORGETS = """
+    @implements(hooks.save_state)
+    def save_state(self, unit):
+        return {"count": Entry(value=3)}
+"""
+
+
+def test_values_that_a_plugin_cannot_take_back_are_named(accelerator_with, tmp_path, caplog):
+    accelerator = accelerator_with(FORGETS)
+    accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
+
+    assert "unit0: plugin watcher has no hook load_state to take back count" in caplog.text
+
+
+RUN_STATE = """
+    @implements(hooks.save_run_state)
+    def save_run_state(self):
+        return None
+"""
+
+
+def test_a_plugin_without_state_of_the_run_may_say_none(accelerator_with, tmp_path):
+    accelerator = accelerator_with(RUN_STATE)
+    accelerator.prepare(net())
+    accelerator.save_state(tmp_path / "saved")
+    accelerator.load_state(tmp_path / "saved")
 
 
 # -- capabilities ----------------------------------------------------------------------------------
