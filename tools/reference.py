@@ -19,7 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/contract/hooks.py")
-MARK = re.compile(r"spec\('(\w+)'(, per_step=True)?\)")
+MARK = re.compile(r"spec\('(\w+)'(, per_step=True)?(, asked='[\w ]+')?\)")
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 

@@ -15,8 +15,18 @@ from accel_core.cli import Group
 from accel_core.cli.terminal import say, table
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS
+from accel_core.contract.world import World
 from accel_core.errors import PluginError
-from accel_core.plugins.discovery import Discovery, Record, discover, implementation, load, verify
+from accel_core.plugins.discovery import (
+    Discovery,
+    Record,
+    discover,
+    environment_of,
+    implementation,
+    load,
+    verify,
+    visible_devices,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -134,6 +144,8 @@ def doctor(name: str, timeout: float) -> None:
 
 def examine(name: str) -> None:
     """Import each path of a card, in the doctor's child; exit 1 at the first failure."""
+    from accel_core.contract.config import RunConfig  # late: it is slow to import, and listings need none
+
     record = _find(name)
     for what in ("launch", "config", "implementation", "verify"):
         path = getattr(record.card, what)
@@ -145,6 +157,9 @@ def examine(name: str) -> None:
                 implementation(record)
             else:
                 load(record, path)
+            if what == "launch":
+                environment_of(record, RunConfig(), World())
+                visible_devices(record, RunConfig())
             reason = verify(record) if what == "verify" else None
         except PluginError as error:
             cause = error.__cause__

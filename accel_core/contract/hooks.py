@@ -54,7 +54,7 @@ Point = Literal["batch", "backward", "step", "host_read", "state"]
 # -- before torch: implemented by the card's `launch` class or by a launcher --------------------
 
 
-@spec("everyone")
+@spec("everyone", asked="launch class")
 def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
     """Variables that vendor libraries read when they are imported.
 
@@ -63,7 +63,7 @@ def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launch class")
 def visible_devices(config: RunConfig) -> tuple[str, int | None]:
     """(variable that masks devices, their number on this machine), without torch.
 
@@ -71,7 +71,7 @@ def visible_devices(config: RunConfig) -> tuple[str, int | None]:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launcher")
 def launch(job: Job) -> int:
     """Start the job's workers, wait, and return the exit code.
 
@@ -81,7 +81,7 @@ def launch(job: Job) -> int:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launcher")
 def allocation(launch: LaunchConfig) -> Allocation | None:
     """Return the machines that the launcher's engine has given to this process.
 
@@ -91,7 +91,7 @@ def allocation(launch: LaunchConfig) -> Allocation | None:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launcher")
 def submit(job: Job) -> SubmittedJob:
     """Hand `job.command` to an engine that runs it later, and return at once.
 
@@ -99,7 +99,7 @@ def submit(job: Job) -> SubmittedJob:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launcher")
 def preview(job: Job, submits: bool) -> str:
     """Return the commands and files of `submit`, or else of `launch`, as text.
 
@@ -107,7 +107,7 @@ def preview(job: Job, submits: bool) -> str:
     """
 
 
-@spec("owner")
+@spec("owner", asked="launcher")
 def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
     """Run `function(*args)` in `job.processes_per_node` workers of this machine.
 
@@ -668,7 +668,7 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 # -- places of checkpoints: implemented by stores, which live without a run ----------------------
 
 
-@spec("owner")
+@spec("owner", asked="store")
 def list_stored(url: str) -> Mapping[str, int | None]:
     """Return the entries of a folder: name -> bytes, None of a folder in it.
 
@@ -678,7 +678,7 @@ def list_stored(url: str) -> Mapping[str, int | None]:
     """
 
 
-@spec("owner")
+@spec("owner", asked="store")
 def read_stored(url: str, start: int, size: int) -> bytes:
     """Return exactly these bytes of a file.
 
@@ -686,7 +686,7 @@ def read_stored(url: str, start: int, size: int) -> bytes:
     """
 
 
-@spec("owner")
+@spec("owner", asked="store")
 def create_stored(url: str, content: bytes) -> None:
     """Create a small file atomically: of two calls at once, one fails.
 
@@ -695,7 +695,7 @@ def create_stored(url: str, content: bytes) -> None:
     """
 
 
-@spec("owner")
+@spec("owner", asked="store")
 def send_stored(path: Path, url: str) -> None:
     """Write a file with the content of a local one, which may be large.
 
@@ -703,7 +703,7 @@ def send_stored(path: Path, url: str) -> None:
     """
 
 
-@spec("owner")
+@spec("owner", asked="store")
 def remove_stored(urls: Sequence[str]) -> None:
     """Remove files; a file that does not exist is not an error."""
 
@@ -776,7 +776,10 @@ def describe(unit: Unit) -> Sequence[str]:
 
 @spec("everyone")
 def environment_report() -> Mapping[str, str]:
-    """Lines for `accel env`: what -> found. Called in any process; must not raise."""
+    """Lines for `accel env`, which asks devices: what -> found.
+
+    Called in any process; must not raise.
+    """
 
 
 @spec("everyone")

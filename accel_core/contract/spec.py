@@ -16,6 +16,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 Kind = Literal["owner", "everyone", "wrapper"]
 
+Asked = Literal["run", "launch class", "launcher", "store"]
+"""Plugins that core asks for a hook.
+
+Those of a run, the card's `launch` class, launchers, or stores.
+"""
+
 _spec_marker = pluggy.HookspecMarker("accel_core")
 _impl_marker = pluggy.HookimplMarker("accel_core")
 
@@ -29,9 +35,12 @@ class Spec(NamedTuple):
     """Of a wrapper: the parameter that each plugin takes and gives back."""
     observer: bool = False
     """True if trackers may implement it too."""
+    asked: Asked = "run"
 
 
-def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callable[[F], F]:
+def spec(
+    kind: Kind | Literal["observer"], *, per_step: bool = False, asked: Asked = "run"
+) -> Callable[[F], F]:
     """Declare a hook.
 
     Args:
@@ -39,6 +48,7 @@ def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callabl
             first. observer: like everyone, trackers included. wrapper: all plugins that implement it
             refine its first parameter after `unit`, bottom layer innermost, and return it.
         per_step: called in each step; bound once per unit.
+        asked: what core asks; the method of any other class would never be called.
     """
 
     def declare(function: F) -> F:
@@ -48,6 +58,7 @@ def spec(kind: Kind | Literal["observer"], *, per_step: bool = False) -> Callabl
             per_step=per_step,
             refines=names[0] if kind == "wrapper" else None,
             observer=kind == "observer",
+            asked=asked,
         )
         return _spec_marker(function)
 

@@ -28,7 +28,7 @@ from accel_core.contract.job import Job
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.plugins.catalog import strategy_hint, unknown_device
-from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, launch_helper
+from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, visible_devices
 
 if TYPE_CHECKING:
     from accel_core.contract.config import RunConfig
@@ -327,12 +327,8 @@ class Launch:
         None if nothing can tell.
         """
         record = self._device()
-        helper = launch_helper(record) if record else None
-        if helper is not None and hasattr(helper, "visible_devices"):
-            count = helper.visible_devices(self.config)[1]
-            if count is not None:
-                return int(count)
-        return _count_by_torch(self.config.device)
+        count = visible_devices(record, self.config) if record else None
+        return _count_by_torch(self.config.device) if count is None else count
 
     def _device(self) -> Record | None:
         """Return the device plugin named, or the one that auto would choose here."""

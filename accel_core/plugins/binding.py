@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 from accel_core.contract import hooks as hookspecs
 from accel_core.contract.arguments import did_you_mean
-from accel_core.contract.spec import Spec, parameters_of
+from accel_core.contract.spec import Asked, Spec, parameters_of
 from accel_core.errors import PluginError
-from accel_core.plugins.combining import ANSWERS, Implementation, wrap
+from accel_core.plugins.combining import ANSWERS, Implementation, of_owner, wrap
 
 LAYERS: Final[Mapping[str, int]] = {
     "base": 0,
@@ -29,6 +29,16 @@ LAYERS: Final[Mapping[str, int]] = {
     "store": 3,
     "extension": 4,
     "tracker": 5,
+}
+
+ASKED: Final[Mapping[str, Asked | None]] = {"base": None, "launcher": "launcher", "store": "store"}
+"""Slot -> what its hooks are asked as; None: any, "run" where it is left out."""
+
+HOME: Final[Mapping[Asked, str]] = {
+    "run": "plugins that take part in a run",
+    "launch class": "the class that the card names as `launch`",
+    "launcher": "launchers",
+    "store": "stores",
 }
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -87,16 +97,38 @@ class Binder:
                 mark, or a hook that the plugin's slot may not implement.
         """
         refusal: Refusal = partial(_refusal, name, slot, origin)
-        methods: dict[str, Callable[..., Any]] = {}
-        for attribute, mark in _marks(type(plugin), refusal).items():
-            hook = mark.get("specname") or attribute
-            self._check(refusal, hook, mark, slot)
-            if hook in methods:
-                raise refusal(hook, f"a second method implements it: {attribute}")
-            methods[hook] = self._adapt(refusal, hook, getattr(plugin, attribute))
+        methods = self._marked(plugin, slot, ASKED.get(slot, "run"), refusal)
         if slot != "tracker":  # a tracker of a user's own may call its methods as it likes
             self._refuse_unmarked(type(plugin), methods, refusal)
         return PluginHooks(name, LAYERS[slot], methods)
+
+    def launch_class(
+        self, helper: object, *, name: str, slot: str, origin: str
+    ) -> Mapping[str, Callable[..., Any]]:
+        """Check the hooks of a card's `launch` class, which need no mark.
+
+        Raises:
+            PluginError: as `register`; of a hook that core asks of other classes, too.
+        """
+        refusal: Refusal = partial(_refusal, name, slot, origin)
+        methods = self._marked(helper, slot, "launch class", refusal)
+        for hook, spec in self.specs.items():
+            if spec.asked == "launch class" and hook not in methods and hasattr(helper, hook):
+                methods[hook] = self._adapt(refusal, hook, getattr(helper, hook))
+        self._refuse_unmarked(type(helper), methods, refusal)
+        return methods
+
+    def _marked(
+        self, plugin: object, slot: str, asked: Asked | None, refusal: Refusal
+    ) -> dict[str, Callable[..., Any]]:
+        methods: dict[str, Callable[..., Any]] = {}
+        for attribute, mark in _marks(type(plugin), refusal).items():
+            hook = mark.get("specname") or attribute
+            self._check(refusal, hook, mark, slot, asked)
+            if hook in methods:
+                raise refusal(hook, f"a second method implements it: {attribute}")
+            methods[hook] = self._adapt(refusal, hook, getattr(plugin, attribute))
+        return methods
 
     def hooks(self, plugins: Sequence[PluginHooks]) -> Hooks:
         """Bind the hooks to these plugins; order among equals is the order given."""
@@ -105,8 +137,12 @@ class Binder:
     def combine(self, hook: str, implementations: Sequence[Implementation]) -> Callable[..., Any]:
         """One callable, with the spec's parameters, for all these implementations."""
         facts = self._hooks[hook]
-        if facts.spec.kind == "owner":
+        if (
+            facts.spec.asked == "launcher"
+        ):  # `accel launch` and `notebook_launcher` say more of a wrong answer
             return implementations[-1].call
+        if facts.spec.kind == "owner":
+            return of_owner(hook, implementations[-1], facts.answer)
         active = [implementation for implementation in implementations if not implementation.is_no_op]
         if facts.spec.refines is not None:
             combined = wrap(hook, active, facts.parameters.index(facts.spec.refines))
@@ -116,10 +152,14 @@ class Binder:
             combined = ANSWERS[facts.answer](hook, active)
         return _with_parameters(hook, facts.parameters, facts.parameters, combined)
 
-    def _check(self, refusal: Refusal, hook: str, mark: Mapping[str, Any], slot: str) -> None:
+    def _check(
+        self, refusal: Refusal, hook: str, mark: Mapping[str, Any], slot: str, asked: Asked | None
+    ) -> None:
         if hook not in self.specs:
             raise refusal(hook, f"there is no such hook{did_you_mean(hook, self.specs)}")
         spec = self.specs[hook]
+        if asked is not None and spec.asked != asked:
+            raise refusal(hook, f"it would never be called: core asks {HOME[spec.asked]}; move it there")
         marks = ("tryfirst", "trylast", "wrapper", "hookwrapper")
         order = next((word for word in marks if mark.get(word)), None)
         if order:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Final, NamedTuple
 
@@ -37,6 +38,48 @@ def wrap(hook: str, methods: Sequence[Implementation], position: int) -> Callabl
         return values[position]
 
     return refine
+
+
+def of_owner(hook: str, owner: Implementation, answer: str) -> Callable[..., Any]:
+    """Return the owner's method, which raises for another kind of answer.
+
+    answer: outer word of the spec's return type. Core's own answers, and words that other classes may stand
+    for, are not looked at.
+    """
+    if owner.layer == 0 or answer not in OWNED:
+        return owner.call
+    kind, words = OWNED[answer]
+
+    def call(*arguments: Any) -> Any:
+        given = owner.call(*arguments)
+        if isinstance(given, str) or not _is_a(given, kind):
+            about = f"hook {hook}: {owner.plugin} gave {reprlib.repr(given)}, not {words}"
+            raise PluginError(f"{about}\nreturn {words}", plugin=owner.plugin, hook=hook)
+        return given
+
+    call.__wrapped__ = owner.call  # type: ignore[attr-defined]
+    return call
+
+
+def _is_a(given: object, kind: type | str) -> bool:
+    """Tell if it is of this class, which is named where core must not import it."""
+    if isinstance(kind, str):
+        return any(each.__name__ == kind for each in type(given).__mro__)
+    return isinstance(given, kind)
+
+
+OWNED: Final[Mapping[str, tuple[type | str, str]]] = {
+    "AbstractContextManager": (AbstractContextManager, "a context manager"),
+    "Iterator": (Iterable, "an iterator"),
+    "Mapping": (Mapping, "a mapping"),
+    "Sequence": (Iterable, "a sequence"),
+    "Topology": ("Topology", "a Topology"),
+    "bool": (bool, "True or False"),
+    "frozenset": (AbstractSet, "a set of words"),
+    "nn.Module": ("Module", "a module"),
+    "torch.device": ("device", "a torch.device"),
+}
+"""Outer word of an owner's return type -> class, or its name, and words for it."""
 
 
 def _merge(hook: str, methods: Sequence[Implementation]) -> Callable[..., Mapping[str, Any]]:

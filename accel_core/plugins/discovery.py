@@ -397,8 +397,10 @@ def verify(record: Record) -> str | None:
     if record.card is None or record.card.verify is None:
         return None
     ask = load(record, record.card.verify)
-    reason: str | None = _third_party(record, f"verified by {record.card.verify}", ask)
-    return reason
+    answer = _third_party(record, f"verified by {record.card.verify}", ask)
+    if answer is None or isinstance(answer, str):
+        return answer
+    return f"{record.card.verify} gave {answer!r}, neither None nor a reason"
 
 
 def _third_party(record: Record, what: str, call: Callable[[], Any]) -> Any:
@@ -415,13 +417,50 @@ def _third_party(record: Record, what: str, call: Callable[[], Any]) -> Any:
 
 
 def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that the plugin's vendor library needs."""
-    helper, nothing = launch_helper(record), dict[str, str]()
-    return helper.launch_environment(config, world) if hasattr(helper, "launch_environment") else nothing
+    """Return the variables that the plugin's vendor library needs.
+
+    Raises:
+        PluginError: the answer is not a mapping of text, or as `launch_hooks`.
+    """
+    hook = launch_hooks(record).get("launch_environment")
+    answer = (
+        _third_party(record, "asked for launch_environment", partial(hook, config, world)) if hook else {}
+    )
+    if not isinstance(answer, Mapping) or not all(
+        isinstance(it, str) for pair in answer.items() for it in pair
+    ):
+        about = f", hook launch_environment: it gave {answer!r}"
+        raise record.error(f"{about}\nreturn a mapping of variables to text, which may be empty")
+    return answer
 
 
-def launch_helper(record: Record) -> Any:
-    """Make the card's light `launch` class if the plugin is available."""
-    if record.card is None or record.card.launch is None or record.status != "available":
+def visible_devices(record: Record, config: RunConfig) -> int | None:
+    """Return the plugin's count of this machine's devices; None if nothing tells it.
+
+    Raises:
+        PluginError: the answer is not (variable, number or None), or as `launch_hooks`.
+    """
+    hook = launch_hooks(record).get("visible_devices")
+    if hook is None:
         return None
-    return load(record, record.card.launch)()
+    match _third_party(record, "asked for visible_devices", partial(hook, config)):
+        case (str(), (int() | None) as count) if count is None or count >= 0:
+            return count
+        case answer:
+            about = f", hook visible_devices: it gave {answer!r}"
+            raise record.error(f"{about}\nreturn the variable that masks devices, and their number or None")
+
+
+def launch_hooks(record: Record) -> Mapping[str, Callable[..., Any]]:
+    """Make the `launch` class of an available plugin; return its hooks.
+
+    Raises:
+        PluginError: the class cannot be made, or has a hook that is wrong.
+    """
+    if record.card is None or record.card.launch is None or record.status != "available":
+        return {}
+    from accel_core.plugins.binding import Binder
+
+    path = record.card.launch
+    helper = _third_party(record, f"built from {path}", load(record, path))
+    return Binder().launch_class(helper, name=record.name, slot=record.slot, origin=record.origin)

@@ -222,5 +222,5 @@ def _refuse_unmet_needs(stack: Stack) -> None:
             raise ConfigError(
                 f"{member.record.slot} {member.name} ({member.why}) needs {', '.join(sorted(unmet))},"
                 f" which the stack {stack} does not offer\n"
-                f"choose another {member.record.slot}, or another device"
+                f"choose another {member.record.slot}, or another strategy or device"
             )

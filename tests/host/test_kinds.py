@@ -46,6 +46,48 @@ def test_an_owner_is_called_directly():
     assert stack(base=Decides("base"), device=device).decide == device.decide
 
 
+class Owns:
+    def __init__(self, answer):
+        self.answer = answer
+
+    @implements(hooks.is_done)
+    def is_done(self, unit):
+        return self.answer
+
+    @implements(hooks.words)
+    def words(self, unit):
+        return self.answer
+
+    @implements(hooks.rows)
+    def rows(self, unit):
+        return self.answer
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "wanted"),
+    [
+        ("is_done", None, "True or False"),
+        ("is_done", 1, "True or False"),
+        ("words", ["bf16"], "a set of words"),
+        ("words", None, "a set of words"),
+        ("rows", None, "a sequence"),
+        ("rows", "no", "a sequence"),
+    ],
+)
+def test_an_owner_that_answers_another_kind_of_thing_is_named(hook, answer, wanted):
+    hooks_of_both = stack(base=Owns(None), device=Owns(answer))
+
+    with pytest.raises(PluginError) as caught:
+        getattr(hooks_of_both, hook)("u")
+    assert str(caught.value) == f"hook {hook}: device gave {answer!r}, not {wanted}\nreturn {wanted}"
+    assert (caught.value.plugin, caught.value.hook) == ("device", hook)
+
+
+@pytest.mark.parametrize(("hook", "answer"), [("is_done", False), ("words", {"bf16"}), ("rows", ())])
+def test_an_owner_that_answers_in_kind_is_believed(hook, answer):
+    assert getattr(stack(base=Owns(None), device=Owns(answer)), hook)("u") == answer
+
+
 def test_layers_decide_and_not_the_order_of_registration():
     order = {slot: Decides(slot) for slot in ("strategy", "precision", "device", "base")}
 

@@ -81,11 +81,17 @@ def test_a_library_that_quits_when_it_is_first_asked_does_not_end_the_run_in_sil
         run_with(one=VERIFIED.format(verify=verify))
 
 
+@pytest.mark.parametrize("answer", ["False", "True"])
+def test_a_verification_that_gives_no_reason_and_not_none_is_no_consent(run_with, answer):
+    with pytest.raises(PluginError, match=f"toy_one:verify gave {answer}, neither None nor a reason"):
+        run_with(one=VERIFIED.format(verify=f"return {answer}"))
+
+
 @pytest.mark.filterwarnings("ignore:.*fork")
 def test_a_process_that_a_library_forks_when_it_is_asked_may_quit(run_with):
     fork = "import os; child = os.fork() or os._exit(7)"
     status = "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
-    with pytest.raises(PluginError, match="cannot be used here: 7"):
+    with pytest.raises(PluginError, match="cannot be used here: toy_one:verify gave 7"):
         run_with(one=VERIFIED.format(verify=f"{fork}; return {status}"))
 
 
@@ -101,6 +107,41 @@ def test_a_duty_that_does_not_exist_is_refused(run_with):
     accelerator = run_with(one=extension("one", ["cliping"]))
     with pytest.raises(PluginError, match="unknown duty 'cliping'; did you mean 'clipping'"):
         accelerator.prepare(torch.nn.Linear(1, 1))
+
+
+def test_a_plugin_that_owns_nothing_may_say_none(run_with):
+    source = extension("one").replace("return ()", "return None")
+    accelerator = run_with(one=source)
+    accelerator.prepare(torch.nn.Linear(1, 1))
+
+    assert accelerator.run.plugins["one"].owns(None) is None
+
+
+FORGETS = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.optimizer_step)
+    def optimizer_step(self, unit, optimizer):
+        optimizer.step()
+
+CARD = Card(name="forgets", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_forgets:Plugin", offers=frozenset({"whole_weights"}))
+"""
+
+
+def test_a_step_that_does_not_say_whether_it_was_applied_is_not_taken_for_skipped(toy_plugin):
+    toy_plugin("forgets", "strategy", source=FORGETS)
+    accelerator = Accelerator(cpu=True, strategy="forgets")
+    model = torch.nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+    with pytest.raises(PluginError, match="hook optimizer_step: forgets gave None, not True or False"):
+        optimizer.step()
+    accelerator.end_training()
 
 
 def test_every_reason_to_refuse_a_config_is_told(run_with):
