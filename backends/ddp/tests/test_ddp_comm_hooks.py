@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from ddp_problem import accelerator, distance, equal, net, train_ours, train_plainly
+from ddp_problem import (
+    accelerator,
+    batches,
+    distance,
+    equal,
+    net,
+    plain_group,
+    train_ours,
+    train_plainly,
+    weights,
+)
+from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
 
 from accel_ddp import DistributedDataParallelKwargs, comm_hooks
 from accel_testing.processes import run_processes
@@ -82,6 +95,116 @@ def test_a_hook_compresses_and_still_trains(name: str) -> None:
     assert equal(first, second)
     for each, uncompressed in zip(trained, plain, strict=True):
         assert 0 < distance(each, uncompressed) < 0.2
+
+
+WIDTH, STEPS = 300, 10
+
+
+def train_several_buckets(model: Any, optimizer: Any, backward: Any, rank: int) -> None:
+    for step in range(STEPS):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(2 * step + rank))
+        backward((model(x) - 1).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def several_buckets() -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+    return model, torch.optim.SGD(model.parameters(), lr=0.01)
+
+
+def in_several_buckets() -> dict[str, torch.Tensor]:
+    run = accelerator(
+        DistributedDataParallelKwargs(comm_hook="power_sgd", comm_state_option=POWER, bucket_cap_mb=1)
+    )
+    model, optimizer = run.prepare(*several_buckets())
+    train_several_buckets(model, optimizer, run.backward, run.process_index)
+    found = weights(run.unwrap_model(model))
+    run.end_training()
+    return found
+
+
+def judged_in_several_buckets() -> dict[str, torch.Tensor]:
+    """By torch's own hook, one bucket after the other."""
+
+    def hook(state: Any, bucket: Any) -> Any:
+        future = powerSGD_hook.powerSGD_hook(state, bucket)
+        future.wait()
+        return future
+
+    hook.__annotations__ = {}  # torch compares them, and they are text here
+    with plain_group() as rank:
+        module, optimizer = several_buckets()
+        model = DistributedDataParallel(module, bucket_cap_mb=1)
+        model.register_comm_hook(power_state(), hook)
+        train_several_buckets(model, optimizer, torch.Tensor.backward, rank)
+        model.reducer = model.logger = None
+    return weights(module)
+
+
+def test_buckets_are_compressed_in_the_same_order_on_all_ranks() -> None:
+    """torch's own hook, whose second all-reduce begins in any thread, ends in an abort here."""
+    found, judge = run_processes(in_several_buckets), run_processes(judged_in_several_buckets)
+    assert all(equal(each, judge[0]) for each in found)
+
+
+def resumed(folder: str, goes_on: bool) -> list[dict[str, torch.Tensor]]:
+    """Weights after each of four steps that follow a load: in the run that saved, or in a new one."""
+    run = accelerator(
+        DistributedDataParallelKwargs(
+            comm_hook="power_sgd", comm_state_option={**POWER, "start_powerSGD_iter": 4}
+        )
+    )
+    model = net(run.process_index)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def train(numbers: range) -> list[dict[str, torch.Tensor]]:
+        found = []
+        for x, y in batches(20, run.process_index)[numbers.start : numbers.stop]:
+            run.backward((model(x) - y).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(weights(run.unwrap_model(model)))
+        return found
+
+    if goes_on:
+        train(range(6))
+        run.save_state(folder)
+        train(range(6, 12))
+    run.load_state(folder)
+    found = train(range(6, 10))
+    run.end_training()
+    return found
+
+
+def uncompressed(folder: str) -> list[dict[str, torch.Tensor]]:
+    run = accelerator()
+    model = net()
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.load_state(folder)
+    found = []
+    for x, y in batches(20, run.process_index)[6:9]:
+        run.backward((model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(weights(run.unwrap_model(model)))
+    run.end_training()
+    return found
+
+
+def test_a_load_forgets_what_power_sgd_has_kept_of_later_gradients(tmp_path: Path) -> None:
+    here = run_processes(resumed, str(tmp_path / "state"), True)
+    anew = run_processes(resumed, str(tmp_path / "state"), False)
+    for first, second in zip(here, anew, strict=True):
+        assert all(equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
+
+
+def test_power_sgd_compresses_again_two_steps_after_a_load(tmp_path: Path) -> None:
+    run_processes(resumed, str(tmp_path / "state"), True)
+    found = run_processes(resumed, str(tmp_path / "state"), False)[0]
+    plain = run_processes(uncompressed, str(tmp_path / "state"))[0]
+    assert [equal(*pair) for pair in zip(found[:3], plain, strict=True)] == [True, True, False]
 
 
 def waiting_for_a_thread_that_holds_the_state() -> bool:

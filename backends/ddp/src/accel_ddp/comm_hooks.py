@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from accel_ddp.config import DistributedDataParallelKwargs
 
-__all__ = ["register", "settle"]
+__all__ = ["begin_anew", "iterations", "register", "settle"]
 
 SETTLE_SECONDS: Final = 1.0
 
@@ -39,6 +39,20 @@ def _on_any_device(hook: Hook) -> Hook:
         return hook(state, bucket)
 
     return carried
+
+
+def _one_by_one(hook: Hook) -> Hook:
+    # Power SGD starts its second all-reduce when the first is done, on the CPU's backend from any thread:
+    # those of several buckets would meet in another order on another rank. Elsewhere (NCCL) the future is
+    # done when the collectives are enqueued, and nothing is waited for.
+    @wraps(hook, assigned=())
+    def ordered(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        if not future.done():
+            future.wait()
+        return future
+
+    return ordered
 
 
 def _orthogonalize(matrices: Tensor, epsilon: float = 0) -> None:
@@ -66,6 +80,7 @@ WRAPPERS: Final[Mapping[DDPCommunicationHookType, Callable[[Hook], Hook]]] = {
 
 
 _states: WeakKeyDictionary[DistributedDataParallel, object] = WeakKeyDictionary()
+_options: WeakKeyDictionary[DistributedDataParallel, Mapping[str, Any]] = WeakKeyDictionary()
 _idle: WeakKeyDictionary[DistributedDataParallel, int] = WeakKeyDictionary()
 """Number of holders of a model's hook state while no hook runs."""
 
@@ -81,8 +96,27 @@ def register(model: DistributedDataParallel, config: DistributedDataParallelKwar
         model.register_comm_hook(None, hook)
         return
     _states[model] = powerSGD_hook.PowerSGDState(model.process_group, **config.comm_state_option)
-    model.register_comm_hook(_states[model], hook)
+    _options[model] = config.comm_state_option
+    model.register_comm_hook(_states[model], _one_by_one(hook))
     _idle[model] = sys.getrefcount(_states[model])
+
+
+def iterations(model: DistributedDataParallel) -> int | None:
+    """Return how many backwards a power SGD hook has seen; None without one."""
+    state: Any = _states.get(model)
+    return None if state is None else state.iter
+
+
+def begin_anew(model: DistributedDataParallel, iterations: int) -> None:
+    """Forget what a power SGD hook keeps of gradients.
+
+    It compresses again from the third backward on: torch lays the buckets out in the first two, and what the
+    hook keeps belongs to buckets.
+    """
+    state: Any = _states.get(model)
+    if state is not None:
+        state.__init__(state.process_group, **_options[model])
+        state.iter = max(0, min(iterations, state.start_powerSGD_iter - 2))
 
 
 def settle(model: DistributedDataParallel) -> None:

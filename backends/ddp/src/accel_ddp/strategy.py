@@ -15,7 +15,7 @@ from weakref import ref
 import torch
 from torch.distributed.algorithms.join import Join
 
-from accel_core import AccelError, ConfigError, hooks, implements
+from accel_core import AccelError, ConfigError, Entry, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import DistributedDataParallelKwargs
 from accel_ddp.watch import CARRIED, COPIES, RUNS, DistributedDataParallel, follow, refuse_hooks
@@ -92,6 +92,18 @@ class DataParallel:
         """
         parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
         return _Uneven(parallel) if parallel else nullcontext()
+
+    @implements(hooks.save_state)
+    def save_state(self, unit: Unit) -> Mapping[str, Entry]:
+        """Return how far compression by power SGD is; what it keeps of gradients is not saved."""
+        seen = list(map(comm_hooks.iterations, _parallel(unit.wrapped)))
+        return {"power_sgd": Entry(value=seen)} if any(each is not None for each in seen) else {}
+
+    @implements(hooks.load_state)
+    def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
+        seen: Any = entries["power_sgd"].value if "power_sgd" in entries else []
+        for model, iterations in zip(_parallel(unit.wrapped), seen, strict=False):
+            comm_hooks.begin_anew(model, iterations or 0)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
