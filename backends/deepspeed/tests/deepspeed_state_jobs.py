@@ -42,11 +42,19 @@ class Job:
     """
 
     def __init__(
-        self, how: Mapping[str, Any] | None, seed: int, *, algorithm: str = "AdamW", **more: Any
+        self,
+        how: Mapping[str, Any] | None,
+        seed: int,
+        *,
+        algorithm: str = "AdamW",
+        frozen: str | None = None,
+        **more: Any,
     ) -> None:
         plugins = [] if how is None else [DeepSpeedPlugin(hf_ds_config=how)]
         self.accelerator = Accelerator(cpu=True, plugins=plugins, **more)
         self.module = Net(seed)
+        if frozen is not None:
+            self.module.get_parameter(frozen).requires_grad_(requires_grad=False)
         groups: list[dict[str, Any]] = [
             {"params": [p for p in self.module.parameters() if p.ndim > 1]},
             {"params": [p for p in self.module.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -174,6 +182,21 @@ def mixes(
         sorted({float(job.state(f"{name}/step")) for name in ("first.bias", "last.bias")}),
         all(torch.equal(before[name], each) for name, each in after.items()),
     )
+
+
+def freezes(how: Mapping[str, Any] | None, folder: str) -> tuple[str, list[float]]:
+    """Go on with a layer that is frozen since the checkpoint: what is said, and losses of two runs."""
+    job, said = Job(how, 1, frozen="first.bias"), Said()
+    with said:
+        job.accelerator.load_state(folder)
+    losses = job.train(STEPS)
+    job.accelerator.save_state(f"{folder}-2")
+    job.accelerator.end_training()
+    job = Job(how, 2, frozen="first.bias")
+    job.accelerator.load_state(f"{folder}-2")
+    losses += job.train(2 * STEPS)
+    job.accelerator.end_training()
+    return "\n".join(said.lines), losses
 
 
 class Said(logging.Handler):

@@ -192,6 +192,16 @@ def test_steps_that_differ_are_refused_before_anything_is_loaded(tmp_path: Any, 
     assert (steps, untouched) == ([1.0], True)
 
 
+@pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-small"])
+def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Any, name: str) -> None:
+    run(jobs.saves, str(tmp_path), {"native": None}, world=1)
+    ((_, expected),) = run(jobs.freezes, None, str(tmp_path / "native"), world=1)
+
+    for said, losses in run(jobs.freezes, JSON[name], str(tmp_path / "native")):
+        assert "the checkpoint has optimizer state of first.bias, frozen here" in said
+        assert losses == expected
+
+
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3-small"])
 def test_a_run_that_has_resumed_saves_what_goes_on(tmp_path: Any, name: str, between: bool) -> None:

@@ -64,6 +64,8 @@ class EngineState:
         self._loading: dict[Unit, Scalars] = {}
         self.edits: dict[Unit, Edits] = {}
         self._groups: dict[Unit, list[list[str]]] = {}
+        self._left_out: dict[Unit, dict[str, Leaf]] = {}
+        """During a load, `NAME/KEY` -> empty leaf of what is frozen here, and has state in the checkpoint."""
 
     def remember_groups(self, unit: Unit, groups: Sequence[Sequence[Any]]) -> None:
         """Note each group's parameters before the engine is made: it forgets frozen ones."""
@@ -72,8 +74,8 @@ class EngineState:
 
     def forget(self, unit: Unit) -> None:
         """Forget a unit that was released."""
-        self._groups.pop(unit, None)
-        self.edits.pop(unit, None)
+        for held in (self._groups, self._left_out, self.edits):
+            held.pop(unit, None)
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
@@ -93,7 +95,7 @@ class EngineState:
         with _groups_filled(unit, base):
             refuse_own_state(base)
         names: list[list[str]] = [[] for _ in base.param_groups]
-        leaves: dict[str, Leaf] = {}
+        leaves: dict[str, Leaf] = dict(self._left_out.get(unit, {}))
         for fragment in fragments(unit):
             names[fragment.group].append(fragment.name)
             for key, value in base.state.get(fragment.flat, {}).items():
@@ -137,6 +139,7 @@ class EngineState:
         (engine,) = unit.wrapped
         base, scalars = _base(unit), self._loading.setdefault(unit, {})
         scalars.clear()
+        self._leave_out(unit, template)
         new: list[str] = []
         for flat, parts in _by_flat(unit):
             had, known = base.state.pop(flat, {}), _known(parts, template)
@@ -161,9 +164,26 @@ class EngineState:
         if hasattr(engine.optimizer, "_hp_optimizer_states_linked"):
             engine.optimizer._hp_optimizer_states_linked = False  # its views are of what was there before
 
+    def _leave_out(self, unit: Unit, template: Template) -> None:
+        """Leave out the state of parameters that were frozen since: ZeRO holds none of them."""
+        stepped = {part.name for part in fragments(unit)}
+        frozen = [name for name in template if name not in stepped]
+        self._left_out[unit] = {
+            f"{name}/{key}": Leaf(kind=each.kind, global_shape=each.global_shape, shards=(), replicated=True)
+            for name in frozen
+            for key, each in template[name].items()
+        }
+        if frozen:
+            logger.warning(
+                "deepspeed: the checkpoint has optimizer state of %s, frozen here; ZeRO keeps none of what it"
+                " does not step, so this is left out, and the next checkpoint lacks it",
+                ", ".join(frozen[:10]) + (", ..." if len(frozen) > 10 else ""),
+            )
+
     @implements(hooks.state_loaded)
     def state_loaded(self, unit: Unit) -> None:
         """Make forward's weights from the masters. Collective."""
+        self._left_out.pop(unit, None)
         base, scalars = _base(unit), self._loading.pop(unit, {})
         for flat, parts in _by_flat(unit):
             for key in base.state.get(flat, {}):
