@@ -24,6 +24,7 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from accel_core import GradScalerKwargs
 from accel_ddp import DistributedDataParallelKwargs, comm_hooks
 from accel_testing.processes import run_processes
 
@@ -147,6 +148,27 @@ def test_buckets_are_compressed_in_the_same_order_on_all_ranks() -> None:
     """torch's own hook, whose second all-reduce begins in any thread, ends in an abort here."""
     found, judge = run_processes(in_several_buckets), run_processes(judged_in_several_buckets)
     assert all(equal(each, judge[0]) for each in found)
+
+
+def overflowing() -> list[bool]:
+    """Whether each step was skipped; the fifth loss overflows under fp16's scale, after compression began."""
+    run = accelerator(config("power_sgd"), GradScalerKwargs(init_scale=1024.0), mixed_precision="fp16")
+    model = net(run.process_index)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    found = []
+    for number, (x, y) in enumerate(batches(8, run.process_index)):
+        loss = (model(x) - y).square().mean()
+        run.backward(loss * 1e6 if number == 4 else loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(bool(optimizer.step_was_skipped))
+    run.end_training()
+    return found
+
+
+def test_power_sgd_goes_on_after_a_step_that_overflowed() -> None:
+    for skipped in run_processes(overflowing):
+        assert skipped == [False, False, False, False, True, False, False, False]
 
 
 def resumed(folder: str, goes_on: bool) -> list[dict[str, torch.Tensor]]:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from accel_ddp.config import DistributedDataParallelKwargs
 
-__all__ = ["begin_anew", "iterations", "register", "settle"]
+__all__ = ["begin_anew", "forget_gradients", "iterations", "register", "settle"]
 
 SETTLE_SECONDS: Final = 1.0
 
@@ -117,6 +117,17 @@ def begin_anew(model: DistributedDataParallel, iterations: int) -> None:
     if state is not None:
         state.__init__(state.process_group, **_options[model])
         state.iter = max(0, min(iterations, state.start_powerSGD_iter - 2))
+
+
+def forget_gradients(model: DistributedDataParallel) -> None:
+    """Drop what a power SGD hook keeps of gradients that were not finite.
+
+    It would add them to all that follow.
+    """
+    state: Any = _states.get(model)
+    if state is not None:
+        for kept in (state.error_dict, state.p_memory_dict, state.q_memory_dict):
+            kept.clear()
 
 
 def settle(model: DistributedDataParallel) -> None:

@@ -93,6 +93,12 @@ class DataParallel:
         parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
         return _Uneven(parallel) if parallel else nullcontext()
 
+    @implements(hooks.after_step)
+    def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+        if not applied:  # all ranks have the same gradients, and skip together
+            for model in _parallel(unit.wrapped):
+                comm_hooks.forget_gradients(model)
+
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
         """Return how far compression by power SGD is; what it keeps of gradients is not saved."""
