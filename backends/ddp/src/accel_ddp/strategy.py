@@ -101,7 +101,10 @@ class DataParallel:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """Return how far compression by power SGD is; what it keeps of gradients is not saved."""
+        """Return the number of steps that power SGD has seen.
+
+        What it keeps of gradients is not saved: it belongs to buckets, which a new run lays out anew.
+        """
         seen = list(map(comm_hooks.iterations, _parallel(unit.wrapped)))
         return {"power_sgd": Entry(value=seen)} if any(each is not None for each in seen) else {}
 

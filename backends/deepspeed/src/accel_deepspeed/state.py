@@ -65,7 +65,10 @@ class EngineState:
         self.edits: dict[Unit, Edits] = {}
         self._groups: dict[Unit, list[list[str]]] = {}
         self._left_out: dict[Unit, dict[str, Leaf]] = {}
-        """During a load, `NAME/KEY` -> empty leaf of what is frozen here, and has state in the checkpoint."""
+        """`NAME/KEY` of frozen parameters -> empty leaf, during a load.
+
+        The checkpoint has such state.
+        """
 
     def remember_groups(self, unit: Unit, groups: Sequence[Sequence[Any]]) -> None:
         """Note each group's parameters before the engine is made: it forgets frozen ones."""
@@ -165,7 +168,10 @@ class EngineState:
             engine.optimizer._hp_optimizer_states_linked = False  # its views are of what was there before
 
     def _leave_out(self, unit: Unit, template: Template) -> None:
-        """Leave out the state of parameters that were frozen since: ZeRO holds none of them."""
+        """Leave out the state of parameters that were frozen since.
+
+        ZeRO holds no state of them.
+        """
         stepped = {part.name for part in fragments(unit)}
         frozen = [name for name in template if name not in stepped]
         self._left_out[unit] = {
