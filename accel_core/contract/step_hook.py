@@ -45,12 +45,16 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module], None]) -> Call
     if compiled is None:
         return module.register_forward_pre_hook(lambda module, _: hook(module), prepend=True).remove
 
+    active = [hook]
+
     def called(*arguments: Any, **keywords: Any) -> Any:
-        hook(module)
+        for each in tuple(active):
+            each(module)
         return compiled(*arguments, **keywords)
 
     def end() -> None:
-        if module._compiled_call_impl is called:
+        active.clear()
+        if module._compiled_call_impl is called:  # else another hook came later, and calls this one
             module._compiled_call_impl = compiled
 
     module._compiled_call_impl = called

@@ -340,3 +340,14 @@ def test_a_hook_before_forward_may_end_itself_in_its_first_call():
 
     assert not ends
     assert module._compiled_call_impl is compiled
+
+
+def test_a_hook_before_forward_that_has_ended_is_not_called_by_a_later_one():
+    module, seen = Twice(2, 1), []
+    module.compile(backend="eager", fullgraph=True)
+    end = before_forward(module, lambda module: seen.append("first"))
+    before_forward(module, lambda module: seen.append("second"))
+    end()
+    module(torch.ones(1, 2))
+
+    assert seen == ["second"]
