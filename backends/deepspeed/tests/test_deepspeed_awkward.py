@@ -220,6 +220,38 @@ def test_complex_weights_and_sparse_gradients_are_refused(stage: int, precision:
     run_processes(of_odd_numbers, stage, precision, world=1)
 
 
+class Adapted(nn.Module):
+    """A frozen base, of which the optimizer is told first, and a trained layer of float32."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.base = nn.Parameter(torch.randn(3, 3).to(dtype), requires_grad=False)
+        self.adapter = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.adapter(x) @ self.base.to(x.dtype)
+
+
+def beside_a_frozen_base(stage: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights after a step of ours, and of a plain one."""
+    ours, x = accelerator(DeepSpeedPlugin(zero_stage=stage)), torch.linspace(-1, 1, 12).reshape(4, 3)
+    model, plain = Adapted(dtype), Adapted(dtype)
+    model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    ours.backward(model(x).pow(2).mean())
+    optimizer.step()
+    plain(x).pow(2).mean().backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return ours.get_state_dict(model)["adapter.weight"].clone(), plain.adapter.weight.detach()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_gradients_are_not_of_the_dtype_of_a_frozen_base(stage: int, dtype: torch.dtype) -> None:
+    for ours, plain in run_processes(beside_a_frozen_base, stage, dtype, world=1):
+        torch.testing.assert_close(ours, plain)
+
+
 def of_looked_up_rows() -> tuple[torch.Tensor, torch.Tensor]:
     """Weights after a step of stage 0, whose gradients are sparse, and of a plain one."""
     ours = accelerator(DeepSpeedPlugin(zero_stage=0))

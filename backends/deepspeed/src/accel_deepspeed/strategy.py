@@ -166,6 +166,9 @@ class DeepSpeed(SharedSequences, EngineState):
             parameter.data = parameter.data.contiguous()
         given: dict[str, Any] = {}
         for optimizer in unit.optimizers:
+            # ZeRO takes the dtype of gradients from the first parameter: not from a frozen one.
+            for group in getattr(optimizer, "param_groups", ()) if self.config.stage else ():
+                group["params"].sort(key=lambda parameter: not parameter.requires_grad)
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         try:
