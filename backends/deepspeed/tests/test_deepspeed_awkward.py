@@ -230,7 +230,7 @@ class Adapted(nn.Module):
         self.adapter = nn.Linear(3, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.adapter(x) @ self.base.to(x.dtype)
+        return self.adapter(x) @ self.base.real.to(x.dtype)
 
 
 def beside_a_frozen_base(stage: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -245,7 +245,7 @@ def beside_a_frozen_base(stage: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return ours.get_state_dict(model)["adapter.weight"].clone(), plain.adapter.weight.detach()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_gradients_are_not_of_the_dtype_of_a_frozen_base(stage: int, dtype: torch.dtype) -> None:
     for ours, plain in run_processes(beside_a_frozen_base, stage, dtype, world=1):
