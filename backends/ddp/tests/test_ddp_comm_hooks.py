@@ -229,6 +229,41 @@ def test_power_sgd_compresses_again_two_steps_after_a_load(tmp_path: Path) -> No
     assert [equal(*pair) for pair in zip(found[:3], plain, strict=True)] == [True, True, False]
 
 
+def after_other_gradients(folder: str, scale: float) -> dict[str, torch.Tensor]:
+    """Weights two steps after a load of a run without hook.
+
+    scale: of the gradients before the load.
+    """
+    run = accelerator(config("power_sgd"))
+    model = net(run.process_index)
+    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for number, (x, y) in enumerate(batches(8, run.process_index)):
+        if number == 6:
+            run.load_state(folder)
+        run.backward((scale if number < 6 else 1) * (model(x) - y).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    found = weights(run.unwrap_model(model))
+    run.end_training()
+    return found
+
+
+def saved_without_a_hook(folder: str) -> None:
+    run = accelerator()
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    run.save_state(folder)
+    run.end_training()
+
+
+def test_a_load_of_a_run_without_a_hook_forgets_too(tmp_path: Path) -> None:
+    run_processes(saved_without_a_hook, str(tmp_path / "state"))
+    one = run_processes(after_other_gradients, str(tmp_path / "state"), 1.0)
+    other = run_processes(after_other_gradients, str(tmp_path / "state"), 0.5)
+    for first, second in zip(one, other, strict=True):
+        assert equal(first, second)
+
+
 def waiting_for_a_thread_that_holds_the_state() -> bool:
     run = accelerator(config("power_sgd"))
     model = run.prepare(net())

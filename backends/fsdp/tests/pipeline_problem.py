@@ -228,6 +228,14 @@ class Sequence(nn.Sequential):
         super().__init__(OrderedDict(scale=Scale(), body=nn.Linear(2, 2), head=nn.Linear(2, 2)))
 
 
+class LookedUp(Gpt):
+    """The first stage's gradients are sparse."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens.sparse = True
+
+
 class Repeated(Gpt):
     """Norms with one module in all blocks."""
 

@@ -236,9 +236,16 @@ def test_a_model_that_cannot_be_cut_is_refused(kind, options, words):
         assert words in said
 
 
-def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages():
-    for said in run_processes(problem.unprepared, problem.Sequence, {"pp_size": 2}, world=2):
-        assert "scale.weight, []: a parameter without dimensions cannot be sharded" in said
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (problem.Sequence, "scale.weight, []: a parameter without dimensions cannot be sharded"),
+        (problem.LookedUp, "tokens.weight, [18, 16]: sparse gradients (sparse=True) cannot be sharded"),
+    ],
+)
+def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages(kind, words):
+    for said in run_processes(problem.unprepared, kind, {"pp_size": 2}, world=2):
+        assert words in said
 
 
 def test_a_module_that_is_registered_out_of_turn_is_named():

@@ -114,6 +114,11 @@ class DataParallel:
         for model, iterations in zip(_parallel(unit.wrapped), seen, strict=False):
             comm_hooks.begin_anew(model, iterations or 0)
 
+    @implements(hooks.state_loaded)
+    def state_loaded(self, unit: Unit) -> None:
+        for model in _parallel(unit.wrapped):  # whatever the checkpoint holds, of another strategy's run say
+            comm_hooks.forget_gradients(model)
+
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
         # The model inside, which `unwrap_model` gives, works on.

@@ -60,7 +60,7 @@ class Pipelined(Sharded):
             _refuse_own_state(model)
             self._pipes[unit] = Pipe(model, self.config, group, self.run.device, ref(unit))
             # Of all stages, on all ranks: a rank alone would leave the others in a collective.
-            refuse_unfit(sharded, self.config.fsdp_version)
+            refuse_unfit(model.modules(), sharded, self.config.fsdp_version)
         if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
             if not wraps(model, self.config):
                 raise ConfigError(

@@ -217,13 +217,7 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
     names = {parameter: name for name, parameter in model.named_parameters()}
     for group in found:
         mine = group.own_parameters
-        tables = [m for m in group.modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse]
-        for parameter in (p for table in tables for p in table.parameters() if p.requires_grad):
-            raise ConfigError(
-                f"{names[parameter]}: sparse gradients (sparse=True) cannot be sharded\n"
-                "make the module without sparse=True, or use strategy ddp"
-            )
-        refuse_unfit({names[parameter]: parameter for parameter in mine}, version)
+        refuse_unfit(group.modules, {names[parameter]: parameter for parameter in mine}, version)
         alike = mine if version == 1 else [p for p in mine if p.requires_grad]
         odd = next((p for p in alike if p.dtype != alike[0].dtype), None)
         if odd is not None:
@@ -234,14 +228,24 @@ def _refuse_unfit(model: nn.Module, found: Sequence[Group], version: int) -> Non
             )
 
 
-def refuse_unfit(parameters: Mapping[str, nn.Parameter], version: int) -> None:
-    """Raise ConfigError for one that torch's FSDP cannot shard, by name."""
+def refuse_unfit(modules: Iterable[nn.Module], parameters: Mapping[str, nn.Parameter], version: int) -> None:
+    """Raise ConfigError for one that torch's FSDP cannot shard, by name.
+
+    modules: all that hold them.
+    """
+    looked_up = (m for m in modules if isinstance(m, nn.Embedding | nn.EmbeddingBag) and m.sparse)
+    sparse = {parameter for module in looked_up for parameter in module.parameters()}
     for name, parameter in parameters.items():
-        if reason := _unfit(parameter, version):
+        if reason := _unfit(parameter, version, is_sparse=parameter in sparse):
             raise ConfigError(f"{name}, {list(parameter.shape)}: {reason}")
 
 
-def _unfit(parameter: nn.Parameter, version: int) -> str | None:
+def _unfit(parameter: nn.Parameter, version: int, *, is_sparse: bool) -> str | None:
+    if is_sparse and parameter.requires_grad:
+        return (
+            "sparse gradients (sparse=True) cannot be sharded\n"
+            "make the module without sparse=True, or use strategy ddp"
+        )
     if not parameter.dim():
         return "a parameter without dimensions cannot be sharded\nmake it one of shape (1,)"
     if parameter.is_complex():  # of a vector in parts, torch's Adam changes a copy of its state

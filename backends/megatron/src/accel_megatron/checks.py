@@ -52,7 +52,7 @@ def of_model(config: MegatronLMPlugin, model: nn.Module, *, is_half: bool) -> It
         if parameter.is_complex():
             yield (
                 f"{name} is {parameter.dtype}, and megatron-core adds up gradients as real numbers\n"
-                "make it two real ones, or use strategy ddp"
+                "make it two real ones, a buffer where it is not trained, or use strategy ddp"
             )
             break
     if hasattr(model, "chunks"):  # made by build_model
