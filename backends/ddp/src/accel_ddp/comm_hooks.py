@@ -120,7 +120,7 @@ def begin_anew(model: DistributedDataParallel, iterations: int) -> None:
 
 
 def forget_gradients(model: DistributedDataParallel) -> None:
-    """Drop what a power SGD hook keeps of gradients, such as ones that were not finite.
+    """Drop what a power SGD hook keeps of gradients, as of ones not finite.
 
     It would add them to all that follow.
     """
