@@ -137,9 +137,8 @@ class Binder:
     def combine(self, hook: str, implementations: Sequence[Implementation]) -> Callable[..., Any]:
         """One callable, with the spec's parameters, for all these implementations."""
         facts = self._hooks[hook]
-        if (
-            facts.spec.asked == "launcher"
-        ):  # `accel launch` and `notebook_launcher` say more of a wrong answer
+        # `accel launch` and `notebook_launcher` say more of a launcher's wrong answer.
+        if facts.spec.asked == "launcher":
             return implementations[-1].call
         if facts.spec.kind == "owner":
             return of_owner(hook, implementations[-1], facts.answer)
