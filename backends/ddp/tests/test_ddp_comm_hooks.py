@@ -277,3 +277,17 @@ def waiting_for_a_thread_that_holds_the_state() -> bool:
 
 def test_the_end_waits_for_threads_that_are_still_inside_a_hook() -> None:
     assert all(run_processes(waiting_for_a_thread_that_holds_the_state))
+
+
+def steps_with_hooks(hook: str) -> bool:
+    run = accelerator(config(hook))
+    model = net()
+    run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    needed = run.run.units[0].steps.after_step is not None
+    run.end_training()
+    return needed
+
+
+def test_only_power_sgd_has_something_to_do_in_each_step() -> None:
+    assert run_processes(steps_with_hooks, "fp16") == [False, False]
+    assert run_processes(steps_with_hooks, "batched_power_sgd") == [True, True]

@@ -16,5 +16,5 @@ DDP = Card(
     offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"},
     needs={"collectives.torch", "process_per_device"},
     config="accel_ddp.config:DistributedDataParallelKwargs",
-    implementation="accel_ddp.strategy:DataParallel",
+    implementation="accel_ddp.strategy:make",
 )

@@ -17,7 +17,7 @@ from torch.distributed.algorithms.join import Join
 
 from accel_core import AccelError, ConfigError, Entry, hooks, implements
 from accel_ddp import comm_hooks
-from accel_ddp.config import DistributedDataParallelKwargs
+from accel_ddp.config import POWER_SGD, DistributedDataParallelKwargs
 from accel_ddp.watch import CARRIED, COPIES, RUNS, DistributedDataParallel, follow, refuse_hooks
 
 if TYPE_CHECKING:
@@ -26,9 +26,18 @@ if TYPE_CHECKING:
 
     from accel_core import Run, Unit, Window
 
-__all__ = ["DataParallel"]
+__all__ = ["DataParallel", "make"]
 
 _NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
+
+
+def make(config: DistributedDataParallelKwargs | None, run: Run) -> DataParallel:
+    """Make the plugin, of the class that the communication hook needs.
+
+    Only power SGD has something to do in each step.
+    """
+    config = config or DistributedDataParallelKwargs()
+    return (CompressedByPowerSGD if config.comm_hook in POWER_SGD else DataParallel)(config, run)
 
 
 class DataParallel:
@@ -39,8 +48,8 @@ class DataParallel:
 
     below: Any
 
-    def __init__(self, config: DistributedDataParallelKwargs | None, run: Run) -> None:
-        self.config = config or DistributedDataParallelKwargs()
+    def __init__(self, config: DistributedDataParallelKwargs, run: Run) -> None:
+        self.config = config
         self.run = run
         self._followed: dict[Unit, list[Callable[[], None]]] = {}
 
@@ -93,12 +102,6 @@ class DataParallel:
         parallel = {model: unit for unit in units for model in _parallel(unit.wrapped)}
         return _Uneven(parallel) if parallel else nullcontext()
 
-    @implements(hooks.after_step)
-    def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
-        if not applied:  # all ranks have the same gradients, and skip together
-            for model in _parallel(unit.wrapped):
-                comm_hooks.forget_gradients(model)
-
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
         """Return the number of steps that power SGD has seen.
@@ -133,6 +136,16 @@ class DataParallel:
         for copy in _parallel([*COPIES]):
             copy.release()
         self.below.destroy_process_group()
+
+
+class CompressedByPowerSGD(DataParallel):
+    """Adds to gradients what it has not sent of earlier ones."""
+
+    @implements(hooks.after_step)
+    def after_step(self, unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+        if not applied:  # all ranks have the same gradients, and skip together
+            for model in _parallel(unit.wrapped):
+                comm_hooks.forget_gradients(model)
 
 
 def _parallel(models: Sequence[nn.Module]) -> list[DistributedDataParallel]:
