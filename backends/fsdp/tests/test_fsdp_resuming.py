@@ -196,6 +196,8 @@ def refused(version: int, kind: str) -> str:
         net[1].to(torch.bfloat16)
     elif kind == "complex":
         net[0].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))
+    elif kind == "integers":
+        net[0].weight = nn.Parameter(torch.ones(4, 4, dtype=torch.int64), requires_grad=False)
     run = Accelerator(
         device="cpu", strategy="fsdp", plugins=[FullyShardedDataParallelPlugin(fsdp_version=version)]
     )
@@ -215,7 +217,9 @@ def refused(version: int, kind: str) -> str:
         (2, "0-dim", "1.scale", "shape (1,)"),
         (1, "mixed", "1.weight", "give them one dtype"),
         (2, "mixed", "1.weight", "give them one dtype"),
-        (1, "complex", "0.weight", "set fsdp.fsdp_version: 2"),
+        (1, "complex", "0.weight", "make it two real ones"),
+        (2, "complex", "0.weight", "make it two real ones"),
+        (1, "integers", "0.weight", "set fsdp.fsdp_version: 2"),
     ],
 )
 def test_a_parameter_that_cannot_be_sharded_is_named_with_what_to_do(
