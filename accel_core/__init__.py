@@ -51,6 +51,7 @@ _PUBLIC: Final = {
     "training.elementwise": "is_elementwise",
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
+    "training.unwrap": "unwrap_model",
 }
 """Module -> its public names.
 

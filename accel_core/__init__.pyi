@@ -82,3 +82,4 @@ from accel_core.training.elementwise import is_elementwise as is_elementwise
 from accel_core.training.prior_state import has_state as has_state
 from accel_core.training.proxies import PreparedOptimizer as PreparedOptimizer
 from accel_core.training.proxies import PreparedScheduler as PreparedScheduler
+from accel_core.training.unwrap import unwrap_model as unwrap_model

@@ -13,8 +13,7 @@ from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
 from accel_core.contract.arguments import whole_number
 from accel_core.contract.options import remember_given
-from accel_core.contract.unit import inside
-from accel_core.errors import AccelError, ConfigError
+from accel_core.errors import ConfigError
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
 from accel_core.training.accumulation import Accumulation
@@ -276,20 +275,14 @@ class Accelerator(Ranks, Training, States):
         Args:
             model: as `prepare` returned it, or as it was given; a copy of what `prepare` returned; or
                 `torch.compile` of one of these. Also after `free_memory`, but for copies.
-            keep_fp32_wrapper: accepted and without meaning here: what is unwrapped runs under autocast too.
+            keep_fp32_wrapper: False gives a view of it that shares its tensors and runs without autocast.
             keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
         """
-        if not hasattr(model, "__dict__"):  # None, a number, a list
-            raise AccelError(
-                f"unwrap_model: a {type(model).__name__} is not a model\n"
-                "give one model, as prepare returned it"
-            )
-        unit = self.run.prepared.unit_of_model(model)
-        if unit is None:
-            return self.run.prepared.inside_copy(model, keep_torch_compile)
-        known = inside(model) if self.run.prepared.form_of(model) is None else model
-        inner: nn.Module = unit.hooks.unwrap_model(unit, known, keep_torch_compile)
-        return inner
+        from accel_core.training.unwrap import unwrap_model  # late: start-up need not wait for it
+
+        return unwrap_model(
+            self.run, model, keep_contexts=keep_fp32_wrapper, keep_compiled=keep_torch_compile
+        )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
         """Return the dataloader without its first batches, in its next epoch only."""

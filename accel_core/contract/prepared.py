@@ -19,11 +19,21 @@ if TYPE_CHECKING:
 _UNMOVED: Mapping[tuple[Unit, str], str] = MappingProxyType({})
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Wrapped model of any run -> the user's module inside."""
+_VIEWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
+"""View of a model that a run has prepared -> the user's module, whose tensors it shares."""
 
 
 def given_of(model: nn.Module) -> nn.Module:
-    """Return the user's module for one that a run has wrapped; any other as it is."""
-    found = _GIVEN.get(model)
+    """Return the user's module for what a run has wrapped, or a view of it.
+
+    Any other as it is.
+    """
+    found: nn.Module = _behind(_behind(model, _VIEWED), _GIVEN)
+    return found
+
+
+def _behind(model: Any, known: Mapping[nn.Module, weakref.ref[nn.Module]]) -> Any:
+    found = known.get(model) if hasattr(model, "__dict__") else None
     return (found and found()) or model
 
 
@@ -49,9 +59,9 @@ class PreparedObjects:
     def place_of(self, model: object) -> tuple[Unit, int] | None:
         """Return a model's unit and its number there.
 
-        Given any form of the model, or `torch.compile` of one.
+        Given any form of the model, `torch.compile` of one, or a view that was noted.
         """
-        return self._place(model) or self._place(inside(model))
+        return self._place(model) or self._place(inside(model)) or self._place(_behind(model, _VIEWED))
 
     def _place(self, model: object) -> tuple[Unit, int] | None:
         for unit in self.units:
@@ -60,6 +70,12 @@ class PreparedObjects:
                     if form is model:
                         return unit, number
         return None
+
+    def note_view(self, view: nn.Module, model: nn.Module) -> None:
+        """Take the view for the prepared model whose tensors it shares, from now on."""
+        if (place := self.place_of(model)) is not None and self.place_of(view) is None:
+            unit, number = place
+            _VIEWED[view] = weakref.ref(unit.given[number])
 
     def unit_of_model(self, model: object) -> Unit | None:
         """Return a model's unit, given the user's module or `prepare`'s result for it."""

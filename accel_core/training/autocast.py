@@ -8,6 +8,7 @@ that is not an `Exception`, and autocast would stay on afterwards.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from accel_core.contract.unit import inside
 from accel_core.distributed.nested import convert_to_fp32
 
 if TYPE_CHECKING:
@@ -90,6 +92,7 @@ def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32:
         return output
 
     under_contexts.__name__ = "forward"  # by this name a pickle finds the class's method
+    under_contexts.before = before
     model.__dict__["forward"] = bound = MethodType(under_contexts, model)
 
     def detach() -> None:
@@ -99,6 +102,24 @@ def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32:
                 model.__dict__["forward"] = before
 
     return detach
+
+
+def without_contexts(model: nn.Module) -> nn.Module:
+    """Return the model, or a view of one with contexts that enters none."""
+    found = inside(model)
+    while hasattr(attached := _attached(found), "before"):
+        view, before = copy.copy(found), attached.before  # a copy shares the tables of tensors and modules
+        del view.__dict__["forward"]
+        if before is not None:
+            is_bound = isinstance(before, MethodType) and before.__self__ is found
+            view.__dict__["forward"] = MethodType(before.__func__, view) if is_bound else before
+        found = view
+    return model if found is inside(model) else found
+
+
+def _attached(model: nn.Module) -> Any:
+    """Return the function of the forward that the module itself has, or None."""
+    return getattr(model.__dict__.get("forward"), "__func__", None)
 
 
 def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool, level: int) -> None:

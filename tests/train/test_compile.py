@@ -241,6 +241,28 @@ def test_the_unwrapped_model_can_be_had_eager_with_the_same_weights(accelerator_
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("in_place", [True, False])
+def test_the_unwrapped_model_can_be_had_without_autocast(accelerator_of, graphs, in_place):
+    model, accelerator = net(), accelerator_of(mixed_precision="bf16")
+    expected = model(X)
+    if in_place:
+        model.compile(backend="keep_graphs")
+    else:
+        model = torch.compile(model, backend="keep_graphs")
+    model = accelerator.prepare(model)
+    assert torch.equal(accelerator.unwrap_model(model, keep_fp32_wrapper=False)(X), expected)
+    assert not torch.equal(model(X), expected)
+
+
+def test_an_eager_view_is_taken_for_its_model(accelerator_of, graphs):
+    accelerator = compiled(accelerator_of, use_regional_compilation=True)
+    model = accelerator.prepare(Stack(3))
+    eager = accelerator.unwrap_model(model, keep_torch_compile=False)
+    assert eager is not model
+    assert accelerator.prepare(eager) is model
+    assert len(accelerator.run.units) == 1
+
+
 def test_a_model_that_is_not_compiled_unwraps_to_itself(accelerator):
     model = accelerator.prepare(net())
     assert accelerator.unwrap_model(model, keep_torch_compile=False) is model

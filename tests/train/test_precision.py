@@ -10,6 +10,7 @@ import io
 import pickle
 import threading
 import weakref
+from types import MethodType
 from typing import NamedTuple
 
 import pytest
@@ -398,6 +399,62 @@ def test_a_prepared_model_and_the_unwrapped_one_run_under_autocast(spied):
         each(X)
         assert each.active
     assert not torch.is_autocast_enabled("cpu")
+
+
+def test_the_unwrapped_model_can_be_had_without_autocast_with_the_same_weights(spied):
+    accelerator, model = spied
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    plain(X)
+    assert not plain.active
+    assert plain.weight is model.weight
+    model(X)
+    assert model.active  # training goes on as before
+
+
+@pytest.mark.parametrize("rebound", [True, False], ids=["method", "function"])
+def test_without_autocast_a_forward_that_the_module_itself_has_stays(accelerator_of, rebound):
+    accelerator, given = accelerator_of(mixed_precision="bf16"), net()
+    inner = given.forward
+    given.forward = (
+        MethodType(lambda self, x: len(self) + inner(x), given) if rebound else lambda x: 1 + inner(x)
+    )
+    expected = given(X)
+    plain = accelerator.unwrap_model(accelerator.prepare(given), keep_fp32_wrapper=False)
+    assert torch.equal(plain(X), expected)
+    if rebound:
+        assert plain.forward.__self__ is plain
+
+
+def test_a_copy_of_a_prepared_model_runs_without_autocast_too(spied):
+    accelerator, model = spied
+    plain = accelerator.unwrap_model(copy.deepcopy(model), keep_fp32_wrapper=False)
+    plain(X)
+    assert not plain.active
+
+
+def test_a_model_of_two_runs_runs_without_the_autocast_of_either(spied, accelerator_of):
+    _, model = spied
+    second = accelerator_of(mixed_precision="bf16")
+    plain = second.unwrap_model(second.prepare(model), keep_fp32_wrapper=False)
+    plain(X)
+    assert not plain.active
+
+
+def test_a_view_without_autocast_is_taken_for_its_model(spied):
+    accelerator, model = spied
+    plain = accelerator.unwrap_model(model, keep_fp32_wrapper=False)
+    assert accelerator.unwrap_model(plain) is plain
+    assert accelerator.prepare(plain) is model
+    assert len(accelerator.run.units) == 1
+    with accelerator.accumulate(plain):
+        assert accelerator.sync_gradients
+    accelerator.free_memory()
+    assert accelerator.prepare(plain) is model
+
+
+def test_without_precision_the_model_unwraps_to_itself(accelerator):
+    model = accelerator.prepare(net())
+    assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
 
 
 def test_an_exception_in_forward_leaves_autocast(spied):

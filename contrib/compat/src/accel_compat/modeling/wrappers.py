@@ -17,7 +17,7 @@ from accel_compat import runs
 from accel_compat.environment.libraries import is_peft_available
 from accel_compat.modeling.regional_compilation import is_wrapped
 from accel_compat.modeling.sizes import id_tensor_storage
-from accel_core import Run, ops
+from accel_core import Run, ops, unwrap_model
 
 load = ops.load
 
@@ -42,13 +42,14 @@ def extract_model_from_parallel(
 ) -> Any:
     """Return the user's own model inside what wraps it."""
     run = runs.newest()
-    unit = None if run is None else run.prepared.unit_of_model(model)
-    if run is not None and unit is not None and run.prepared.form_of(model) is not None:
-        return unit.hooks.unwrap_model(unit, model, keep_torch_compile)
+    if run is not None and run.prepared.form_of(model) is not None:
+        return unwrap_model(run, model, keep_contexts=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
     compiled = model if is_wrapped(model) or "_orig_mod" in vars(model) else None
     inner = model if compiled is None else compiled._orig_mod
     while isinstance(inner, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
         inner = inner.module
+    if run is not None and not keep_fp32_wrapper:  # a copy of a prepared model
+        inner = unwrap_model(run, inner, keep_contexts=False)
     if compiled is None or not keep_torch_compile:
         return inner
     if inner is not compiled._orig_mod:
