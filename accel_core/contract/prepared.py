@@ -20,7 +20,7 @@ _UNMOVED: Mapping[tuple[Unit, str], str] = MappingProxyType({})
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Wrapped model of any run -> the user's module inside."""
 _VIEWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
-"""View of a model that a run has prepared -> the user's module, whose tensors it shares."""
+"""View of a prepared model -> the user's module, whose tensors it shares."""
 
 
 def given_of(model: nn.Module) -> nn.Module:
