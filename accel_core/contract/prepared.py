@@ -33,7 +33,10 @@ def given_of(model: nn.Module) -> nn.Module:
 
 
 def _behind(model: Any, known: Mapping[nn.Module, weakref.ref[nn.Module]]) -> Any:
-    found = known.get(model) if hasattr(model, "__dict__") else None
+    try:
+        found = known.get(model)
+    except TypeError:  # what cannot be hashed, or referred to weakly, is no module
+        return model
     return (found and found()) or model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -317,11 +318,20 @@ def test_a_norm_that_is_not_a_number_is_refused(accelerator):
         accelerator.clip_grad_norm_(model.parameters(), 1.0, math.nan)
 
 
+@dataclass
+class Record:
+    """What cannot be hashed."""
+
+    number: int
+
+
 def test_accumulate_of_an_unprepared_model_says_so(accelerator):
     with pytest.raises(AccelError, match="has not prepared the Sequential"):
         accelerator.accumulate(net())
     with pytest.raises(AccelError, match="has not prepared the list"):
         accelerator.accumulate([net()])
+    with pytest.raises(AccelError, match="has not prepared the Record"):
+        accelerator.accumulate(Record(1))
 
 
 def test_the_window_can_be_set_by_hand(accelerator_of):
