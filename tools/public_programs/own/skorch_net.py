@@ -29,7 +29,7 @@ labels = (inputs.sum(1) > 0).astype(np.int64)
 accelerator = Accelerator(cpu=True, mixed_precision="bf16")
 net = Net(Layers, accelerator=accelerator, lr=0.1, max_epochs=2, batch_size=16, iterator_train__shuffle=True)
 net.fit(inputs, labels)
-again = pickle.loads(pickle.dumps(net))  # noqa: S301  its own
+again = pickle.loads(pickle.dumps(net))
 net.partial_fit(inputs, labels)
 answers = {name: each.predict_proba(inputs) for name, each in (("net", net), ("again", again))}
 save_file({name: torch.from_numpy(each) for name, each in answers.items()}, "final.safetensors")
