@@ -78,6 +78,30 @@ def test_losses_outside_the_forward_and_metrics_are_the_same_digits(kind):
     )
 
 
+PARTS = """
+import json, torch
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+class Wrapper(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+found = []
+for deep in (False, True):
+    inner = nn.Linear(2, 2)
+    model = Wrapper(nn.ModuleDict({"one": Wrapper(Wrapper(inner)), "two": nn.Sequential(Wrapper(inner))}))
+    out = extract_model_from_parallel(model, recursive=deep)
+    found += [type(out).__name__, sorted(out.state_dict()), any(m is inner for m in out.children())]
+    found.append([type(m).__name__ for m in model.modules()])
+print(json.dumps(found))
+"""
+
+
+@needs_accelerate
+def test_all_parts_of_a_model_are_unwrapped_if_that_is_asked_for():
+    assert said(PARTS, ours=True) == said(PARTS, ours=False)
+
+
 @needs_accelerate
 def test_empty_weights_are_empty_as_there():
     assert said(EMPTY, ours=True) == said(EMPTY, ours=False)

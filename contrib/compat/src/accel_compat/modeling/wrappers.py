@@ -40,7 +40,23 @@ def get_model_tp_size(model: nn.Module) -> int | None:
 def extract_model_from_parallel(
     model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True, recursive: bool = False
 ) -> Any:
-    """Return the user's own model inside what wraps it."""
+    """Return the user's own model inside what wraps it.
+
+    recursive: unwrap all its parts too, in place: each stands for its attribute `module`, if it has one.
+    """
+    inner = _unwrapped(model, keep_fp32_wrapper, keep_torch_compile)
+    return _without_modules(inner) if recursive else inner
+
+
+def _without_modules(model: nn.Module) -> nn.Module:
+    while isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module  # type: ignore[assignment]
+    for name, part in model.named_children():
+        setattr(model, name, _without_modules(part))
+    return model
+
+
+def _unwrapped(model: Any, keep_fp32_wrapper: bool, keep_torch_compile: bool) -> Any:
     run = runs.newest()
     if run is not None and run.prepared.form_of(model) is not None:
         return unwrap_model(run, model, keep_contexts=keep_fp32_wrapper, keep_compiled=keep_torch_compile)
