@@ -301,6 +301,13 @@ def some_parameters() -> None:
     _clipped(1.0, 2, some=True)
 
 
+def some_clamped() -> None:
+    ours, model = accelerator(), network()
+    model, _ = ours.prepare(model, sgd(model.parameters()))
+    ours.backward(model(torch.ones(2, 6)).sum())
+    ours.clip_grad_value_(list(model.parameters())[:2], 0.01)
+
+
 def parameters_of_no_optimizer() -> None:
     ours, model = accelerator(DeepSpeedPlugin(gradient_clipping=1.0)), network()
     model, _ = ours.prepare(model, sgd(model[3].parameters()))
@@ -319,6 +326,7 @@ REFUSED: dict[Callable[[], None], str] = {
     another_norm: "clip_grad_norm_ asks for 0.5, and gradient_clipping of the DeepSpeed config for 1.0",
     another_norm_type: "not by norm_type=1",
     some_parameters: "has more than were given",
+    some_clamped: "has more than were given",
     parameters_of_no_optimizer: "no optimizer has 0.weight (4 such parameter(s)), whose gradient would count",
 }
 

@@ -245,6 +245,26 @@ def of_a_part() -> list[str]:
     return said
 
 
+def of_some_trained() -> list[str]:
+    """What clipping by norm and by value say of one of two layers that are trained."""
+    ours, said = accelerator(), []
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    model, _ = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+    ours.backward(model(torch.ones(2, 4)).sum())
+    for clip in (ours.clip_grad_norm_, ours.clip_grad_value_):
+        with pytest.raises(AccelError) as caught:
+            clip(list(model.parameters())[:2], 1.0)
+        said.append(str(caught.value))
+    ours.clip_grad_value_(model.parameters(), 1.0)
+    return said
+
+
+def test_a_part_of_what_is_trained_is_not_clipped_alone() -> None:
+    """megatron-core would clip all of it, without a word."""
+    for said in run_processes(of_some_trained):
+        assert ["clips a unit's parameters together" in each for each in said] == [True, True]
+
+
 def of_all_but_positions() -> str:
     ours, model = accelerator(), gpt2()
     some = [each for name, each in model.named_parameters() if "wpe" not in name]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor, nn
 
-    from accel_core import Collectives
+    from accel_core import Collectives, Unit
 
 __all__ = ["Gradients", "enter_once", "of", "refuse_others_unused"]
 
@@ -158,6 +158,14 @@ class Gradients:
     def has_any(self) -> bool:
         """True if a backward of this rank has left gradients, not yet reduced."""
         return any(p.grad is not None for p in self._training.values())
+
+    def refuse_part(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse to clip a part of what is trained: all of it would be. Raises AccelError."""
+        if not self.trained <= {id(parameter) for parameter in parameters}:
+            raise AccelError(
+                f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"
+                "pass model.parameters()"
+            )
 
     def refuse_others(self, parameters: Sequence[nn.Parameter]) -> None:
         """Refuse to clip these together with gradients that DeepSpeed does not take.

@@ -267,11 +267,7 @@ class DeepSpeed(SharedSequences, EngineState):
             raise AccelError(
                 f"DeepSpeed clips by the 2-norm, not by norm_type={norm_type}\nleave norm_type at 2"
             )
-        if not held.trained <= {id(parameter) for parameter in parameters}:
-            raise AccelError(
-                f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"
-                "pass model.parameters()"
-            )
+        held.refuse_part(unit, parameters)
         held.refuse_others(parameters)
         if held.fixed and held.configured != max_norm and math.isfinite(max_norm):
             raise AccelError(
@@ -282,7 +278,9 @@ class DeepSpeed(SharedSequences, EngineState):
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        self.gradients[unit].clamp(value)
+        held = self.gradients[unit]
+        held.refuse_part(unit, parameters)
+        held.clamp(value)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

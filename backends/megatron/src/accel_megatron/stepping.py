@@ -291,6 +291,15 @@ class Stepper:
             self.norm, self.clipped = None, True
         return norm
 
+    def refuse_part(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
+        """Refuse to clip a part of what is trained: all of it would be. Raises AccelError."""
+        groups = self.user_optimizer.param_groups
+        if not {p for group in groups for p in group["params"] if p.requires_grad} <= set(parameters):
+            raise AccelError(
+                f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
+                "pass model.parameters()"
+            )
+
     def clamp(self, value: float) -> None:
         """Each gradient to [-value, value]."""
         self.prepare()

@@ -294,14 +294,7 @@ class Megatron(MegatronState):
                 f"clip_grad_norm_ asks for {max_norm}, and megatron.gradient_clipping for {asked}\n"
                 "leave one of them out"
             )
-        trained = {
-            p for group in stepper.user_optimizer.param_groups for p in group["params"] if p.requires_grad
-        }
-        if not trained <= set(parameters):
-            raise AccelError(
-                f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
-                "pass model.parameters()"
-            )
+        stepper.refuse_part(unit, parameters)
         if others := [p for p in parameters if p in stepper.left_out]:
             names = [name for name, each in unit.named_parameters().items() if each is others[0]]
             raise AccelError(
@@ -313,7 +306,9 @@ class Megatron(MegatronState):
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        self.steppers[unit].clamp(value)
+        stepper = self.steppers[unit]
+        stepper.refuse_part(unit, parameters)
+        stepper.clamp(value)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
