@@ -41,6 +41,8 @@ HOME: Final[Mapping[Asked, str]] = {
     "store": "stores",
 }
 
+_STARRED: Final = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
 F = TypeVar("F", bound=Callable[..., Any])
 Refusal = Callable[[str, str], PluginError]
 """(hook, what is wrong) -> the error that names the plugin too."""
@@ -113,8 +115,9 @@ class Binder:
         refusal: Refusal = partial(_refusal, name, slot, origin)
         methods = self._marked(helper, slot, "launch class", refusal)
         for hook, spec in self.specs.items():
-            if spec.asked == "launch class" and hook not in methods and hasattr(helper, hook):
-                methods[hook] = self._adapt(refusal, hook, getattr(helper, hook))
+            method = getattr(helper, hook, None) if spec.asked == "launch class" else None
+            if method is not None and hook not in methods:
+                methods[hook] = self._adapt(refusal, hook, method)
         self._refuse_unmarked(type(helper), methods, refusal)
         return methods
 
@@ -122,7 +125,13 @@ class Binder:
         self, plugin: object, slot: str, asked: Asked | None, refusal: Refusal
     ) -> dict[str, Callable[..., Any]]:
         methods: dict[str, Callable[..., Any]] = {}
-        for attribute, mark in _marks(type(plugin), refusal).items():
+        marks = _marks(type(plugin), refusal)
+        for attribute, value in getattr(plugin, "__dict__", {}).items():
+            mark = getattr(value, "accel_core_impl", None) if type(value) is FunctionType else None
+            if mark and attribute not in marks:
+                about = f"{attribute} is a function of the instance, which is never called"
+                raise refusal(mark.get("specname") or attribute, f"{about}; make it a method of the class")
+        for attribute, mark in marks.items():
             hook = mark.get("specname") or attribute
             self._check(refusal, hook, mark, slot, asked)
             if hook in methods:
@@ -170,7 +179,12 @@ class Binder:
             raise refusal(hook, f"an extension implements no owner hook; {remedy}")
 
     def _adapt(self, refusal: Refusal, hook: str, method: Callable[..., Any]) -> Callable[..., Any]:
-        wanted = self._hooks[hook].parameters
+        if not callable(method):
+            raise refusal(hook, f"it is {method!r}, which cannot be called; make it a method")
+        wanted, answer = self._hooks[hook].parameters, self._hooks[hook].answer
+        if inspect.isgeneratorfunction(method) and answer not in ("Iterable", "Iterator", "Sequence"):
+            remedy = "write it without, or put @contextmanager below the mark"
+            raise refusal(hook, f"a function with `yield` does nothing when it is called; {remedy}")
         if _plain_parameters(method) == wanted:  # the usual case; a signature costs 50 times as much
             return method
         parameters = inspect.signature(method).parameters.values()
@@ -186,11 +200,15 @@ class Binder:
         return method if taken == wanted else _with_parameters(hook, wanted, taken, method)
 
     def _refuse_unmarked(self, cls: type, methods: Mapping[str, Any], refusal: Refusal) -> None:
-        """Refuse a method that was meant to be a hook, and has no mark."""
-        for name, method in inspect.getmembers(cls, inspect.isfunction):
+        """Refuse a method that was meant to be a hook, and has no mark.
+
+        A decorator without `functools.wraps` takes the mark away, and has parameters with a star.
+        """
+        for name, method in inspect.getmembers(cls, _is_plain_method):
             if name in methods or name.startswith("_") or hasattr(method, "accel_core_impl"):
                 continue
-            taken = {*inspect.signature(method).parameters} - {"self"}
+            named = inspect.signature(method).parameters.values()
+            taken = {each.name for each in named if each.kind not in _STARRED} - {"self"}
             if name in self._hooks:
                 if taken <= {*self._hooks[name].parameters}:
                     raise refusal(name, f"the method {name} is not marked; write @implements(hooks.{name})")
@@ -199,6 +217,10 @@ class Binder:
                 for hook in difflib.get_close_matches(name, alike, 1, 0.9):
                     remedy = f"write @implements(hooks.{hook}), or rename it"
                     raise refusal(hook, f"the method {name} is never called; {remedy}")
+
+
+def _is_plain_method(method: object) -> bool:
+    return inspect.isfunction(method) or inspect.ismethod(method)
 
 
 def _plain_parameters(method: Any) -> tuple[str, ...] | None:
@@ -225,6 +247,8 @@ def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
     for parent in reversed(cls.__mro__):
         for attribute, value in vars(parent).items():
             mark = getattr(value, "accel_core_impl", None)
+            if mark is None:  # `staticmethod` and `classmethod` do not carry that of their function
+                mark = getattr(getattr(value, "__func__", None), "accel_core_impl", None)
             if isinstance(mark, dict):
                 marks[attribute] = mark
             elif attribute in marks and value is None:

@@ -423,9 +423,11 @@ def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[s
         PluginError: the answer is not a mapping of text, or as `launch_hooks`.
     """
     hook = launch_hooks(record).get("launch_environment")
-    answer = (
-        _third_party(record, "asked for launch_environment", partial(hook, config, world)) if hook else {}
-    )
+    if hook is None:
+        return {}
+    answer = _third_party(record, "asked for launch_environment", partial(hook, config, world))
+    if answer is None:
+        return {}
     if not isinstance(answer, Mapping) or not all(
         isinstance(it, str) for pair in answer.items() for it in pair
     ):

@@ -44,8 +44,16 @@ def test_a_marked_method_of_a_launch_class_may_have_another_name(pony):
     assert visible_devices(record, RunConfig()) == 3
 
 
-def test_a_launch_class_without_a_hook_says_nothing(pony):
-    record = pony("pass")
+@pytest.mark.parametrize(
+    "body",
+    [
+        "pass",
+        "launch_environment = visible_devices = None",
+        "def launch_environment(self): return None",
+    ],
+)
+def test_a_launch_class_without_a_hook_or_with_none_says_nothing(pony, body):
+    record = pony(body)
 
     assert environment_of(record, RunConfig(), World()) == {}
     assert visible_devices(record, RunConfig()) is None
@@ -71,6 +79,10 @@ def test_a_launch_class_without_a_hook_says_nothing(pony):
                 "hook select_device: it would never be called: core asks plugins that take part in a run;"
                 " move it there"
             ),
+        ),
+        (
+            "launch_environment = {}",
+            "hook launch_environment: it is {}, which cannot be called; make it a method",
         ),
         (
             "def launch_environment(self, config, world): return ['PONY']",

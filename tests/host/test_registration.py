@@ -37,12 +37,95 @@ def test_a_method_with_the_name_and_parameters_of_a_hook_wants_the_mark():
     assert refusal(Forgetful) == "the method backward is not marked; write @implements(hooks.backward)"
 
 
+def hides(function):
+    def called(*arguments, **keywords):
+        return function(*arguments, **keywords)
+
+    return called
+
+
+def test_a_decorator_that_hides_the_mark_is_found():
+    class Decorated:
+        @hides
+        @implements(hooks.backward)
+        def backward(self, unit, loss): ...
+
+    assert refusal(Decorated) == "the method backward is not marked; write @implements(hooks.backward)"
+
+
+def test_a_method_of_the_class_wants_the_mark_too():
+    class Forgetful:
+        @classmethod
+        def backward(cls, unit): ...
+
+    assert refusal(Forgetful) == "the method backward is not marked; write @implements(hooks.backward)"
+
+
 def test_a_method_that_only_shares_a_hooks_name_is_the_plugins_own():
     class Own:
         def backward(self, tape):
             return tape
 
     assert register(Own).implementations("backward") == []
+
+
+def test_the_mark_may_stand_below_and_above_staticmethod_and_classmethod():
+    class Below:
+        @staticmethod
+        @implements(hooks.backward)
+        def backward(unit, loss):
+            return unit, loss
+
+        @classmethod
+        @implements(hooks.decide)
+        def decide(cls, unit):
+            return cls, unit
+
+    class Above:
+        @implements(hooks.backward)
+        @staticmethod
+        def backward(unit, loss):
+            return unit, loss
+
+        @implements(hooks.decide)
+        @classmethod
+        def decide(cls, unit):
+            return cls, unit
+
+    for cls in (Below, Above):
+        assert register(cls).backward("u", 2.0, True) == ("u", 2.0)
+        assert register(cls).decide("u", {}) == (cls, "u")
+
+
+def test_a_hook_of_the_instance_is_refused():
+    class Late:
+        def __init__(self):
+            self.back = implements(hooks.backward)(lambda unit: unit)
+
+    assert refusal(Late) == (
+        "back is a function of the instance, which is never called; make it a method of the class"
+    )
+
+
+def test_a_hook_whose_body_would_not_run_is_refused():
+    class Yields:
+        @implements(hooks.backward)
+        def backward(self, unit, loss):
+            yield
+
+    assert refusal(Yields) == (
+        "a function with `yield` does nothing when it is called;"
+        " write it without, or put @contextmanager below the mark"
+    )
+
+
+def test_a_sequence_may_be_yielded():
+    class Yields:
+        @implements(hooks.rows)
+        def rows(self, unit):
+            yield unit
+
+    assert list(register(Yields).rows("u")) == ["u"]
 
 
 # -- parameters ------------------------------------------------------------------------------------

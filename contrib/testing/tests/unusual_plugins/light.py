@@ -7,5 +7,5 @@ from typing import Any
 
 
 class Launch:
-    def launch_environment(self, config: Any, world: Any) -> Mapping[str, str]:
+    def launch_environment(self, config: Any) -> Mapping[str, str]:
         return {"STRANGE_VENDOR_MODE": "training"}

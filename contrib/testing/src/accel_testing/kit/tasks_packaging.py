@@ -5,6 +5,7 @@ Run as `python -m accel_testing.kit.tasks_packaging NAME DISTRIBUTION`; prints J
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
 import time
@@ -113,16 +114,21 @@ def _refuses_change(built: Any, fields: Any) -> bool:
     return False
 
 
+def _ask(hook: Any, **arguments: Any) -> Any:
+    """Call a hook with the parameters that it takes."""
+    return hook(*(arguments[name] for name in inspect.signature(hook).parameters))
+
+
 def _launch(light: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     if hasattr(light, "launch_environment"):
-        answer = light.launch_environment(RunConfig(), World())
+        answer = _ask(light.launch_environment, config=RunConfig(), world=World())
         strings = isinstance(answer, Mapping) and all(
             isinstance(i, str) for pair in answer.items() for i in pair
         )
-        found["environment"] = strings
+        found["environment"] = answer is None or strings
     if hasattr(light, "visible_devices"):
-        variable, count = light.visible_devices(RunConfig())
+        variable, count = _ask(light.visible_devices, config=RunConfig())
         is_number = isinstance(count, int) and count >= 0
         found["devices"] = isinstance(variable, str) and (count is None or is_number)
     return found
