@@ -19,7 +19,7 @@ from torch.utils.data import default_collate
 
 from accel_context_parallel.attention import Counted, _torchs_own
 from accel_context_parallel.sequence import causal_mask, part, positions
-from accel_core import AccelError
+from accel_core import AccelError, TorchDynamoPlugin
 from accel_testing import run_processes
 
 CPU = torch.device("cpu")
@@ -122,6 +122,16 @@ def alone():
 def test_one_process_shares_with_nobody():
     (found,) = run_processes(alone, world=1)
     assert_same(found, cp_problem.plain())
+
+
+def compiled():
+    return cp_problem.ours(epochs=1, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
+
+
+@pytest.mark.filterwarnings("ignore:.*lru_cache")  # torch traces what it would keep
+def test_a_whole_model_may_be_compiled():
+    for found in run_processes(compiled, world=2):
+        assert_same(found, cp_problem.plain(epochs=1))
 
 
 def test_attention_that_backward_computes_again_is_of_the_whole_sequence():

@@ -72,6 +72,8 @@ def _torchs_own(mesh: DeviceMesh, length: int) -> Iterator[None]:
 class Counted:
     """Attends by torch's own rings, which balance causal attention only."""
 
+    __name__ = "scaled_dot_product_attention"  # torch.compile asks functions of torch for theirs
+
     def __init__(self, device: str) -> None:
         self.device, self.called = device, False
         self.attend = functional.scaled_dot_product_attention
@@ -98,6 +100,8 @@ class Counted:
 
 class Gathered:
     """Attends from a rank's queries to the keys and values of all ranks."""
+
+    __name__ = "scaled_dot_product_attention"  # torch.compile asks functions of torch for theirs
 
     def __init__(self, mesh: DeviceMesh, length: int) -> None:
         self.mesh, self.length, self.called = mesh, length, False
