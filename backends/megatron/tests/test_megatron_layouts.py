@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_jobs import MODELS, accelerator
+from megatron_jobs import MODELS, accelerator, optimizer_of
 
 from accel_core import ConfigError
 from accel_testing import run_processes
@@ -120,7 +120,8 @@ def few_micro_batches() -> None:
     from accel_core import AccelError
 
     ours = accelerator(pp_degree=2)
-    model = ours.prepare(MODELS["gpt2"]())
+    model = MODELS["gpt2"]()
+    model, _ = ours.prepare(model, optimizer_of(model))
     with pytest.raises(AccelError, match="for 2 stages"):
         ours.forward_backward(model, iter([{}]), lambda m, b: (m(**b).loss, None), microbatches=1)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_jobs import go_on
+from megatron_jobs import MODELS, accelerator, batches, go_on, optimizer_of
 
 from accel_testing import run_processes
 
@@ -49,3 +50,37 @@ def test_it_goes_on_as_if_nothing_had_happened(
     for losses, now in run_processes(go_on, kind, loader[1], folder, 2, 4, world=loader[0]):
         assert losses == pytest.approx(whole[2:], rel=1e-4)
         assert now == pytest.approx(rates)
+
+
+def told(folder: str, frozen: str | None, first: bool) -> list[str]:
+    """What is logged when a run loads; weights whose name begins with `frozen` do not train in it."""
+    said: list[str] = []
+    state = logging.getLogger("accel_megatron.state")
+    state.addFilter(lambda record: said.append(record.getMessage()) is not None)
+    ours = accelerator(tp_degree=2, use_distributed_optimizer=True)
+    model, batch = MODELS["gpt2"](), batches(1)[0]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or not name.startswith(frozen))
+    model, optimizer = ours.prepare(model, optimizer_of(model))
+    if not first:
+        ours.load_state(folder)
+    ours.backward(model(**batch).loss)
+    optimizer.step()
+    optimizer.zero_grad()
+    if first:
+        ours.save_state(folder)
+    ours.end_training()
+    return said
+
+
+def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Path) -> None:
+    before, since = str(tmp_path / "before"), str(tmp_path / "since")
+    run_processes(told, before, "transformer.wpe", True)
+    run_processes(told, since, None, True)
+
+    assert run_processes(told, before, "transformer.wpe", False) == [[], []]
+    for said in run_processes(told, since, "transformer.wpe", False):
+        (one,) = said
+        assert one.startswith(
+            "megatron: the checkpoint has optimizer state of transformer.wpe.weight, frozen here;"
+        )

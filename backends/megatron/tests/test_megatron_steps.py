@@ -484,3 +484,42 @@ def test_weights_that_are_gathered_beside_forward_are_waited_for(tmp_path: Path)
     )
     assert found == other == pytest.approx(wanted, rel=1e-6)
     assert found[2] == found[0] > found[1]
+
+
+def unstepped(own_loop: bool, optimizer: bool) -> str:
+    """What is said of a backward where the optimizer was not prepared."""
+    ours = accelerator()
+    model, batch = MODELS["gpt2"](), batches(1)[0]
+    given = [torch.optim.SGD(model.parameters(), lr=0.1)] if optimizer else []
+    model, *_ = prepared if isinstance(prepared := ours.prepare(model, *given), tuple) else (prepared,)
+    try:
+        if own_loop:
+            model(**batch).loss.backward()
+        else:
+            ours.forward_backward(model, [batch], lambda m, b: (m(**b).loss, None), microbatches=1)
+    except AccelError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_gradients_that_an_optimizer_which_is_not_prepared_cannot_see_are_an_error(own_loop: bool) -> None:
+    (said,) = run_processes(unstepped, own_loop, False, world=1)
+
+    assert said.startswith("megatron: backward of GPT2LMHeadModel, which was prepared without an optimizer")
+    assert run_processes(unstepped, own_loop, True, world=1) == [""]
+
+
+def stepped_by_its_own() -> bool:
+    ours = accelerator()
+    model = torch.nn.Linear(2, 1)
+    before = model.weight.detach().clone()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model = ours.prepare(model)
+    ours.forward_backward(model, [torch.ones(1, 2)], lambda m, x: (m(x).sum(), None), microbatches=1)
+    optimizer.step()
+    return torch.equal(ours.unwrap_model(model).weight, before - 0.5)
+
+
+def test_any_other_model_in_one_process_has_gradients_for_any_optimizer() -> None:
+    assert run_processes(stepped_by_its_own, world=1) == [True]

@@ -55,6 +55,7 @@ class _KnownGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         """None of its own."""
+        ctx.engine.refuse_unstepped()
         ctx.engine.scaled = gradient
         return None, None, None
 
@@ -105,6 +106,19 @@ class Engine(nn.Module):
                 f" prepare, such as one of shape {list(written[0].shape)}: its weights are elsewhere, in"
                 " megatron-core's form, and the write would be lost\n"
                 "write, or load_state_dict, before prepare; or call accelerator.load_state"
+            )
+
+    def refuse_unstepped(self) -> None:
+        """Raise AccelError for gradients that no optimizer sees.
+
+        The user's parameters are empty.
+        """
+        if self._emptied and self.unit is not None and not self.unit.optimizers:
+            raise AccelError(
+                f"megatron: backward of {type(self.module).__name__}, which was prepared without an"
+                " optimizer: its gradients are in megatron-core's form, and an optimizer that is not prepared"
+                " steps nothing\n"
+                "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
 
     def refuse_replaced(self, named: Mapping[str, nn.Parameter]) -> None:

@@ -169,6 +169,13 @@ class MegatronState:
                     (stepped.group if stepped.counts_by_group and key == "step" else state).setdefault(key, 0)
                 elif fresh or getattr(state.get(key), "shape", None) != stepped.key.shape:
                     state[key] = torch.zeros_like(stepped.key.detach(), dtype=getattr(torch, tensor.dtype))
+        kept = {name: each for name, each in unit.named_parameters().items() if name in template}
+        if frozen := [name for name, each in kept.items() if not each.requires_grad]:
+            logger.warning(
+                "megatron: the checkpoint has optimizer state of %s, frozen here; megatron-core keeps none of"
+                " what it does not step, so this is left out, and the next checkpoint lacks it",
+                ", ".join(frozen[:10]) + (", ..." if len(frozen) > 10 else ""),
+            )
         if new:
             logger.warning(
                 "megatron: the checkpoint has no optimizer state of %s; what they are stepped together with"

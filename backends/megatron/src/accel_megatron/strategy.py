@@ -234,6 +234,8 @@ class Megatron(MegatronState):
 
         `microbatches` None: as many as one step of a loop over model(**batch) has.
         """
+        if not forward_only:
+            self.engines[unit].refuse_unstepped()
         wanted = microbatches or unit.window.size * self.config.micro_batches
         with unit.whole_window(batches, wanted) as taken:
             share = wanted / unit.window.divisor  # megatron-core divides by all of them
