@@ -160,7 +160,7 @@ class Gradients:
         return any(p.grad is not None for p in self._training.values())
 
     def refuse_part(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse to clip a part of what is trained: all of it would be. Raises AccelError."""
+        """Raise AccelError for a clip of a part of what is trained: all would be."""
         if not self.trained <= {id(parameter) for parameter in parameters}:
             raise AccelError(
                 f"DeepSpeed clips a unit's parameters together, and {unit.name!r} has more than were given\n"

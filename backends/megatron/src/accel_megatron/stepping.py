@@ -292,7 +292,7 @@ class Stepper:
         return norm
 
     def refuse_part(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-        """Refuse to clip a part of what is trained: all of it would be. Raises AccelError."""
+        """Raise AccelError for a clip of a part of what is trained: all would be."""
         groups = self.user_optimizer.param_groups
         if not {p for group in groups for p in group["params"] if p.requires_grad} <= set(parameters):
             raise AccelError(
