@@ -305,3 +305,29 @@ def says(adamw: bool) -> tuple[str, dict[str, Any]]:
     found = unit.hooks.optimizer_state(unit, unit.optimizers[0])
     accelerator.end_training()
     return found.algorithm, dict(found.groups[0])
+
+
+def scales(saved: Mapping[str, Any], loaded: Mapping[str, Any], folder: str) -> list[tuple[float, float]]:
+    """Return (loss scale, norm of the gradients) as saved, of a new run, and of that after it has loaded."""
+    import deepspeed
+
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+    found = []
+    for number, how in enumerate((saved, loaded)):
+        job = Job({"zero_optimization": {"stage": 2}, **how}, 0, algorithm="SGD")
+        found.append(_scale_and_norm(job))
+        if number == 0:
+            job.accelerator.save_state(folder)
+        else:
+            job.accelerator.load_state(folder, strict=False)  # frozen weights may lose digits
+            found.append(_scale_and_norm(job))
+        job.accelerator.end_training()
+    return found
+
+
+def _scale_and_norm(job: Job) -> tuple[float, float]:
+    x = torch.ones(4, 7).to(next(job.module.parameters()).dtype)
+    job.accelerator.backward(job.model(x).float().square().mean())
+    norm = job.accelerator.clip_grad_norm_(job.model.parameters(), 1000.0)
+    job.optimizer.zero_grad()
+    return float(job.model.optimizer.loss_scale), float(norm)

@@ -168,6 +168,31 @@ def test_counters_of_the_engine_go_on(tmp_path: Any) -> None:
         assert saved == loaded == jobs.STEPS
 
 
+MOVING = {"fp16": {"enabled": True, "initial_scale_power": 6}}
+FIXED = {"fp16": {"enabled": True, "loss_scale": 16}}
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded", "expected"),
+    [
+        pytest.param(MOVING, {"fp16": {"enabled": True}}, 64, id="as saved"),
+        pytest.param(MOVING, FIXED, 16, id="fixed by the config"),
+        pytest.param(FIXED, MOVING, 64, id="no longer fixed"),
+        pytest.param(MOVING, BF16, 1, id="from fp16 to bf16"),
+        pytest.param(MOVING, {}, 1, id="from fp16 to float32"),
+        pytest.param(BF16, MOVING, 64, id="from bf16 to fp16"),
+    ],
+)
+def test_a_loss_scale_goes_on_where_it_moves_and_else_is_that_of_the_config(
+    tmp_path: Any, saved: Any, loaded: Any, expected: float
+) -> None:
+    ((before, new, after),) = run(jobs.scales, saved, loaded, str(tmp_path / "state"), world=1)
+
+    assert after[0] == expected
+    assert after[1] == pytest.approx(before[1], rel=0.02)
+    assert after[1] == pytest.approx(new[1], rel=0.02)
+
+
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_parameter_without_state_begins_with_no_moments_and_is_named(tmp_path: Any, name: str) -> None:
     run(jobs.mixes, None, str(tmp_path / "state"), save=True, world=1)

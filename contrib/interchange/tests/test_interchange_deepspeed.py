@@ -116,6 +116,23 @@ def test_training_goes_on_with_the_same_losses(saved, name, tmp_path):
     assert found == expected
 
 
+@pytest.mark.parametrize(("moves", "expected"), [(False, 64.0), (True, 1.0)])
+def test_a_loss_scale_is_imported_where_it_moved(saved, fresh, tmp_path, moves, expected):
+    folder = tmp_path / "theirs"
+    shutil.copytree(saved("2")[0], folder)
+    for file in folder.glob("global_step3/*optim_states.pt"):
+        content = torch.load(file, weights_only=False)
+        content["optimizer_state_dict"]["loss_scaler"].dynamic = moves
+        torch.save(content, file)
+    contents = CheckpointContents.read(fresh)
+    entries = {"loss_scale": {"cur_scale": 64.0}, "counters": {"global_steps": 0}}
+    contents.ranks[0]["plugins"] = {"unit0": {"replicated": {"deepspeed": entries}}}
+
+    list(deepspeed.read(folder, contents, "unit0"))
+
+    assert entries == {"loss_scale": {"cur_scale": expected}, "counters": {"global_steps": jobs.STEPS}}
+
+
 def test_the_command_imports(saved, fresh, tmp_path):
     folder, told, _ = saved("1, bf16")
     words = ["import", "--format", "deepspeed", folder, tmp_path / "new", "--like", fresh]

@@ -202,14 +202,14 @@ class EngineState:
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
-        """Return the engine's counters, and its loss scale if it has one."""
+        """Return the engine's counters, and its loss scale if that moves."""
         homes = _homes(unit)
         found = {name: _values(home, keys) for name, (home, keys) in homes.items()}
         return {name: Entry(value=values) for name, values in found.items() if values}
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
-        """Load counters, and the loss scale if the engine has one (fp16)."""
+        """Load counters, and the loss scale if it moves here (fp16)."""
         for name, (home, keys) in _homes(unit).items():
             values: Any = entries[name].value if name in entries else {}
             for key in _values(home, keys).keys() & values.keys():
@@ -356,12 +356,12 @@ def _refresh(unit: Unit) -> None:
 def _homes(unit: Unit) -> dict[str, tuple[Any, Sequence[str]]]:
     """Objects whose values are saved.
 
-    The loss scale is in an object of one class in ZeRO, of another below it.
+    A loss scale only where it moves: fixed ones, and the 1 of other precisions, are the config's.
     """
     (engine,) = unit.wrapped
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    scale = getattr(engine.optimizer, "loss_scale_config", None) if scaler is None else scaler
-    return {"counters": (engine, _COUNTERS), "loss_scale": (scale, _SCALE)}
+    moving = scaler if getattr(scaler, "dynamic", False) else None
+    return {"counters": (engine, _COUNTERS), "loss_scale": (moving, _SCALE)}
 
 
 def _values(home: Any, keys: Sequence[str]) -> dict[str, Any]:

@@ -298,8 +298,13 @@ def _with_frozen(groups: Sequence[Group], here: Sequence[Mapping[str, Any]]) -> 
 
 
 def _own_entries(contents: CheckpointContents, unit: str, main: Mapping[str, Any], scale: Any) -> None:
-    """State of a run under DeepSpeed: counters and loss scale."""
+    """State of a run under DeepSpeed: counters, and a loss scale that moves.
+
+    A fixed one, and the 1 of other precisions, are the config's.
+    """
     fields = vars(scale) if isinstance(scale, Fields) else scale or {}
+    if not (fields.get("dynamic") or fields.get("dynamic_loss_scale")):
+        fields = {}
     for own in contents.ranks:
         for entries in own["plugins"].get(unit, {}).get("replicated", {}).values():
             for name, source, keys in (("counters", main, _COUNTERS), ("loss_scale", fields, _SCALE)):
