@@ -16,6 +16,7 @@ import torch
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from accel_core import AccelError
+from accel_deepspeed.weights import is_held
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -50,7 +51,7 @@ def of(engine: Any, max_norm: float, fixed: bool) -> Gradients:
 def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
     """Make a backward from several outputs of the engine count once.
 
-    With all frozen it is none.
+    `torch.autograd.grad` is none, nor is a backward with all of `trained` frozen.
 
     DeepSpeed takes each output for a backward of its own, and waits for the end of the others.
     """
@@ -58,11 +59,45 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
     engine._support_torch_style_backward = True  # in stage 0 too: there is nothing that it would have to do
 
     def once() -> None:
-        inside = getattr(engine.optimizer, "_backward_active_depth", 0)
-        if not inside and any(weight.requires_grad for weight in trained):
+        if getattr(engine.optimizer, "_backward_active_depth", 0):
+            return
+        if any(_is_reached(weight) for weight in trained if weight.requires_grad):
             enter()
+        elif torch.is_grad_enabled():  # create_graph: another backward goes through this one
+            _refuse_partitioned(engine.module)
 
     engine._backward_prologue = once
+
+
+def _is_reached(parameter: nn.Parameter) -> bool:
+    """Return True if the backward that runs now adds to the parameter's gradient.
+
+    torch raises an error if `torch.autograd.grad` asks for it. `torch.func` reaches none.
+    """
+    from deepspeed.runtime.utils import count_used_parameters_in_backward
+    from deepspeed.utils.torch import is_functorch_transforming
+
+    if is_functorch_transforming():
+        return False
+    try:
+        used: int = count_used_parameters_in_backward([parameter])
+    except RuntimeError:
+        return False
+    return used > 0
+
+
+def _refuse_partitioned(model: nn.Module) -> None:
+    """Refuse a graph of gradients, in stage 3.
+
+    Its weights are let go of, and a second backward would find them empty. Raises AccelError.
+    """
+    if any(hasattr(p, "ds_tensor") and not is_held(p) for p in model.parameters()):
+        raise AccelError(
+            "DeepSpeed: torch.autograd.grad(create_graph=True) in ZeRO's stage 3: layers let go of weights"
+            " that a second backward needs\n"
+            "call forward, grad and backward inside accelerator.full_parameters(model), or set zero_stage to"
+            " 0, 1 or 2"
+        )
 
 
 def refuse_others_unused(engine: Any, control: Collectives) -> None:
@@ -380,6 +415,7 @@ class WholeWeights(Gradients):
 
         def note(parameter: nn.Parameter, *group: int) -> None:
             self._taken = True
+            self.engine._backward_prologue()  # which no output began, if the loss is made of gradients alone
             take(parameter, *group)
 
         # What is offloaded is there from the start, and what a rank holds may be padding alone.

@@ -148,6 +148,7 @@ class DeepSpeed(SharedSequences, EngineState):
             if (edits := edits_of(unit)) is not None:
                 self.edits[unit] = edits
                 note_own_loads(engine, edits)
+        gradients.enter_once(engine, [*unit.models[0].parameters()] if unit.optimizers else [])
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
@@ -184,7 +185,6 @@ class DeepSpeed(SharedSequences, EngineState):
             ) from error
         experts.rename(unit)
         self.remember_groups(unit, groups)
-        gradients.enter_once(engine, [*unit.models[0].parameters()] if unit.optimizers else [])
         return engine
 
     def _require_float16(self, deepspeed: Any, *, trains: bool) -> None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from accel_core import Leaf, Unit
     from accel_deepspeed.edits import Edits
 
-__all__ = ["gathered", "keep_available", "whole_weights"]
+__all__ = ["gathered", "is_held", "keep_available", "whole_weights"]
 
 _USER: Final = "full_parameters"
 
@@ -51,6 +51,11 @@ def gathered(unit: Unit, names: set[str], *, writeback: bool, edits: Edits | Non
         keep_available(engine.optimizer)
     if edits is not None and (partitioned or writeback):
         edits.note()
+
+
+def is_held(parameter: Any) -> bool:
+    """Return True if a partitioned parameter is whole inside `gathered`."""
+    return _USER in parameter.ds_active_sub_modules
 
 
 def keep_available(optimizer: Any) -> None:
