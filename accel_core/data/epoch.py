@@ -5,6 +5,7 @@ An epoch begins at its beginning or in the middle.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from attrs import evolve
 
 from accel_core.data.ahead import keep, with_last_kept
 from accel_core.data.dispatch import rounds_of_iterable, rounds_of_samples
+from accel_core.data.fingerprint import content
 from accel_core.data.process_streams import ProcessStreams, decode, encode, preserve_rng
 from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.stateful import is_stateful, state_of
@@ -21,6 +23,8 @@ from accel_core.data.stateful import is_stateful, state_of
 if TYPE_CHECKING:
     from accel_core.data.options import LoaderPlan
     from accel_core.data.position import Position, Progress, Streams
+
+_logger = logging.getLogger(__name__)
 
 
 class EpochSource:
@@ -73,7 +77,8 @@ class EpochSource:
         if plan.kind == "replay" and not inner.num_workers:
             items = self._read_here(progress, left_out)
         else:
-            items = islice(self._begin(progress, seeded, anew=anew), left_out, None)
+            begun = self._begin(progress, seeded, anew=anew)
+            items = islice(self._compared(begun, progress), left_out, None)
         if plan.is_sharded_iterable:
             inner.dataset.skip = 0
         stated = ((item, self.state()) for item in items)
@@ -154,7 +159,7 @@ class EpochSource:
         now = streams.states()
         if now != begun:  # another loader has begun in between
             progress.streams = (*progress.streams, now)
-        yield from islice(items, left_out, None)
+        yield from islice(self._compared(items, progress), left_out, None)
 
     def _read_again(
         self, items: Iterator[Any], progress: Progress, left_out: int, streams: ProcessStreams, begun: Streams
@@ -163,6 +168,7 @@ class EpochSource:
         before = streams.states()
         streams.restore(progress.streams[1] if len(progress.streams) > 1 else begun)
         try:
+            items = self._compared(items, progress)
             read = [*islice(items, 1)]
             first = streams.states()
             # The item after the last one handed out had been read, too, when the position was saved.
@@ -171,6 +177,26 @@ class EpochSource:
         finally:
             streams.restore(before)
         yield from chain(held, items)
+
+    def _compared(self, items: Iterator[Any], progress: Progress) -> Iterator[Any]:
+        """Yield the items of a dataset that is read from its start.
+
+        Warns where the first is another one than in the epoch that was saved.
+        """
+        for item in islice(items, 1) if self._plan.kind == "replay" else ():
+            batches = item[0] if self._plan.is_sharded_iterable else item
+            first = self._plan.sharding.reader, content(batches)
+            if progress.first[:1] == first[:1] and progress.first != first:
+                _logger.warning(
+                    "the dataset %s, read again, does not begin with the batch that epoch %d began with"
+                    " before the checkpoint: its order is another one, and samples are lost or repeated;"
+                    " seed it by the number that set_epoch gives, or give it state_dict and load_state_dict",
+                    type(self._dataset).__name__,
+                    progress.epoch,
+                )
+            progress.first = first
+            yield item
+        yield from items
 
     def _begin(self, progress: Progress, seeded: bool, *, anew: bool) -> Iterator[Any]:
         """Begin an epoch of the inner loader, anew or as it was begun before the save.

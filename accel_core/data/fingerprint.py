@@ -1,14 +1,22 @@
-"""Tell datasets that ranks read shares of from others of the same kind."""
+"""Tell datasets of one kind apart that ranks read shares of, and batches."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Final
 from zlib import crc32
 
 import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import Dataset, SubsetRandomSampler
+
+from accel_core.distributed.nested import walk
+from accel_core.distributed.tensor_bytes import bytes_of
+
+COMPARED: Final = 1 << 16
+"""Elements of a tensor, and characters of a text, that are compared."""
 
 
 def fingerprint(dataset: Any) -> str:
@@ -37,6 +45,26 @@ def choice(dataset: Any, sampler: Any) -> str:
     except Exception:  # the dataset's own code
         return ""
     return "" if checksum is None else f" among indices {checksum:08x}"
+
+
+def content(batch: Any) -> str:
+    """Return a checksum of a batch's numbers, or of its text where it has none.
+
+    "" where it has neither, or only numbers that are not in host memory.
+    """
+    numbers: list[bytes] = []
+    text: list[bytes] = []
+    for _, leaf in walk(batch):
+        if isinstance(leaf, str | bytes):
+            text.append(repr(leaf[:COMPARED]).encode())
+        elif type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested:
+            numbers.append(bytes(bytes_of(leaf.detach().reshape(-1)[:COMPARED])))
+        elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
+            numbers.append(leaf.reshape(-1)[:COMPARED].tobytes())
+        elif isinstance(leaf, int | float):
+            numbers.append(repr(leaf).encode())
+    checksum = _checksum(numbers or text)
+    return "" if checksum is None else f"{checksum:08x}"
 
 
 def _checksum(parts: Iterable[bytes]) -> int | None:

@@ -203,6 +203,7 @@ class PreparedLoader(DataLoader[Any]):
                     opened=position.opened and position.dealt[-1] == self.num_workers,
                     workers=position.workers if same or position.kind == "replay" else None,
                     streams=position.streams,
+                    first=tuple(position.first) if same else (),
                     state=position.state,
                 )
             )
@@ -378,6 +379,7 @@ class PreparedLoader(DataLoader[Any]):
             draws=progress.draws,
             workers=progress.workers,
             streams=progress.streams,
+            first=progress.first,
             generators={
                 role: encode(generator.get_state()) for role, generator in self._plan.generators.items()
             },

@@ -38,6 +38,7 @@ class Position:
     workers: state of the generator that the seeds of this epoch's workers were drawn from.
     streams: states of the process's streams as this epoch began, where data of the user's own may draw its
         order from them in the process; a second mapping where they were others at its first read.
+    first: a reader, and a checksum of the first batch that it read of an iterable dataset in this epoch.
     generators: states of the generators the loader was given, by role, as they are now.
     length: samples (or batches) of an epoch, where known.
     dealt: (batches a round, batch size, workers).
@@ -57,6 +58,7 @@ class Position:
     draws: int = -1
     workers: str | None = None
     streams: Sequence[Streams] = ()
+    first: Sequence[Any] = ()
     generators: Mapping[str, str] = field(factory=dict)
     length: int | None = None
     dealt: tuple[int, ...] = ()
@@ -75,7 +77,9 @@ class Position:
     def to_json(self) -> dict[str, Any]:
         """Return a dict of values that JSON can hold; `state` is as its loader gave it."""
         fields = asdict(self, recurse=False)
-        return {**fields, "generators": dict(self.generators), "dealt": list(self.dealt)}
+        first = fields.pop("first")
+        kept = {"first": list(first)} if first else {}
+        return {**fields, "generators": dict(self.generators), "dealt": list(self.dealt), **kept}
 
     @classmethod
     def from_json(cls, saved: Mapping[str, Any], current: Position) -> Position:
@@ -128,7 +132,7 @@ class Progress:
     start: what was consumed before it began. resumed: it goes on with an epoch that was begun before.
     opened: it was begun, and a loader's numbers drawn, if perhaps not the order's.
     draws: as in `Position`; until it begins, those of the iteration before.
-    workers, streams, state: as in `Position`.
+    workers, streams, first, state: as in `Position`.
     count: batches handed to the user. total: how many there are, -1 until known.
     padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND; NO_PADDING is left
         out.
@@ -146,6 +150,7 @@ class Progress:
     opened: bool = False
     workers: str | None = None
     streams: Sequence[Streams] = ()
+    first: Sequence[Any] = ()
     state: Any = None
     count: int = 0
     total: int = -1

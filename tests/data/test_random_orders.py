@@ -261,3 +261,93 @@ def test_another_number_of_workers_is_warned_of(old, new, caplog):
     with caplog.at_level(logging.WARNING):
         make(new).load_state_dict(loader.state_dict())
     assert "no random state that this epoch was begun with" in caplog.text
+
+
+class Unseeded(Drawn):
+    """Draws its order from a generator that no checkpoint holds."""
+
+    def __iter__(self):
+        order = list(range(LENGTH))
+        random.Random(self.order(LENGTH)).shuffle(order)
+        yield from order
+
+
+def texts(batch):
+    return [str(each) for each in batch]
+
+
+BEGINS_OTHERWISE = "read again, does not begin with the batch that epoch 0 began with before the checkpoint"
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+@pytest.mark.parametrize("readers", [1, 2])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("collate", [plain, texts, None])
+def test_an_order_of_a_generator_that_is_not_saved_is_warned_of(
+    collate, workers, readers, dispatches, caplog
+):
+    seeds = itertools.count()
+
+    def make(_=None):
+        number = next(seeds)
+        return DataLoader(Unseeded(lambda _: number), 2, collate_fn=collate, num_workers=workers)
+
+    before = prepared(make, readers, dispatch_batches=dispatches)
+    iterators = [iter(loader) for loader in before]
+    for each in iterators:
+        next(each)
+    states = [saved(loader)[0] for loader in before]
+    caplog.set_level(logging.WARNING)
+    for loader, state in zip(prepared(make, readers, dispatch_batches=dispatches), states, strict=True):
+        loader.load_state_dict(state)
+        next(iter(loader))
+    assert caplog.text.count(f"Unseeded, {BEGINS_OTHERWISE}") == (1 if dispatches else readers)
+
+
+class Augmented(IterableDataset):
+    """Numbers, with noise drawn for each."""
+
+    def __iter__(self):
+        for number in range(LENGTH):
+            yield number + random.random() + torch.rand(()).item()
+
+
+@pytest.mark.parametrize("dispatches", [False, True])
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize(("old", "new"), [(1, 1), (2, 2), (2, 1), (1, 2)])
+def test_data_that_begin_as_before_are_not_warned_of(old, new, workers, dispatches, caplog):
+    def make(_=None):
+        return DataLoader(Augmented(), 2, num_workers=workers)
+
+    if workers and old != new:
+        pytest.skip("refused: several workers share out their own streams")
+    seed(3)
+    before = prepared(make, old, dispatch_batches=dispatches)
+    iterators = [iter(loader) for loader in before]
+    for each in iterators:
+        next(each)
+    state, streams = saved(before[0])
+    seed(99)
+    after = prepared(make, new, dispatch_batches=dispatches)
+    set_rng_state(streams)
+    caplog.set_level(logging.WARNING)
+    for loader in after:  # each of another world begins with what rank 0 has saved
+        loader.load_state_dict(state)
+        next(iter(loader), None)
+    assert BEGINS_OTHERWISE not in caplog.text
+
+
+def test_numbers_tell_a_batch_and_text_only_where_there_are_none(caplog):
+    def make(folder, first):
+        rows = [{"path": f"{folder}/{number}", "number": number} for number in range(first, LENGTH)]
+        (loader,) = prepared(lambda _: DataLoader(Drawn(lambda _: rows), 2))
+        return loader
+
+    loader = make("here", 0)
+    next(iter(loader))
+    caplog.set_level(logging.WARNING)
+    for folder, first, warns in (("there", 0, False), ("here", 1, True)):
+        again = make(folder, first)
+        again.load_state_dict(saved(loader)[0])
+        next(iter(again))
+        assert (BEGINS_OTHERWISE in caplog.text) is warns

@@ -116,7 +116,7 @@ def test_states_are_kept_only_of_what_is_read_before_its_time(monkeypatch, reade
 @pytest.mark.parametrize("given", [False, True])
 @pytest.mark.parametrize("dispatch", [False, True])
 @pytest.mark.parametrize("kind", DATA)
-def test_an_epoch_goes_on_where_it_was(kind, dispatch, given, workers):
+def test_an_epoch_goes_on_where_it_was(kind, dispatch, given, workers, caplog):
     readers = 2 if dispatch or not given else 1
     make, options = loaders(kind, workers=workers, given=given, dispatch_batches=dispatch)
     old = prepared(make, readers, **options)
@@ -134,6 +134,7 @@ def test_an_epoch_goes_on_where_it_was(kind, dispatch, given, workers):
     assert (real(found), real(rounds(new)[0]) if kind != "walk" else None) == expected
     assert found[-1][2] == [True] * readers
     assert states[0]["kind"] == ("replay" if kind == "plain iterable" else "stateful")
+    assert "does not begin with the batch" not in caplog.text
 
 
 class Shuffled(Stream):
