@@ -189,7 +189,7 @@ class EpochSource:
             if progress.first[:1] == first[:1] and progress.first != first:
                 _logger.warning(
                     "the dataset %s, read again, does not begin with the batch that epoch %d began with"
-                    " before the checkpoint: its order is another one, and samples are lost or repeated;"
+                    " before the checkpoint; if its order is another one, samples are lost or repeated:"
                     " seed it by the number that set_epoch gives, or give it state_dict and load_state_dict",
                     type(self._dataset).__name__,
                     progress.epoch,

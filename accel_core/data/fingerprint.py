@@ -57,7 +57,7 @@ def content(batch: Any) -> str:
     for _, leaf in walk(batch):
         if isinstance(leaf, str | bytes):
             text.append(repr(leaf[:COMPARED]).encode())
-        elif type(leaf) is Tensor and leaf.is_cpu and leaf.layout is torch.strided and not leaf.is_nested:
+        elif type(leaf) is Tensor and leaf.is_cpu and _is_dense(leaf):
             numbers.append(bytes(bytes_of(leaf.detach().reshape(-1)[:COMPARED])))
         elif isinstance(leaf, np.ndarray | np.generic) and not leaf.dtype.hasobject:
             numbers.append(leaf.reshape(-1)[:COMPARED].tobytes())
@@ -65,6 +65,10 @@ def content(batch: Any) -> str:
             numbers.append(repr(leaf).encode())
     checksum = _checksum(numbers or text)
     return "" if checksum is None else f"{checksum:08x}"
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized)
 
 
 def _checksum(parts: Iterable[bytes]) -> int | None:

@@ -351,3 +351,25 @@ def test_numbers_tell_a_batch_and_text_only_where_there_are_none(caplog):
         again.load_state_dict(saved(loader)[0])
         next(iter(again))
         assert (BEGINS_OTHERWISE in caplog.text) is warns
+
+
+@pytest.mark.filterwarnings("ignore:.*(quantize|invariant)")
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("kind", ["quantized", "sparse", "nested"])
+def test_a_batch_may_hold_tensors_of_any_kind(kind, workers, caplog):
+    made = {
+        "quantized": lambda: torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8),
+        "sparse": lambda: torch.ones(2).to_sparse(),
+        "nested": lambda: torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
+    }[kind]
+
+    def make(_=None):
+        return DataLoader(Drawn(lambda _: [made()] * 4), 2, collate_fn=plain, num_workers=workers)
+
+    (loader,) = prepared(make)
+    next(iter(loader))
+    caplog.set_level(logging.WARNING)
+    (again,) = prepared(make)
+    again.load_state_dict(saved(loader)[0])
+    assert len(next(iter(again))) == 2
+    assert BEGINS_OTHERWISE not in caplog.text
