@@ -10,6 +10,7 @@ import torch
 from deepspeed_problem import network, sgd, weights, whole_weights
 from torch import Tensor
 from torch.nn.functional import softplus
+from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
@@ -151,6 +152,41 @@ def test_a_step_is_the_same_if_gradients_of_something_else_are_asked_for_before_
 ) -> None:
     ((expected, found),) = run_processes(looks_at_gradients, stage, device, world=1, timeout=200)
     assert found == expected
+
+
+class Checkpointed(torch.nn.Module):
+    """A model of two parts, of which forward leaves no weight in the graph that backward begins with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = torch.nn.ModuleList(network() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = x + checkpoint(part, x, use_reentrant=True).mean()
+        return x
+
+
+def checkpointed(stage: int | None) -> list[float]:
+    """Return weights after steps; without an engine for None."""
+    model: Any = Checkpointed()
+    optimizer: Any = sgd(model.parameters())
+    ours = None if stage is None else Accelerator(cpu=True, plugins=[DeepSpeedPlugin(zero_stage=stage)])
+    if ours is not None:
+        model, optimizer = ours.prepare(model, optimizer)
+    for step in range(3):
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step)).requires_grad_()
+        loss = model(x).square().mean()
+        loss.backward() if ours is None else ours.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(model) if ours is None else whole_weights(ours, model)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_backward_whose_weights_are_all_in_reentrant_checkpoints_is_one(stage: int) -> None:
+    for found in run_processes(checkpointed, stage, world=2, timeout=200):
+        assert found == pytest.approx(checkpointed(None), abs=1e-6)
 
 
 def scaled(stage: int) -> list[float]:

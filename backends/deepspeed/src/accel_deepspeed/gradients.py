@@ -54,6 +54,7 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
     `torch.autograd.grad` is none, nor is a backward with all of `trained` frozen.
 
     DeepSpeed takes each output for a backward of its own, and waits for the end of the others.
+    Any other is one, even if it seems to reach no weight: reentrant checkpoints go backward inside it.
     """
     enter = engine._backward_prologue
     engine._support_torch_style_backward = True  # in stage 0 too: there is nothing that it would have to do
@@ -61,7 +62,8 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
     def once() -> None:
         if getattr(engine.optimizer, "_backward_active_depth", 0):
             return
-        if any(_is_reached(weight) for weight in trained if weight.requires_grad):
+        is_whole = torch.autograd._is_checkpoint_valid()  # else it is of some inputs alone
+        if any(is_whole or _is_reached(weight) for weight in trained if weight.requires_grad):
             enter()
         elif torch.is_grad_enabled():  # create_graph: another backward goes through this one
             _refuse_partitioned(engine.module)
