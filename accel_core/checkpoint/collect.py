@@ -21,6 +21,7 @@ from accel_core.checkpoint.plan import Declared, Key, declare
 from accel_core.contract.state import Entry, Leaf, whole
 from accel_core.distributed.streams import states
 from accel_core.errors import CheckpointError
+from accel_core.plugins.combining import typed_answers
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -225,8 +226,8 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
                 names,
             )
         return {}
-    states = {one.plugin: dict(one.call() or {}) for one in saving}
-    return {plugin: encode(state, f"run.{plugin}") for plugin, state in states.items() if state}
+    states = typed_answers("save_run_state", saving, (), Mapping, "a mapping")
+    return {plugin: encode(dict(state), f"run.{plugin}") for plugin, state in states}
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
@@ -316,15 +317,15 @@ def _optimizer(
 def _plugins(collected: Collected, unit: Unit, *, alone: bool) -> dict[str, dict[str, dict[str, Any]]]:
     """Scope -> plugin -> the plugin's plain entries; tensor entries become leaves."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
-    for saving in unit.hooks.implementations("save_state"):
-        entries = saving.call(unit) or {}
+    saving = unit.hooks.implementations("save_state")
+    for plugin, entries in typed_answers("save_state", saving, (unit,), Mapping, "a mapping"):
         for name, entry in entries.items():
-            key = "plugins/" + entry_key(unit.run, saving.plugin, name, entry, alone=alone)
+            key = "plugins/" + entry_key(unit.run, plugin, name, entry, alone=alone)
             if isinstance(entry.value, Leaf):
                 collected.add((unit.name, key), entry.value)
             else:
                 value = collected.encode(
                     entry.value, f"{unit.name}.{key}", replicated=entry.scope != "per_rank"
                 )
-                plain.setdefault(entry.scope, {}).setdefault(saving.plugin, {})[name] = value
+                plain.setdefault(entry.scope, {}).setdefault(plugin, {})[name] = value
     return plain

@@ -64,7 +64,8 @@ class PreparedObjects:
 
         Given any form of the model, `torch.compile` of one, or a view that was noted.
         """
-        return self._place(model) or self._place(inside(model)) or self._place(_behind(model, _VIEWED))
+        form = inside(model)
+        return self._place(model) or self._place(form) or self._place(_behind(form, _VIEWED))
 
     def _place(self, model: object) -> tuple[Unit, int] | None:
         for unit in self.units:

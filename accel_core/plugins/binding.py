@@ -182,6 +182,10 @@ class Binder:
         if not callable(method):
             raise refusal(hook, f"it is {method!r}, which cannot be called; make it a method")
         wanted, answer = self._hooks[hook].parameters, self._hooks[hook].answer
+        if inspect.iscoroutinefunction(method) or inspect.isasyncgenfunction(method):
+            raise refusal(
+                hook, "an `async def` does nothing when it is called, as nobody awaits it; write `def`"
+            )
         if inspect.isgeneratorfunction(method) and answer not in ("Iterable", "Iterator", "Sequence"):
             remedy = "write it without, or put @contextmanager below the mark"
             raise refusal(hook, f"a function with `yield` does nothing when it is called; {remedy}")

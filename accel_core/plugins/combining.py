@@ -63,6 +63,8 @@ def of_owner(hook: str, owner: Implementation, answer: str) -> Callable[..., Any
 
 def _is_a(given: object, kind: type | str) -> bool:
     """Tell if it is of this class, which is named where core must not import it."""
+    if kind is object:
+        return given is not None
     if isinstance(kind, str):
         return any(each.__name__ == kind for each in type(given).__mro__)
     return isinstance(given, kind)
@@ -70,8 +72,12 @@ def _is_a(given: object, kind: type | str) -> bool:
 
 OWNED: Final[Mapping[str, tuple[type | str, str]]] = {
     "AbstractContextManager": (AbstractContextManager, "a context manager"),
+    "Collectives": (object, "Collectives"),
+    "Iterable": (object, "the loader, wrapped or not"),
     "Iterator": (Iterable, "an iterator"),
     "Mapping": (Mapping, "a mapping"),
+    "Optimizer": (object, "an optimizer"),
+    "OptimizerState": ("OptimizerState", "an OptimizerState"),
     "Sequence": (Iterable, "a sequence"),
     "Topology": ("Topology", "a Topology"),
     "bool": (bool, "True or False"),
@@ -79,14 +85,17 @@ OWNED: Final[Mapping[str, tuple[type | str, str]]] = {
     "nn.Module": ("Module", "a module"),
     "torch.device": ("device", "a torch.device"),
 }
-"""Outer word of an owner's return type -> class, or its name, and words for it."""
+"""Outer word of an owner's return type -> class, or its name, and words for it.
+
+`object`: anything but None.
+"""
 
 
 def _merge(hook: str, methods: Sequence[Implementation]) -> Callable[..., Mapping[str, Any]]:
     def call(*arguments: Any) -> dict[str, Any]:
         merged: dict[str, Any] = {}
         source: dict[str, str] = {}
-        for plugin, answer in _typed_answers(hook, methods, arguments, Mapping, "a mapping"):
+        for plugin, answer in typed_answers(hook, methods, arguments, Mapping, "a mapping"):
             for key, value in answer.items():
                 if key in merged and not _same(merged[key], value):
                     raise _disagreement(hook, f"{key} = ", source[key], merged[key], plugin, value)
@@ -98,13 +107,13 @@ def _merge(hook: str, methods: Sequence[Implementation]) -> Callable[..., Mappin
 
 def _concatenate(hook: str, methods: Sequence[Implementation]) -> Callable[..., list[Any]]:
     def call(*arguments: Any) -> list[Any]:
-        answers = _typed_answers(hook, methods, arguments, Iterable, "a sequence")
+        answers = typed_answers(hook, methods, arguments, Iterable, "a sequence")
         return [item for _, answer in answers for item in answer]
 
     return call
 
 
-def _typed_answers(
+def typed_answers(
     hook: str, methods: Sequence[Implementation], arguments: Sequence[Any], kind: type, words: str
 ) -> Iterator[tuple[str, Any]]:
     """(plugin, answer) of each plugin that answers; PluginError for a wrong type."""

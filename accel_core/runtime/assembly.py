@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.contract.arguments import did_you_mean
@@ -13,6 +13,7 @@ from accel_core.contract.stack import Chosen
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.binding import LAYERS, Binder, Hooks, PluginHooks
+from accel_core.plugins.combining import typed_answers
 from accel_core.plugins.discovery import discover, environment_of, implementation, verify
 
 if TYPE_CHECKING:
@@ -88,21 +89,22 @@ class Assembly:
     def check_duties(self, hooks: Hooks) -> None:
         """Refuse two owners of one duty: only hooks override each other, by layer."""
         owner: dict[str, str] = {}
-        for claim in hooks.implementations("owns"):
-            for duty in claim.call(self._run.config) or ():
+        claims = hooks.implementations("owns")
+        for plugin, duties in typed_answers("owns", claims, (self._run.config,), Iterable, "a set of words"):
+            for duty in duties:
                 if duty not in DUTIES:
                     raise PluginError(
-                        f"{claim.plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"
+                        f"{plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"
                         f"`owns` may name {', '.join(DUTIES)}",
-                        plugin=claim.plugin,
+                        plugin=plugin,
                     )
                 if duty in owner:
-                    rivals = " and ".join(self._reason(name) for name in (owner[duty], claim.plugin))
+                    rivals = " and ".join(self._reason(name) for name in (owner[duty], plugin))
                     raise ConfigError(
                         f"two plugins of this stack want to do {duty}: {rivals}\n"
                         f"leave one of them out, or configure it so that it does not own {duty}"
                     )
-                owner[duty] = claim.plugin
+                owner[duty] = plugin
 
     def _instance(self, chosen: Chosen, alias: str) -> PluginHooks:
         card, record = chosen.card, chosen.record

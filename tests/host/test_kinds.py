@@ -62,6 +62,22 @@ class Owns:
     def rows(self, unit):
         return self.answer
 
+    @implements(hooks.network)
+    def network(self, unit):
+        return self.answer
+
+    @implements(hooks.loader)
+    def loader(self, unit):
+        return self.answer
+
+    @implements(hooks.stepper)
+    def stepper(self, unit):
+        return self.answer
+
+    @implements(hooks.moments)
+    def moments(self, unit):
+        return self.answer
+
 
 @pytest.mark.parametrize(
     ("hook", "answer", "wanted"),
@@ -72,6 +88,11 @@ class Owns:
         ("words", None, "a set of words"),
         ("rows", None, "a sequence"),
         ("rows", "no", "a sequence"),
+        ("network", None, "Collectives"),
+        ("loader", None, "the loader, wrapped or not"),
+        ("stepper", None, "an optimizer"),
+        ("moments", None, "an OptimizerState"),
+        ("moments", {}, "an OptimizerState"),
     ],
 )
 def test_an_owner_that_answers_another_kind_of_thing_is_named(hook, answer, wanted):
@@ -83,7 +104,19 @@ def test_an_owner_that_answers_another_kind_of_thing_is_named(hook, answer, want
     assert (caught.value.plugin, caught.value.hook) == ("device", hook)
 
 
-@pytest.mark.parametrize(("hook", "answer"), [("is_done", False), ("words", {"bf16"}), ("rows", ())])
+LIKE_A_LOADER = object()
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer"),
+    [
+        ("is_done", False),
+        ("words", {"bf16"}),
+        ("rows", ()),
+        *((hook, LIKE_A_LOADER) for hook in ("network", "loader", "stepper")),
+        ("moments", hooks.OptimizerState()),
+    ],
+)
 def test_an_owner_that_answers_in_kind_is_believed(hook, answer):
     assert getattr(stack(base=Owns(None), device=Owns(answer)), hook)("u") == answer
 

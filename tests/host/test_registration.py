@@ -119,6 +119,22 @@ def test_a_hook_whose_body_would_not_run_is_refused():
     )
 
 
+def test_a_hook_that_nobody_would_await_is_refused():
+    class Awaited:
+        @implements(hooks.backward)
+        async def backward(self, unit, loss): ...
+
+    class Generator:
+        @implements(hooks.rows)
+        async def rows(self, unit):
+            yield unit
+
+    for cls in (Awaited, Generator):
+        assert (
+            refusal(cls) == "an `async def` does nothing when it is called, as nobody awaits it; write `def`"
+        )
+
+
 def test_a_sequence_may_be_yielded():
     class Yields:
         @implements(hooks.rows)

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
 from accel_core.contract.spec import spec
+
+
+class Collectives: ...
+
+
+class Optimizer: ...
+
+
+class OptimizerState: ...
 
 
 @spec("owner")
@@ -27,6 +36,22 @@ def words(unit: str) -> frozenset[str]: ...
 
 @spec("owner")
 def rows(unit: str) -> Sequence[str]: ...
+
+
+@spec("owner")
+def network(unit: str) -> Collectives: ...
+
+
+@spec("owner")
+def loader(unit: str) -> Iterable[str]: ...
+
+
+@spec("owner")
+def stepper(unit: str) -> Optimizer: ...
+
+
+@spec("owner")
+def moments(unit: str) -> OptimizerState: ...
 
 
 @spec("everyone")

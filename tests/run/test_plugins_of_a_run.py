@@ -109,6 +109,14 @@ def test_a_duty_that_does_not_exist_is_refused(run_with):
         accelerator.prepare(torch.nn.Linear(1, 1))
 
 
+@pytest.mark.parametrize("answer", ["'clipping'", "True"])
+def test_duties_are_told_as_a_set(run_with, answer):
+    accelerator = run_with(one=extension("one").replace("return ()", f"return {answer}"))
+    kind = type(eval(answer)).__name__
+    with pytest.raises(PluginError, match=f"hook owns: one gave a {kind}, not a set of words\nreturn a set"):
+        accelerator.prepare(torch.nn.Linear(1, 1))
+
+
 def test_a_plugin_that_owns_nothing_may_say_none(run_with):
     source = extension("one").replace("return ()", "return None")
     accelerator = run_with(one=source)

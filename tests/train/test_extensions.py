@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 from training_problems import FEATURES, net
 
-from accel_core import Accelerator, AccelError, ConfigError
+from accel_core import Accelerator, AccelError, ConfigError, PluginError
 
 TOY = """
 import torch
@@ -275,6 +275,21 @@ def test_a_plugin_without_state_of_the_run_may_say_none(accelerator_with, tmp_pa
     accelerator.prepare(net())
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
+
+
+@pytest.mark.parametrize("hook", ["save_state(self, unit)", "save_run_state(self)"])
+def test_a_plugin_whose_state_is_no_mapping_is_named(accelerator_with, tmp_path, hook):
+    name = hook.partition("(")[0]
+    accelerator = accelerator_with(f"""
+    @implements(hooks.{name})
+    def {hook}:
+        return [1]
+""")
+    accelerator.prepare(net())
+    with pytest.raises(
+        PluginError, match=f"hook {name}: watcher gave a list, not a mapping\nreturn a mapping"
+    ):
+        accelerator.save_state(tmp_path / "saved")
 
 
 # -- capabilities ----------------------------------------------------------------------------------

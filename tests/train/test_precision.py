@@ -452,6 +452,15 @@ def test_a_view_without_autocast_is_taken_for_its_model(spied):
     assert accelerator.prepare(plain) is model
 
 
+def test_a_compiled_view_is_taken_for_its_model(spied):
+    accelerator, model = spied
+    compiled = torch.compile(accelerator.unwrap_model(model, keep_fp32_wrapper=False), backend="eager")
+    with accelerator.accumulate(compiled):
+        assert accelerator.sync_gradients
+    with accelerator.no_sync(compiled):
+        pass
+
+
 def test_without_precision_the_model_unwraps_to_itself(accelerator):
     model = accelerator.prepare(net())
     assert accelerator.unwrap_model(model, keep_fp32_wrapper=False) is model
