@@ -1,8 +1,9 @@
 """Install packages of this checkout as wheels, each built once, with libraries beside them.
 
-`python .ci/wheels.py FOLDER [--no-deps] [--unpinned] accel-core accel-ddp transformers` installs into
+`python .ci/wheels.py FOLDER [--no-deps] [--unpinned|--lowest] accel-core accel-ddp transformers` installs into
 the environment that runs it. The wheels are kept in FOLDER, which all tox environments share, and built anew
-when they are older than their sources. `all` is every package of the checkout.
+when they are older than their sources. `all` is every package of the checkout. --lowest: of each library the
+oldest release that a package accepts.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ PROJECTS = {"accel-core": ROOT} | {
 
 
 def main(folder: Path, words: list[str]) -> None:
-    pinned = "--unpinned" not in words
+    lowest = "--lowest" in words
+    pinned = not lowest and "--unpinned" not in words
     if pinned and (compiled := os.environ.get("PYTHONPYCACHEPREFIX")):
         share_bytecode(Path(compiled))
     arguments = ["--constraints", str(ROOT / "constraints.txt")] if pinned else []
-    wanted = [word for word in words if word not in ("all", "--unpinned")]
+    arguments += ["--resolution", "lowest-direct"] if lowest else []
+    wanted = [word for word in words if word not in ("all", "--unpinned", "--lowest")]
     if "all" in words:
         wanted += ["accel-core[stateful]", *PROJECTS]
     for word in dict.fromkeys(wanted):
@@ -37,8 +40,9 @@ def main(folder: Path, words: list[str]) -> None:
         if name not in PROJECTS:
             arguments.append(word)
             continue
-        wheel = built(PROJECTS[name], folder / name)
-        arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {wheel.resolve().as_uri()}"]
+        # uv asks a folder, and no wheel, what it needs directly.
+        source = PROJECTS[name] if lowest else built(PROJECTS[name], folder / name)
+        arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {source.resolve().as_uri()}"]
     uv("pip", "install", "--python", sys.executable, *arguments)
 
 

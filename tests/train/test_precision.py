@@ -681,7 +681,7 @@ def test_a_prepare_that_fails_to_join_units_leaves_their_autocast(accelerator_of
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit.:DeprecationWarning", "ignore:.torch.jit.:FutureWarning")
 def test_a_torchscript_model_trains(accelerator_of, make, precision):
     accelerator = accelerator_of(mixed_precision=precision)
     model = make(net())

@@ -151,7 +151,7 @@ def test_without_safetensors_it_is_what_torch_save_writes_and_holds_no_code(acce
 def test_each_model_of_a_unit_has_its_own_names(accelerator, tmp_path):
     one, two = nn.Linear(2, 3), nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     two[0].weight = one.weight
-    optimizer = torch.optim.SGD({*one.parameters(), *two.parameters()}, lr=0.1)
+    optimizer = torch.optim.SGD(list({*one.parameters(), *two.parameters()}), lr=0.1)
     first, second, _ = accelerator.prepare(one, two, optimizer)
 
     for number, model in enumerate((first, second)):

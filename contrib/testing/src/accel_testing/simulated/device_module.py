@@ -69,8 +69,13 @@ class _Event:
 class _Stream:
     """A queue of work, each piece of which is done when it is put there."""
 
+    stream_id = 0
+    device_type = 20
+    """`DeviceType::PrivateUse1` of torch's c10/core/DeviceType.h."""
+
     def __init__(self, device: Any = None, priority: int = 0) -> None:
         """Accept torch's arguments."""
+        self.device_index = 0 if device is None else module().index_of(device)
 
     def record_event(self, event: _Event | None = None) -> _Event:
         return event or _Event()
