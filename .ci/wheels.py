@@ -1,9 +1,9 @@
 """Install packages of this checkout as wheels, each built once, with libraries beside them.
 
-`python .ci/wheels.py FOLDER [--no-deps] [--unpinned|--lowest] accel-core accel-ddp transformers` installs into
-the environment that runs it. The wheels are kept in FOLDER, which all tox environments share, and built anew
-when they are older than their sources. `all` is every package of the checkout. --lowest: of each library the
-oldest release that a package accepts.
+`python .ci/wheels.py FOLDER [--no-deps] [--unpinned | --lowest] accel-core accel-ddp transformers` installs
+into the environment that runs it. The wheels are kept in FOLDER, which all tox environments share, and built
+anew when they are older than their sources. `all` is every package of the checkout. --lowest: of each library
+the oldest release that a package accepts.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def main(folder: Path, words: list[str]) -> None:
     if pinned and (compiled := os.environ.get("PYTHONPYCACHEPREFIX")):
         share_bytecode(Path(compiled))
     arguments = ["--constraints", str(ROOT / "constraints.txt")] if pinned else []
-    arguments += ["--resolution", "lowest-direct"] if lowest else []
+    arguments += ["--resolution", "lowest-direct", "--no-sources"] if lowest else []
     wanted = [word for word in words if word not in ("all", "--unpinned", "--lowest")]
     if "all" in words:
         wanted += ["accel-core[stateful]", *PROJECTS]
     for word in dict.fromkeys(wanted):
-        name, extras = re.fullmatch(r"([^\[]*)(\[.*\])?", word).groups()
+        name, extras = re.match(r"([^\[]*)(\[.*\])?", word).groups()
         if name not in PROJECTS:
             arguments.append(word)
             continue
