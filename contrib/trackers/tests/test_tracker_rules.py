@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
@@ -265,3 +267,14 @@ def test_warnings_go_to_a_logger_of_the_package(notes, caplog):
         started(notes()).log({"weights": torch.zeros(3)}, 0, {})
 
     assert warnings(caplog) == []
+
+
+def test_numbers_of_other_kinds_are_floats_and_complex_ones_are_left_out(notes, caplog):
+    """Comet left a Decimal out without a word."""
+    tracker = started(notes())
+    tracker.log({"price": Decimal("1.5"), "part": Fraction(1, 4), "phase": 1 + 2j, "most": 10**400}, 0, {})
+
+    logged = [told[1] for told in tracker.library.told[1:-1]]
+    assert logged == [{"price": 1.5}, {"part": 0.25}, {"most": 10**400}]
+    assert type(logged[0]["price"]) is type(logged[1]["part"]) is float
+    assert warnings(caplog) == ["notes: 'phase' is a complex, which is neither a number nor text: left out"]

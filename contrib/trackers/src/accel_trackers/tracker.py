@@ -7,13 +7,12 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from numbers import Number
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accel_core import AccelError, ConfigError, get_logger, hooks, implements
 from accel_trackers.options import TrackerConfig
-from accel_trackers.values import described, flat, plain
+from accel_trackers.values import described, flat, leads_out, plain, real
 
 if TYPE_CHECKING:
     from accel_core import Run
@@ -81,9 +80,10 @@ class LibraryTracker:
 
         `options` are arguments of the library's own function.
         """
-        taken: dict[str, Number | str] = {}
-        for name, value in flat(values):
-            if isinstance(value, (Number, str)):
+        taken: dict[str, float | str] = {}
+        for name, given in flat(values):
+            value = real(given)
+            if isinstance(value, (int, float, str)):
                 taken[name] = value
             elif value is not None:
                 self._warn(
@@ -148,7 +148,7 @@ class LibraryTracker:
             AccelError: there is nothing at that path, or the name leads out of the run.
         """
         place = Path(path)
-        if name is not None and (Path(name).is_absolute() or ".." in Path(name).parts):
+        if name and leads_out(name):
             raise AccelError(f"log_artifact: the name {name!r} leads out of the run's files\ngive it another")
         if not place.exists():
             raise AccelError(f"log_artifact: there is nothing at {place}\ngive it a file or a folder")

@@ -7,6 +7,8 @@ import io
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,17 @@ from torch import Tensor
 
 from accel_core import AccelError
 
-__all__ = ["as_csv", "as_identifier", "as_images", "described", "flat", "is_finite", "plain"]
+__all__ = [
+    "as_csv",
+    "as_identifier",
+    "as_images",
+    "described",
+    "flat",
+    "is_finite",
+    "leads_out",
+    "plain",
+    "real",
+]
 
 
 def flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -55,9 +67,23 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
+def real(value: Any) -> Any:
+    """A float for a number of a kind that libraries do not take, such as a Decimal."""
+    if isinstance(value, Number) and not isinstance(value, (int, float)):
+        with suppress(TypeError, ValueError, OverflowError):  # a complex number, or one beyond a float
+            return float(value)  # type: ignore[arg-type]
+    return value
+
+
 def is_finite(value: Any) -> bool:
     """False for nan and the infinities."""
     return not isinstance(value, float) or math.isfinite(value)
+
+
+def leads_out(name: str) -> bool:
+    """True if a file of that name would not lie in the folder to which the name is joined."""
+    parts = Path(name).parts
+    return not parts or Path(name).is_absolute() or ".." in parts
 
 
 def as_images(images: Any) -> list[Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from accel_trackers.libraries.library import Library
-from accel_trackers.values import as_csv, as_images
+from accel_trackers.values import as_csv, as_images, leads_out
 
 if TYPE_CHECKING:
     from accel_trackers.options import TrackerConfig
@@ -50,7 +50,7 @@ class DVCLive(Library):
         if step is not None:
             self.handle.step = step
         for name, value in values.items():
-            self.handle.log_metric(name, value, **options)
+            self.handle.log_metric(_inside(name), value, **options)
 
     def end_log(self) -> None:
         step = self.handle.step
@@ -65,7 +65,7 @@ class DVCLive(Library):
         for name, images in values.items():
             several = as_images(images)
             for number, image in enumerate(several):
-                shown = name if len(several) == 1 else f"{name}-{number}"
+                shown = _inside(name) if len(several) == 1 else f"{_inside(name)}-{number}"
                 self.handle.log_image(f"{shown}.png", image, **options)
 
     def log_table(
@@ -78,7 +78,7 @@ class DVCLive(Library):
         **options: Any,
     ) -> None:
         text = as_csv(columns or (), data or ()) if dataframe is None else dataframe.to_csv(index=False)
-        place = table_name if step is None else f"{table_name}/{step}"
+        place = _inside(table_name) if step is None else f"{_inside(table_name)}/{step}"
         path = Path(self.handle.dir, "tables", f"{place}.csv")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -94,3 +94,10 @@ class DVCLive(Library):
 
     def close(self) -> None:
         self.handle.end()
+
+
+def _inside(name: str) -> str:
+    """The name, of which DVCLive makes the path of a file."""
+    if leads_out(name):
+        raise ValueError("the file of that name would lie outside the run's folder")
+    return name

@@ -58,12 +58,38 @@ class MLflow(Library):
     def configure(self, values: Mapping[str, Any]) -> None:
         """Note settings; a resumed run keeps those that it has.
 
-        Texts too long for MLflow are cut.
+        Texts too long for MLflow are cut. The settings that it refuses cost no others.
+
+        Raises:
+            ValueError: with the settings that are not noted, after the others are.
         """
         longest = self.library.utils.validation.MAX_PARAM_VAL_LENGTH
         known = self.library.get_run(self.handle.info.run_id).data.params
         settings = {name: str(value)[:longest] for name, value in flat(values)}
-        self.log_parameters({name: value for name, value in settings.items() if name not in known})
+        left = [
+            f"{name} stays {known[name]}, and is {value} now"
+            for name, value in settings.items()
+            if known.get(name, value) != value
+        ]
+        new = {name: value for name, value in settings.items() if name not in known}
+        try:
+            self.log_parameters(new)
+        except self.library.MlflowException as error:
+            if error.error_code != "INVALID_PARAMETER_VALUE":  # of one of them
+                raise
+            left += self._log_each(new)
+        if left:
+            raise ValueError("; ".join(left))
+
+    def _log_each(self, values: Mapping[str, Any]) -> list[str]:
+        """Log parameters one by one; return why some of them could not be."""
+        refused = []
+        for name, value in values.items():
+            try:
+                self.library.log_params({name: value})
+            except self.library.MlflowException as error:
+                refused.append(f"{name!r}: {error}")
+        return refused
 
     def log_parameters(self, values: Mapping[str, Any]) -> None:
         """Log parameters, in batches of MLflow's size."""

@@ -56,7 +56,7 @@ class SwanLab(Library):
         self.handle = self.library.init(project=project, **arguments)
 
     def configure(self, values: Mapping[str, Any]) -> None:
-        self.library.config.update(values, allow_val_change=True)
+        self.library.config.update(values)  # a keyword would be a setting
 
     def parts(self, values: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         return [values]  # each call without a step is a step of its own
