@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, GradScalerKwargs
+from accel_core import Accelerator, AccelError, GradScalerKwargs
 from accel_deepspeed import DeepSpeedPlugin
 from accel_testing import run_processes
 
@@ -103,6 +103,57 @@ def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen() -> None:
         assert set(losses[: first + 1]) == {losses[0]}
         assert norms[first - 1] == float("inf") != norms[first]
         assert not any(skipped[first:])
+
+
+def steps_of_a_gan(stage: int) -> tuple[float, str]:
+    """How far float16's weights are from float32's, and what is said where the critic is not frozen."""
+    import deepspeed
+
+    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
+    ours = Accelerator(
+        device="cpu",
+        mixed_precision="fp16",
+        plugins=[DeepSpeedPlugin(zero_stage=stage)],
+        kwargs_handlers=[GradScalerKwargs(init_scale=256.0)],
+    )
+    plain = [network(0), network(1)]
+    by_hand = [torch.optim.SGD(each.parameters(), lr=0.1) for each in plain]
+    maker, critic = network(0), network(1)
+    maker, first = ours.prepare(maker, torch.optim.SGD(maker.parameters(), lr=0.1))
+    critic, second = ours.prepare(critic, torch.optim.SGD(critic.parameters(), lr=0.1))
+    x = torch.linspace(-2, 2, 32).reshape(4, 8)
+    for _ in range(3):
+        ours.backward(critic(maker(x.half()).detach().half()).float().square().mean(), model=critic)
+        plain[1](plain[0](x).detach()).square().mean().backward()
+        second.step(), by_hand[1].step()
+        second.zero_grad(), by_hand[1].zero_grad()
+        critic.requires_grad_(requires_grad=False)
+        ours.backward((critic(maker(x.half())).float() - 1).square().mean(), model=maker)
+        critic.requires_grad_(requires_grad=True)
+        (plain[1](plain[0](x)) - 1).square().mean().backward()
+        first.step(), by_hand[0].step()
+        first.zero_grad(), [each.zero_grad() for each in by_hand]
+    strayed = 0.0
+    for model, judge in zip((maker, critic), plain, strict=True):
+        weights = dict(ours.iter_weights(model, torch.float32))
+        strayed = max(
+            strayed, *((weights[n] - w.detach()).abs().max().item() for n, w in judge.named_parameters())
+        )
+    with pytest.raises(AccelError) as caught:
+        ours.backward(critic(maker(x.half())).float().square().mean(), model=maker)
+    ours.end_training()
+    return strayed, str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_float16_trains_a_gan_whose_critic_is_frozen_and_says_so_where_it_is_not(stage: int) -> None:
+    """DeepSpeed's error named calls of its own engine, which fail as well."""
+    for strayed, said in run_processes(steps_of_a_gan, stage, world=2, timeout=200):
+        assert strayed < 0.005
+        assert said.startswith("DeepSpeed: under fp16 a backward of another loss reaches weights")
+        assert said.endswith(
+            "freeze each other model that the loss passes through: other.requires_grad_(False)"
+        )
 
 
 def strayed_while_the_scale_grows(stage: int) -> float:

@@ -64,6 +64,7 @@ def enter_once(engine: Any, trained: Sequence[nn.Parameter]) -> None:
             return
         is_whole = torch.autograd._is_checkpoint_valid()  # else it is of some inputs alone
         if any(is_whole or _is_reached(weight) for weight in trained if weight.requires_grad):
+            _refuse_unscaled(engine)
             enter()
         elif torch.is_grad_enabled():  # create_graph: another backward goes through this one
             _refuse_partitioned(engine.module)
@@ -86,6 +87,21 @@ def _is_reached(parameter: nn.Parameter) -> bool:
     except RuntimeError:
         return False
     return used > 0
+
+
+def _refuse_unscaled(engine: Any) -> None:
+    """Refuse a backward of another engine, or of none, under fp16.
+
+    Its loss scale is not this engine's. Raises AccelError.
+    """
+    needs_scaler = getattr(engine.optimizer, "needs_scaler", bool)
+    if needs_scaler() and not (engine._running_engine_backward or engine._manual_backward_expected):
+        raise AccelError(
+            f"DeepSpeed: under fp16 a backward of another loss reaches weights of the"
+            f" {type(engine.module).__name__}, and its gradients have another loss scale\n"
+            "name the trained model, accelerator.backward(loss, model=...), and freeze each other model that"
+            " the loss passes through: other.requires_grad_(False)"
+        )
 
 
 def _refuse_partitioned(model: nn.Module) -> None:
