@@ -81,7 +81,7 @@ def is_finite(value: Any) -> bool:
 
 
 def leads_out(name: str) -> bool:
-    """True if a file of that name would not lie in the folder to which the name is joined."""
+    """True if a file of that name, joined to a folder, would lie outside it."""
     parts = Path(name).parts
     return not parts or Path(name).is_absolute() or ".." in parts
 
