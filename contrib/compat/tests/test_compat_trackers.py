@@ -44,7 +44,7 @@ def test_a_name_of_log_with_starts_that_librarys_run(name, library, monkeypatch)
 
     run = made.init.return_value
     assert made.init.call_args == call(project="project", tags=["mine"])
-    changes = {} if name == "trackio" else {"allow_val_change": True}  # Trackio's is a dict
+    changes = {"allow_val_change": True} if name == "wandb" else {}  # to others it is a setting
     assert made.config.update.call_args == call({"lr": 1}, **changes)
     assert run.log.call_args == call({"loss": 2.0}, step=3)
     assert isinstance(accelerator.get_tracker(name), tracking.LOGGER_TYPE_TO_CLASS[name])
