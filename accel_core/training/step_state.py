@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field
 
@@ -18,10 +18,13 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Window
 
-Versions = list[tuple[int, int] | None]
-"""(id, number of changes in place) of each gradient; None for a missing one."""
+Version = tuple[int, int] | None
+"""(id, number of changes in place) of a gradient; None for a missing one."""
+Versions = list[Version]
 Reduced = tuple[dict["Optimizer | None", "Versions | None"], dict["Optimizer", Versions]]
 """(`StepState.reduced`, versions of the gradients)."""
+_MIXED: Final = 0
+"""In `StepState.counted_in`: gradients of which some are divided by items, and some are not."""
 
 
 @define(eq=False)
@@ -34,7 +37,8 @@ class StepState:
     sharing: optimizers of losses that other units share, whose gradients, if any, are not applied or dropped.
     reduced: optimizers with reduced gradients, not yet applied or dropped -> their versions, where a loop
         trains several by the loss's own backward, else None. The key None stands for a unit without any.
-    undivided: (window's number, versions) of gradients that are still to be divided by the window's items.
+    undivided: (window's number, parameter -> version) of gradients that are still to be divided by the
+        window's items.
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
@@ -48,7 +52,7 @@ class StepState:
     with_gradients: set[Optimizer] = field(factory=set)
     sharing: set[Optimizer] = field(factory=set)
     reduced: dict[Optimizer | None, Versions | None] = field(factory=dict)
-    undivided: tuple[int, Versions] | None = None
+    undivided: tuple[int, dict[Tensor, Version]] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
     has_scaled: bool = False
@@ -116,11 +120,8 @@ class StepState:
         if all(_versions_of(optimizer) == noted for optimizer, noted in versions.items()):
             self.reduced = reduced
         elif window.items is not None:
-            raise AccelError(
-                "accumulate(items=...): this backward added to gradients that clipping, unscaling or a step"
-                " had divided by the window's items\n"
-                "call backward for each loss of a model before you clip, unscale or step"
-            )
+            self.counted_in |= dict.fromkeys(versions, _MIXED)
+            raise _mixed()
 
     def drop(self, optimizer: Optimizer) -> None:
         """Forget the gradients of an optimizer: they are applied, or cleared."""
@@ -128,6 +129,10 @@ class StepState:
         self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
+        if self.undivided is not None:
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    self.undivided[1].pop(parameter, None)
 
     def clear(self) -> None:
         """Forget all gradients: there are none any more."""
@@ -212,10 +217,12 @@ class StepState:
 
     def note_undivided(self, window: Window, parameters: Iterable[nn.Parameter]) -> None:
         """Note the gradients that a backward at the boundary left, still to be divided."""
-        self.undivided = window.number, _versions(parameters)
+        self.undivided = window.number, {parameter: _version(parameter.grad) for parameter in parameters}
 
     def refuse_carried(self, window: Window) -> None:
         """Refuse to divide an earlier window's gradients by the items of this one."""
+        if _MIXED in self.counted_in.values():
+            raise _mixed()
         if any(number != window.number for number in self.counted_in.values()):
             raise AccelError(
                 "accumulate(items=...): gradients of an earlier window were neither applied nor cleared, and"
@@ -226,18 +233,30 @@ class StepState:
 
     def refuse_edited(self, window: Window, parameters: Mapping[str, nn.Parameter]) -> None:
         """Refuse a gradient that was changed before it was divided by items."""
-        noted, self.undivided = self.undivided, None
-        if noted is None or noted[0] != window.number:
-            return
-        now = zip(parameters, _versions(parameters.values()), noted[1], strict=True)
-        edited = [name for name, version, before in now if version != before]
-        if edited:
+        number, noted = self.undivided or (0, {})
+        if number == window.number and (edited := [n for n, p in parameters.items() if _is_edited(p, noted)]):
             raise AccelError(
                 f"accumulate(items=...): the gradient of {edited[0]} was changed after backward, where"
                 " gradients are still sums, yet to be divided by the items of the window\n"
                 "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
                 " the accelerator, to clip"
             )
+        self.undivided = None
+
+
+def _mixed() -> AccelError:
+    return AccelError(
+        "accumulate(items=...): this backward added to gradients that clipping, unscaling or a step"
+        " had divided by the window's items\n"
+        "call backward for each loss of a model before you clip, unscale or step;"
+        " optimizer.zero_grad() drops what is mixed now"
+    )
+
+
+def _is_edited(parameter: nn.Parameter, noted: Mapping[Tensor, Version]) -> bool:
+    """Return whether a gradient is another than was noted; one that was dropped is none."""
+    now = _version(parameter.grad)
+    return now is not None and parameter in noted and noted[parameter] != now
 
 
 def _has_gradients(optimizer: Optimizer) -> bool:
@@ -249,7 +268,14 @@ def _versions_of(optimizer: Optimizer) -> Versions:
 
 
 def _versions(parameters: Iterable[nn.Parameter]) -> Versions:
-    gradients = [parameter.grad for parameter in parameters]
-    # What strategies add to a DTensor, they add to this rank's part of it.
-    gradients = [getattr(gradient, "_local_tensor", gradient) for gradient in gradients]
-    return [None if gradient is None else (id(gradient), gradient._version) for gradient in gradients]
+    return [_version(parameter.grad) for parameter in parameters]
+
+
+def _version(gradient: Tensor | None) -> Version:
+    if gradient is None:
+        return None
+    # A change of a DTensor leaves the count of this rank's part alone; strategies add to the part.
+    part = getattr(gradient, "_local_tensor", None)
+    return (
+        (id(gradient), gradient._version) if part is None else (id(part), gradient._version + part._version)
+    )

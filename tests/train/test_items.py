@@ -193,6 +193,8 @@ def test_a_backward_onto_gradients_that_are_divided_already_is_refused(accelerat
         accelerator.clip_grad_norm_(model.parameters(), 1e9)
         with pytest.raises(AccelError, match="before you clip, unscale or step"):
             accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+        with pytest.raises(AccelError, match="before you clip, unscale or step"):
+            optimizer.step()  # by what is mixed now
     optimizer.zero_grad()
     for _ in range(2):
         with accelerator.accumulate(model, items=len(x)):
@@ -294,8 +296,9 @@ def test_gradients_are_divided_before_they_are_changed_or_that_is_refused(
                     finish()
 
     if not divided:
-        with pytest.raises(AccelError, match=r"changed after backward.*\n.*unscale_gradients\(\)"):
-            train()
+        for go_on in (train, optimizer.step):  # what is refused once is not taken later
+            with pytest.raises(AccelError, match=r"changed after backward.*\n.*unscale_gradients\(\)"):
+                go_on()
         return
     train()
     reference = net()
@@ -303,6 +306,19 @@ def test_gradients_are_divided_before_they_are_changed_or_that_is_refused(
     edit(reference)
     SGD(reference.parameters(), lr=0.1).step()
     assert_near(model.parameters(), reference.parameters())
+
+
+@pytest.mark.parametrize("set_to_none", [False, True])
+def test_gradients_that_are_cleared_before_the_step_are_no_edit(accelerator, set_to_none):
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    before = [p.detach().clone() for p in model.parameters()]
+    for x, y in batches(2):  # each is one to leave out
+        with accelerator.accumulate(model, items=len(x)):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+            optimizer.zero_grad(set_to_none)
+            optimizer.step()
+    assert_near(model.parameters(), before)
 
 
 def divided_where_gradients_are() -> list[float]:

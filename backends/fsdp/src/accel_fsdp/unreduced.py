@@ -96,7 +96,6 @@ class Unreduced:
         named = unit.named_parameters().items()
         alone = {p for handle in self._handles for p in handle.flat_param._params}
         names = [name for name, p in named if p in alone and p.grad is not None]
-        self._handles.clear()
         if names:
             raise AccelError(
                 f"unit {unit.name!r}: the last backward through {names[0]} ran inside no_sync, so its"
@@ -105,6 +104,7 @@ class Unreduced:
                 "run the last backward before a step outside no_sync; in accumulate, let the last micro-batch"
                 " go through all of the model"
             )
+        self._handles.clear()
 
 
 def _show(handle: Any, show: Callable[[], None]) -> None:

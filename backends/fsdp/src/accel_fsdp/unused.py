@@ -98,7 +98,6 @@ class Unused:
         Torch keeps such gradients apart. Raises AccelError.
         """
         if self.unreduced:
-            self.unreduced = False
             raise AccelError(
                 f"unit {self.unit.name!r}: the last backward ran inside no_sync, so no gradient is reduced"
                 " and optimizer.step() would train nothing\n"
