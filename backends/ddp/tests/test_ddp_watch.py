@@ -32,6 +32,11 @@ def told(train: Callable[..., Any], accumulation: int = 1, static: bool = False)
             train(run, model, optimizer, number, lambda out, y=y: F.mse_loss(out, y), x)
             optimizer.zero_grad()
     except AccelError as error:
+        if "of this rank alone" not in str(error) and str(error).startswith("ddp: "):  # of a step
+            with pytest.raises(AccelError):  # once more, as long as the gradients are there
+                optimizer.step()
+            optimizer.zero_grad()
+            optimizer.step()
         return str(error)
     finally:
         torch.distributed.barrier()

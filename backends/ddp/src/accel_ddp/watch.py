@@ -34,13 +34,15 @@ _REASONS: Final = {
     " prepare returned has its gradients reduced",
     "used": "is the second of one forward (retain_graph), or of two forwards in a row, or was called on a"
     " part of the model: only the first backward after a forward is reduced",
-    "quiet": "ran outside no_sync, but its forward ran inside: no gradients were reduced"
+    "quiet": "is not reduced, as its forward ran inside no_sync"
     " (accelerator.sync_gradients = True stands before the forward)",
     _CONVERTED: "came after its weights were converted to another dtype or device: only the gradients of"
     " those that prepare saw are reduced",
     _BY_HAND: "never ran: gradients were assigned, as from torch.autograd.grad, and are this rank's alone",
 }
 _REMEDIES: Final = {
+    "quiet": "run the last forward and backward before a step outside no_sync; a step by gradients that you"
+    " reduce yourself stands inside it",
     _CONVERTED: "convert the model before prepare, or call accelerator.free_memory() and prepare it again",
     _BY_HAND: "call accelerator.backward; or reduce them yourself, and run the forward inside"
     " accelerator.no_sync(model)",
@@ -155,26 +157,24 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         return [buffers[name].detach().view(-1).view(torch.uint8) for name in self._odd if name in buffers]
 
     def refuse(self, last: str | None) -> None:
-        """Raise AccelError: the gradients are this rank's alone.
+        """Raise AccelError if there are gradients that are this rank's alone.
 
         `last`: of the last backward.
         """
         kind = type(self.module).__name__
-        if last not in (None, _READY):
+        if last not in (None, _READY) and any(p.grad is not None for p in self.module.parameters()):
             raise AccelError(
                 f"ddp: the last backward of this {kind} {_REASONS[str(last)]}; each rank would"
                 " train a model of its own\n"
-                + _REMEDIES.get(
-                    str(last), "call the prepared model, then backward once; put both into no_sync, or none"
-                )
+                + _REMEDIES.get(str(last), "call the prepared model, then backward once")
             )
-        names = [name for name, p in self.module.named_parameters() if p in self.late]
-        self.late.clear()
-        raise AccelError(
-            f"ddp: {len(names)} parameter(s) of this {kind} were frozen when it was prepared and train"
-            f" now ({names[0]}): their gradients are not reduced\n"
-            "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
-        )
+        late = [n for n, p in self.module.named_parameters() if p in self.late and p.grad is not None]
+        if late:
+            raise AccelError(
+                f"ddp: {len(late)} parameter(s) of this {kind} were frozen when it was prepared and train"
+                f" now ({late[0]}): their gradients are not reduced\n"
+                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
+            )
 
     def is_by_hand(self) -> bool:
         """Return whether gradients came since the last forward, without a backward."""
@@ -276,14 +276,13 @@ def follow(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
             last = state["last"]
             if is_static:
                 state["awaited"] = ["none"] * len(state["awaited"])
-            if last is not None:
-                state["last"] = None
-            elif model.is_by_hand():
+            if last is None and model.is_by_hand():
                 last = _BY_HAND
             if late or (last is not None and last != _READY):
                 if not unit.is_in_no_sync:
                     model.refuse(last)
                 late.clear()
+            state["last"] = None  # after a refusal it stays, as do the gradients
             try:
                 check_finished()
             except RuntimeError as error:
