@@ -193,11 +193,17 @@ def without_dimension() -> None:
         accelerator().prepare(Scaled())
     with pytest.raises(AccelError, match=r"weight has no elements.*\n.*zero_stage to 0"):
         accelerator().prepare(Hollow())
-    with pytest.raises(AccelError, match="weight is float64, and DeepSpeed steps in float32"):
+    with pytest.raises(AccelError) as refusal:
         accelerator().prepare(nn.Linear(2, 2).double())
+    assert str(refusal.value) == (  # one line for all of them
+        "weight is float64, and DeepSpeed steps in float32 (1 more like it)\n"
+        "make it float32, or use strategy ddp"
+    )
+    with pytest.raises(AccelError, match="weight is on the meta device and has no values"):
+        accelerator().prepare(nn.Linear(2, 2, device="meta"))
 
 
-def test_a_parameter_without_dimensions_or_elements_or_of_float64_is_refused() -> None:
+def test_a_parameter_without_dimensions_elements_or_values_or_of_float64_is_refused() -> None:
     run_processes(without_dimension, world=1)
 
 

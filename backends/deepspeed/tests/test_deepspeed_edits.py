@@ -237,6 +237,8 @@ def changed(stage: int, change: str) -> str | None:
             given.bfloat16()
             inputs = inputs.bfloat16()
         try:
+            if number == 1 and change == "added":
+                optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
             if number == 1 and change == "given back":
                 optimizer.load_state_dict(optimizer.state_dict())
             run.backward(model(inputs).square().mean())
@@ -256,6 +258,7 @@ def changed(stage: int, change: str) -> str | None:
         (1, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
         (2, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
         (3, "moved", "DeepSpeed: the parameters of the optimizer's groups were changed"),
+        *((stage, "added", "DeepSpeed: add_param_group: its engine steps") for stage in (1, 2, 3)),
         (1, "removed", "DeepSpeed: the parameters of the optimizer's groups were changed"),
         (2, "removed", "DeepSpeed: the parameters of the optimizer's groups were changed"),
         (3, "removed", "DeepSpeed: the parameters of the optimizer's groups were changed"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Edits", "edits_of", "keep_written", "note_own_loads", "refuse_own_state"]
+__all__ = ["Edits", "edits_of", "keep_written", "note_own_loads", "refuse_groups", "refuse_own_state"]
 
 _WORDS: Final = 1024
 """Words of 8 bytes in a row of which a fingerprint has the sum."""
@@ -177,6 +177,19 @@ def refuse_own_state(optimizer: Any) -> None:
         return load(*states, **options)
 
     optimizer.load_state_dict = load_list
+
+
+def refuse_groups(optimizer: Any) -> None:
+    """Refuse groups that are added to an optimizer of DeepSpeed's, which takes none."""
+
+    def add_param_group(group: Mapping[str, Any]) -> NoReturn:
+        raise AccelError(
+            "DeepSpeed: add_param_group: its engine steps the groups that the optimizer had in prepare\n"
+            "group parameters before prepare, or call accelerator.free_memory() and prepare again"
+        )
+
+    if not hasattr(optimizer, "add_param_group"):
+        optimizer.add_param_group = add_param_group
 
 
 @torch.no_grad()

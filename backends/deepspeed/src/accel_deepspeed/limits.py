@@ -90,21 +90,45 @@ def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[st
                 f"{name or type(module).__name__}: ZeRO takes no sparse gradients (sparse=True)\n"
                 "make the module without sparse=True, set zero_stage to 0, or use strategy ddp"
             )
+    alike: dict[tuple[str, str], list[str]] = {}
+    for name, *reason in _refused_tensors(model, stage, is_half=is_half):
+        alike.setdefault((reason[0], reason[1]), []).append(name)
+    for (reason_of_each, remedy), names in alike.items():
+        more = f" ({len(names) - 1} more like it)" if names[1:] else ""
+        yield f"{names[0]} {reason_of_each}{more}\n{remedy}"
+
+
+def _refused_tensors(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[tuple[str, str, str]]:
+    """Names of tensors that the engine cannot take, each with the reason and its remedy."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            yield (
+                name,
+                "is on the meta device and has no values",
+                "fill it by model.to_empty(device=...) and its weights; or build it in model_init_context()",
+            )
     for name, parameter in model.named_parameters():
         if parameter.ndim == 0:
             yield (
-                f"{name} has no dimension, which DeepSpeed cannot broadcast\n"
-                "give it the shape (1,): nn.Parameter(torch.ones(1))"
+                name,
+                "has no dimension, which DeepSpeed cannot broadcast",
+                "give it the shape (1,): nn.Parameter(torch.ones(1))",
             )
         if 0 in shape_of(parameter) and stage > 0:
             yield (
-                f"{name} has no elements, and ZeRO forgets such parameters\n"
-                "leave it out of the model, set zero_stage to 0, or use strategy ddp"
+                name,
+                "has no elements, and ZeRO forgets such parameters",
+                "leave it out of the model, set zero_stage to 0, or use strategy ddp",
             )
         if parameter.dtype is torch.float64 and parameter.requires_grad and not is_half:
-            yield f"{name} is float64, and DeepSpeed steps in float32\nmake it float32, or use strategy ddp"
+            yield (
+                name,
+                "is float64, and DeepSpeed steps in float32",
+                "make it float32, or use strategy ddp",
+            )
         if parameter.is_complex() and parameter.requires_grad:
             yield (
-                f"{name} is {parameter.dtype}, and DeepSpeed's optimizers step complex numbers wrongly\n"
-                "make it two real ones, or use strategy ddp"
+                name,
+                f"is {parameter.dtype}, and DeepSpeed's optimizers step complex numbers wrongly",
+                "make it two real ones, or use strategy ddp",
             )

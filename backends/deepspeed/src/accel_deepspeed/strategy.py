@@ -16,7 +16,7 @@ from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, stepping_as_given
 from accel_deepspeed.config import DeepSpeedPlugin
-from accel_deepspeed.edits import edits_of, note_own_loads, refuse_own_state
+from accel_deepspeed.edits import edits_of, note_own_loads, refuse_groups, refuse_own_state
 from accel_deepspeed.engine_init import sharded_init
 from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
@@ -143,6 +143,7 @@ class DeepSpeed(SharedSequences, EngineState):
                 gradients.refuse_others_unused(engine, self.run.collectives("control"))
             if self.config.stage == 3:
                 unit.detach.append(run_without_graph(unit.models[0]))
+            refuse_groups(engine.optimizer)
             if self.config.stage:
                 refuse_own_state(engine.optimizer)
             if (edits := edits_of(unit)) is not None:
