@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,8 @@ from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
 from accel_core.contract.arguments import whole_number
-from accel_core.contract.options import remember_given
+from accel_core.contract.config import DataLoaderConfiguration
+from accel_core.contract.options import options_of, remember_given
 from accel_core.errors import ConfigError
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
     from accel_core.contract.config import (
-        DataLoaderConfiguration,
         GradientAccumulationPlugin,
         ProfileKwargs,
         ProjectConfiguration,
@@ -140,6 +141,17 @@ class Accelerator(Ranks, Training, States):
         self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _GIVEN_WHEN_MADE and not hasattr(type(self), name):
+            given = f"{name}=..."
+            if name not in _ARGUMENTS:
+                given = f"dataloader_config=DataLoaderConfiguration({given})"
+            raise ConfigError(
+                f"accelerator.{name} = ... changes nothing: settings are read when the Accelerator is made\n"
+                f"give it there: Accelerator({given})"
+            )
+        super().__setattr__(name, value)
 
     # -- settings --------------------------------------------------------------------------------
 
@@ -438,6 +450,11 @@ class Accelerator(Ranks, Training, States):
     def __repr__(self) -> str:
         world = self.run.world
         return f"Accelerator({self.run.stack}, rank {world.rank} of {world.size} on {self.device})"
+
+
+_ARGUMENTS: Final = frozenset(inspect.signature(Accelerator).parameters)
+_GIVEN_WHEN_MADE: Final = _ARGUMENTS.union(options_of(DataLoaderConfiguration))
+"""Names that mean nothing as attributes, but for the properties of Accelerator."""
 
 
 def _require_mapping(name: str, given: Any, example: str, is_right: Callable[[Any], bool]) -> None:

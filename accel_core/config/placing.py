@@ -105,6 +105,8 @@ class Placement:
                 yield value
         elif path:  # a key without a letter
             self._refuse(value, "names no option; `accel config show` lists them")
+        elif isinstance(value.value, type):
+            self._refuse(value, f"is a class; give an object of it: {value.value.__name__}()")
         else:
             classes = ", ".join(sorted(cls.__name__ for _, cls in self.sections.all()))
             self._refuse(value, f"configures nothing that is installed; what can be given: {classes}")

@@ -137,9 +137,11 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
     """Arguments of `Accelerator(...)` by dotted path, and config objects."""
     for name, value in python.items():
         path = tuple(name.split("."))
-        yield SourceValue(path, value, "python", f"Accelerator({path[-1]}=...)")
+        argument = "strategies" if path[0] == "strategies" else path[-1]
+        yield SourceValue(path, value, "python", f"Accelerator({argument}=...)")
     for config in objects:
-        yield SourceValue((), config, "python", f"{type(config).__name__}(...)")
+        origin = config.__name__ if isinstance(config, type) else f"{type(config).__name__}(...)"
+        yield SourceValue((), config, "python", origin)
 
 
 def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:

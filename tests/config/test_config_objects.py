@@ -116,6 +116,16 @@ def test_logs_go_to_the_project_unless_they_have_a_folder(resolve):
     assert (found.config.project.project_dir, found.config.project.logging_dir) == ("out", "logs")
 
 
+def test_a_class_in_the_place_of_its_object_is_named(resolve):
+    with pytest.raises(ConfigError, match=r"^ShardConfig: is a class; give an object of it: ShardConfig\(\)"):
+        resolve(objects=[ShardConfig])
+
+
+def test_an_option_of_a_strategy_is_said_to_be_of_the_argument_strategies(resolve):
+    with pytest.raises(ConfigError, match=r"^Accelerator\(strategies=...\): strategies.a.stag: unknown key"):
+        resolve(python={"strategies.a.plugin": "shard", "strategies.a.stag": 3})
+
+
 @pytest.mark.parametrize(
     "build",
     [

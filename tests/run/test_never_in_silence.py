@@ -33,6 +33,24 @@ def test_a_value_that_means_nothing_is_refused(arguments, message):
         Accelerator(**{"cpu": True, **arguments})
 
 
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("step_scheduler_with_optimizer", "Accelerator(step_scheduler_with_optimizer=...)"),
+        ("rng_types", "Accelerator(rng_types=...)"),
+        ("even_batches", "Accelerator(dataloader_config=DataLoaderConfiguration(even_batches=...))"),
+    ],
+)
+def test_a_setting_that_is_assigned_later_is_refused(name, remedy):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(ConfigError) as refusal:
+        setattr(accelerator, name, False)
+    assert str(refusal.value).splitlines()[-1] == f"give it there: {remedy}"
+    accelerator.gradient_accumulation_steps = 2  # is read
+    accelerator.notes = "the program's own"
+    accelerator.end_training()
+
+
 def test_code_that_contradicts_the_environment_names_both(monkeypatch):
     monkeypatch.setenv("ACCEL__GRADIENT_ACCUMULATION_STEPS", "8")
     with pytest.raises(ConfigError, match=r"Accelerator\(.*: 2 here, but 8 by variable ACCEL__GRADIENT"):
