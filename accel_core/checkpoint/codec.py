@@ -44,6 +44,9 @@ Fetch = Callable[[str], Tensor]
 _REMEDY: Final = (
     "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
 )
+_PLAIN_TENSOR: Final = (
+    "let state_dict() return an ordinary tensor that has its values, such as to_dense() or dequantize() gives"
+)
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 """Types that a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
@@ -95,13 +98,16 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
         return {_TAG_OF[kind]: [_factory(value, path), body] if kind is defaultdict else body}
     if isinstance(value, Tensor):
         if odd := not_plain(value):
-            raise _refusal(path, f"{odd} is not plain data")
+            raise _refusal(path, f"{odd} is not plain data", _PLAIN_TENSOR)
         if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
             return {"$stored": store(path, value.detach())}
     if (named := _of_class(value)) is not None:
         return {tag: encode(body, path, store) for tag, body in named.items()}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
-    if tag is None or (tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS):
+    if tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS:
+        about = f"an array of dtype {value.dtype} is not plain data"
+        raise _refusal(path, about, "let state_dict() return its tolist(), or an array of numbers or text")
+    if tag is None:
         raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
     body = encode(_TAGS[tag][1](value), path, store)
     # A set of text has another order in each process, and ranks compare what they encode.

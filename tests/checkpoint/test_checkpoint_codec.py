@@ -112,6 +112,19 @@ def test_what_is_not_plain_data_is_refused_with_its_path(value):
     assert "state_dict()" in str(refused.value) or "make it a dict" in str(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("value", "remedy"),
+    [
+        (torch.eye(2).to_sparse(), r"ordinary tensor .* to_dense\(\)"),
+        (torch.ones(2, device="meta"), "ordinary tensor that has its values"),
+        (np.array([object()]), r"its tolist\(\), or an array of numbers"),
+    ],
+)
+def test_an_odd_tensor_or_array_is_not_told_to_be_a_tensor_or_array(value, remedy):
+    with pytest.raises(CheckpointError, match=f"is not plain data\n.*{remedy}"):
+        encode(value, "state")
+
+
 def test_a_class_that_cannot_be_found_by_its_name_is_refused():
     point = namedtuple("point", "x y")  # noqa: PYI024
     colour = IntEnum("colour", "RED")
