@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path as FilePath
 from typing import Any, Final
@@ -247,8 +248,9 @@ def _resolved(table: Table, file: str | None, environment: Mapping[str, str]) ->
 
 def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
     """Build a section's object, or return Python's own if it has all the settings."""
-    origins = (table.settings[inner].origin for inner in table.within(path) if inner in table.settings)
-    origin = next(origins, "")
+    settings = table.settings
+    origins = {inner[-1]: settings[inner].origin for inner in table.within(path) if inner in settings}
+    origin = next(iter(origins.values()), "")
     for name, (attribute, kind) in options_of(cls).items():
         option = ALIASES.get((*path, name), (*path, name))
         section = section_class(kind)
@@ -264,6 +266,8 @@ def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
         built = (cls if given is None else type(given))(**values)
     except (TypeError, ValueError) as error:  # a check of the class itself, over several options
         if not table.problems:
+            named = [word for word in re.findall(r"\w+", str(error)) if word in origins]
+            origin = origins[named[0]] if named else origin
             table.problems.append(ConfigProblem(origin, path, str(error)))
         return given
     return given if built == given else built

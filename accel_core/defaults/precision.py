@@ -165,8 +165,9 @@ class Float16(_Autocast):
         is_second = stepper.stage == "stepped" and scaler.is_enabled()
         if is_second and stepper.has_gradients():
             raise AccelError(
-                "mixed_precision fp16: optimizer.step() was called twice after one backward; gradients are"
-                " unscaled already\ncall accelerator.backward(loss) before each step"
+                "mixed_precision fp16: no loss was scaled since the last optimizer.step(): it was called"
+                " twice, or after loss.backward(), which does not scale\n"
+                "call accelerator.backward(loss) before each step"
             )
         stepper.applied = False
         self.below.mark_step("host_read")

@@ -196,3 +196,8 @@ def test_a_plugin_that_is_not_installed_may_be_blocked(resolve, workspace):
 def test_a_name_to_block_that_is_like_no_other_is_noted(resolve, workspace):
     (note,) = resolve(ACCEL_PLUGINS_BLOCK="xyz").notes
     assert note.startswith("variable ACCEL_PLUGINS_BLOCK: no plugin 'xyz' is installed")
+
+
+def test_what_options_contradict_together_has_the_origin_of_the_one_that_is_named(resolve):
+    with pytest.raises(ConfigError, match=r"^variable ACCEL__LAUNCH__NODE_RANK: launch: node_rank is 3"):
+        resolve("launch: {nodes: 2}\n", ACCEL__LAUNCH__NODE_RANK="3")
