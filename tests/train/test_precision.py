@@ -107,7 +107,7 @@ def test_two_steps_after_one_backward_are_refused_under_a_scaler(accelerator_of)
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     accelerator.backward(model(X).float().mean())
     optimizer.step()
-    with pytest.raises(AccelError, match=r"twice after one backward(.|\n)*before each step"):
+    with pytest.raises(AccelError, match=r"twice(.|\n)*before each step"):
         optimizer.step()
     accelerator.backward(model(X).float().mean())
     optimizer.step()
