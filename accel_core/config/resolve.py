@@ -248,9 +248,7 @@ def _resolved(table: Table, file: str | None, environment: Mapping[str, str]) ->
 
 def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
     """Build a section's object, or return Python's own if it has all the settings."""
-    settings = table.settings
-    origins = {inner[-1]: settings[inner].origin for inner in table.within(path) if inner in settings}
-    origin = next(iter(origins.values()), "")
+    origin = _origin(table, path)
     for name, (attribute, kind) in options_of(cls).items():
         option = ALIASES.get((*path, name), (*path, name))
         section = section_class(kind)
@@ -266,8 +264,14 @@ def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
         built = (cls if given is None else type(given))(**values)
     except (TypeError, ValueError) as error:  # a check of the class itself, over several options
         if not table.problems:
-            named = [word for word in re.findall(r"\w+", str(error)) if word in origins]
-            origin = origins[named[0]] if named else origin
-            table.problems.append(ConfigProblem(origin, path, str(error)))
+            table.problems.append(ConfigProblem(_origin(table, path, str(error)), path, str(error)))
         return given
     return given if built == given else built
+
+
+def _origin(table: Table, path: Path, problem: str = "") -> str:
+    """Return the origin of a section's option: the first named, else the first."""
+    settings = table.settings
+    origins = {inner[-1]: settings[inner].origin for inner in table.within(path) if inner in settings}
+    named = (origins[word] for word in re.findall(r"\w+", problem) if word in origins)
+    return next(named, next(iter(origins.values()), ""))

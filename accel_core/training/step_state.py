@@ -24,7 +24,7 @@ Versions = list[Version]
 Reduced = tuple[dict["Optimizer | None", "Versions | None"], dict["Optimizer", Versions]]
 """(`StepState.reduced`, versions of the gradients)."""
 _MIXED: Final = 0
-"""In `StepState.counted_in`: gradients of which some are divided by items, and some are not."""
+"""In `StepState.counted_in`: of the gradients some are divided by items."""
 
 
 @define(eq=False)
@@ -254,7 +254,7 @@ def _mixed() -> AccelError:
 
 
 def _is_edited(parameter: nn.Parameter, noted: Mapping[Tensor, Version]) -> bool:
-    """Return whether a gradient is another than was noted; one that was dropped is none."""
+    """Tell if a gradient is there, and another than was noted."""
     now = _version(parameter.grad)
     return now is not None and parameter in noted and noted[parameter] != now
 

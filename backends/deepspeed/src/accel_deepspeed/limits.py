@@ -99,7 +99,7 @@ def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[st
 
 
 def _refused_tensors(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[tuple[str, str, str]]:
-    """Names of tensors that the engine cannot take, each with the reason and its remedy."""
+    """(name, reason, remedy) of each tensor that the engine cannot take."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.is_meta:
             yield (
