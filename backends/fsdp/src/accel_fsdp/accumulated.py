@@ -66,7 +66,8 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
 
 
 def _drop(one: Any) -> None:
-    one.unsharded_accumulated_grad = None
+    if "unsharded_accumulated_grad" in vars(one):  # in torch 2.15 it is the gathered weight's gradient
+        one.unsharded_accumulated_grad = None
     if hasattr(one, "_unsharded_param"):
         one._unsharded_param.grad = None
 

@@ -44,8 +44,9 @@ def _offload(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    # torch's MixedPrecision and MixedPrecisionPolicy, by the names of their fields
-    return {**vars(value)} if hasattr(value, "reduce_dtype") else value
+    # torch's MixedPrecision and MixedPrecisionPolicy, by the names of their fields; None is their default
+    policy = vars(value).items() if hasattr(value, "reduce_dtype") else None
+    return value if policy is None else {name: given for name, given in policy if given is not None}
 
 
 def _listed(value: Any) -> Any:
