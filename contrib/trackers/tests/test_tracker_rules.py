@@ -278,3 +278,13 @@ def test_numbers_of_other_kinds_are_floats_and_complex_ones_are_left_out(notes, 
     assert logged == [{"price": 1.5}, {"part": 0.25}, {"most": 10**400}]
     assert type(logged[0]["price"]) is type(logged[1]["part"]) is float
     assert warnings(caplog) == ["notes: 'phase' is a complex, which is neither a number nor text: left out"]
+
+
+def test_whole_numbers_of_numpy_stay_whole(notes):
+    """As a float, a count of more than 2**53 tokens is another."""
+    tracker = started(notes())
+    tracker.log({"tokens": np.int64(2**53 + 1), "loss": np.float32(0.5)}, 0, {})
+
+    logged = [value for told in tracker.library.told[1:-1] for value in told[1].values()]
+    assert logged == [2**53 + 1, 0.5]
+    assert list(map(type, logged)) == [int, float]

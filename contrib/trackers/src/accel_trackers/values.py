@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from numbers import Number
+from numbers import Integral, Number
 from pathlib import Path
 from typing import Any
 
@@ -68,8 +68,12 @@ def plain(value: Any) -> Any:
 
 
 def real(value: Any) -> Any:
-    """A float for a number of a kind that libraries do not take, such as a Decimal."""
-    if isinstance(value, Number) and not isinstance(value, (int, float)):
+    """An int or a float for a number of another kind, such as a Decimal or one of NumPy's."""
+    if isinstance(value, (int, float)):
+        return value
+    if isinstance(value, Integral):
+        return int(value)
+    if isinstance(value, Number):
         with suppress(TypeError, ValueError, OverflowError):  # a complex number, or one beyond a float
             return float(value)  # type: ignore[arg-type]
     return value
