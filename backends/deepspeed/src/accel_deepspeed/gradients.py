@@ -97,10 +97,10 @@ def _refuse_unscaled(engine: Any) -> None:
     needs_scaler = getattr(engine.optimizer, "needs_scaler", bool)
     if needs_scaler() and not (engine._running_engine_backward or engine._manual_backward_expected):
         raise AccelError(
-            f"DeepSpeed: under fp16 a backward of another loss reaches weights of the"
-            f" {type(engine.module).__name__}, and its gradients have another loss scale\n"
-            "name the trained model, accelerator.backward(loss, model=...), and freeze each other model that"
-            " the loss passes through: other.requires_grad_(False)"
+            f"DeepSpeed: under fp16 a backward of another model's loss, or the loss's own, reaches weights of"
+            f" the {type(engine.module).__name__}, and its gradients have another loss scale, or none\n"
+            "call accelerator.backward(loss, model=...) with the trained model, and freeze each other model"
+            " that the loss passes through: other.requires_grad_(False)"
         )
 
 
