@@ -143,7 +143,8 @@ class Accelerator(Ranks, Training, States):
         self._triggered = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in _GIVEN_WHEN_MADE and not hasattr(type(self), name):
+        # A subclass may have values of its own, by any name.
+        if name in _GIVEN_WHEN_MADE and type(self) is Accelerator and not hasattr(Accelerator, name):
             given = f"{name}=..."
             if name not in _ARGUMENTS:
                 given = f"dataloader_config=DataLoaderConfiguration({given})"

@@ -51,6 +51,17 @@ def test_a_setting_that_is_assigned_later_is_refused(name, remedy):
     accelerator.end_training()
 
 
+def test_a_subclass_has_attributes_of_its_own_by_any_name():
+    class Ordered(Accelerator):
+        def __init__(self, order):
+            self.order = order
+            super().__init__(cpu=True)
+
+    accelerator = Ordered("by length")
+    assert accelerator.order == "by length"
+    accelerator.end_training()
+
+
 def test_code_that_contradicts_the_environment_names_both(monkeypatch):
     monkeypatch.setenv("ACCEL__GRADIENT_ACCUMULATION_STEPS", "8")
     with pytest.raises(ConfigError, match=r"Accelerator\(.*: 2 here, but 8 by variable ACCEL__GRADIENT"):

@@ -34,9 +34,6 @@ class Assignable(States):
     _applied: dict[str, Any]
     """Setting -> its value when the run was last told."""
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # core refuses settings, which take effect here
-
     def _keep(self, asked: Asked, given: dict[str, Any]) -> None:
         """Keep the program's settings, completed by those that the run found elsewhere."""
         for name, value in asked.kept.items():
