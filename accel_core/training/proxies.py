@@ -63,7 +63,7 @@ class PreparedOptimizer(Optimizer):
             return
         state, clear = unit.step_state, unit.steps.zero_grad
         if state.needs_finish or optimizer in state.with_gradients:
-            state.drop(optimizer)
+            state.drop(optimizer, cleared=True)
         if clear is None:
             optimizer.zero_grad(set_to_none)
         else:

@@ -208,7 +208,7 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
         return
     state.refuse_carried(unit.window)
     if unit.window.items is not None:
-        state.refuse_edited(unit.window, unit.named_parameters())
+        state.refuse_edited(unit.window, unit.named_parameters(), optimizer)
         items = state.note_items(_items_of_all_ranks(unit, unit.window.items))
         unit.hooks.reduce_gradients(unit, items)
     elif unit.steps.reduce_gradients is not None:
@@ -316,7 +316,13 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 
 def refuse_closure(unit: Unit) -> NoReturn:
-    """Raise AccelError for a closure in a window of several micro-batches."""
+    """Raise AccelError for a closure in a window of several micro-batches, or of items."""
+    if unit.window.items is not None:
+        raise AccelError(
+            "accumulate(items=...): optimizer.step(closure) computes gradients of its own, which nothing"
+            " divides by the items of the window\n"
+            "leave items out, and divide the loss in the closure; or take an optimizer without closure"
+        )
     raise AccelError(
         f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
         " micro-batches: it would step with the gradients of the last one only\n"
@@ -328,7 +334,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
     if unit.window.awaits_backward or unit.window.put_off:
         unit.window.note_backward()
-    if closure is not None and unit.window.size > 1 and unit.run.accumulation is not None:
+    in_window = closure is not None and unit.run.accumulation is not None
+    if in_window and (unit.window.size > 1 or unit.window.items is not None):
         refuse_closure(unit)
     state = unit.step_state
     if not state.needs_finish:
@@ -341,7 +348,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     except RuntimeError as error:
         tell_lost(unit.run, "step", error)
         raise
-    state.drop(optimizer)
+    state.drop(optimizer, cleared=False)
     if unit.steps.after_step is not None:
         unit.steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

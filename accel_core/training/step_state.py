@@ -37,8 +37,8 @@ class StepState:
     sharing: optimizers of losses that other units share, whose gradients, if any, are not applied or dropped.
     reduced: optimizers with reduced gradients, not yet applied or dropped -> their versions, where a loop
         trains several by the loss's own backward, else None. The key None stands for a unit without any.
-    undivided: (window's number, parameter -> version) of gradients that are still to be divided by the
-        window's items.
+    undivided: (window's number, parameter -> version) of gradients as they were before they are divided by
+        the window's items; without those that are cleared.
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
@@ -123,13 +123,13 @@ class StepState:
             self.counted_in |= dict.fromkeys(versions, _MIXED)
             raise _mixed()
 
-    def drop(self, optimizer: Optimizer) -> None:
+    def drop(self, optimizer: Optimizer, *, cleared: bool) -> None:
         """Forget the gradients of an optimizer: they are applied, or cleared."""
         self.with_gradients.discard(optimizer)
         self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
-        if self.undivided is not None:
+        if cleared and self.undivided is not None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.undivided[1].pop(parameter, None)
@@ -231,17 +231,27 @@ class StepState:
                 " accelerator.sync_gradients = True ends it"
             )
 
-    def refuse_edited(self, window: Window, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Refuse a gradient that was changed before it was divided by items."""
+    def refuse_edited(
+        self, window: Window, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
+    ) -> None:
+        """Refuse a gradient that was changed before it is divided by items, or is divided already.
+
+        It is, after a step. optimizer: of the step; None stands for all optimizers.
+        """
         number, noted = self.undivided or (0, {})
         if number == window.number and (edited := [n for n, p in parameters.items() if _is_edited(p, noted)]):
+            if not self.counted_in or (optimizer is not None and optimizer not in self.counted_in):
+                raise AccelError(
+                    f"accumulate(items=...): the gradient of {edited[0]} was divided by the items of the"
+                    " window and applied, and would be divided again\n"
+                    "call optimizer.step() once after backward, and clip or unscale before it"
+                )
             raise AccelError(
                 f"accumulate(items=...): the gradient of {edited[0]} was changed after backward, where"
                 " gradients are still sums, yet to be divided by the items of the window\n"
                 "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
                 " the accelerator, to clip"
             )
-        self.undivided = None
 
 
 def _mixed() -> AccelError:
@@ -276,6 +286,8 @@ def _version(gradient: Tensor | None) -> Version:
         return None
     # A change of a DTensor leaves the count of this rank's part alone; strategies add to the part.
     part = getattr(gradient, "_local_tensor", None)
-    return (
-        (id(gradient), gradient._version) if part is None else (id(part), gradient._version + part._version)
-    )
+    if part is not None:
+        return id(part), gradient._version + part._version
+    # A forward may give views of the same gradients anew, and leaves what they are views of.
+    base = gradient._base
+    return id(gradient if base is None else base), gradient._version

@@ -321,6 +321,62 @@ def test_gradients_that_are_cleared_before_the_step_are_no_edit(accelerator, set
     assert_near(model.parameters(), before)
 
 
+def test_gradients_that_the_model_drops_are_no_edit_then_or_in_a_later_window(accelerator):
+    model, reference = net(), net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for steps, (x, y) in zip((True, False), batches(2), strict=True):
+        with accelerator.accumulate(model, items=y.numel()):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+            model.zero_grad()
+            if steps:
+                optimizer.step()
+    with accelerator.accumulate(model, items=y.numel()):
+        F.mse_loss(model(x), y, reduction="sum").backward()
+        optimizer.step()
+    F.mse_loss(reference(x), y).backward()
+    SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())
+
+
+def test_gradients_that_are_applied_are_not_divided_again(accelerator):
+    model, reference = net(), net()
+    parts = [[*each.parameters()] for each in model.children() if [*each.parameters()]]
+    model, first, second = accelerator.prepare(model, SGD(parts[0], lr=0.1), SGD(parts[-1], lr=0.1))
+    assert len(parts) > 1
+    ((x, y),) = batches(1)
+    with accelerator.accumulate(model, items=y.numel()):
+        accelerator.backward(F.mse_loss(model(x), y, reduction="sum"))
+        first.step()
+        with pytest.raises(AccelError, match=r"divided by the items.* and applied.*\n.*step\(\) once"):
+            first.step()
+        second.step()
+        with pytest.raises(AccelError, match=r"divided by the items.* and applied.*\n.*step\(\) once"):
+            accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    F.mse_loss(reference(x), y).backward()
+    SGD(reference.parameters(), lr=0.1).step()
+    assert_near(model.parameters(), reference.parameters())
+
+
+def test_a_closure_is_refused_where_items_are_counted(accelerator):
+    """Its gradients were applied as sums."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    ((x, y),) = batches(1)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = F.mse_loss(model(x), y, reduction="sum")
+        accelerator.backward(loss)
+        return loss
+
+    refused = pytest.raises(AccelError, match=r"nothing divides by the items.*\n.*divide the loss")
+    with accelerator.accumulate(model, items=y.numel()), refused:
+        optimizer.step(closure)
+    optimizer.zero_grad()
+    with accelerator.accumulate(model):
+        optimizer.step(closure)
+
+
 def divided_where_gradients_are() -> list[float]:
     from accel_core.defaults.base import Base
     from accel_testing.simulated.device import simulate
