@@ -328,6 +328,8 @@ def stepping_on_what_no_sync_kept(version: int, options: dict[str, Any]) -> str 
     except AccelError as error:
         with pytest.raises(AccelError):  # once more, as long as the gradients are there
             optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
         return str(error)
     loss_of(plain, *batch("mlp", 0)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
@@ -356,6 +358,26 @@ def editing_sums_over_items() -> str:
 def test_sharded_gradients_that_are_edited_before_they_are_divided_by_items_are_refused() -> None:
     for said in run_processes(editing_sums_over_items):
         assert "was changed after backward" in said
+
+
+def evaluating_before_a_step_by_items(version: int) -> float:
+    run = accelerator(plugin("mlp", version))
+    given, plain = net("mlp"), net("mlp")
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    x, y = batch("mlp", 0)
+    with run.accumulate(model, items=len(x)):
+        run.backward(loss_of(model, x, y))
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+    (loss_of(plain, x, y) / len(x)).backward()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    return distance(run.get_state_dict(model), dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_an_evaluation_before_the_step_is_no_edit_of_sums_over_items(version: int) -> None:
+    assert max(run_processes(evaluating_before_a_step_by_items, version)) < 1e-6
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 from torch.distributed.fsdp import FSDPModule
 
-from accel_fsdp.unused import parameter_groups
+from accel_fsdp.unused import is_kept, parameter_groups
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +32,7 @@ def clear(sharded: Iterable[Any], parameters: Callable[[], Iterable[Tensor]]) ->
         sharded: torch's objects for sharded parameters.
         parameters: Returns those to clear; called if there is something to drop.
     """
-    held = [one for one in sharded if _holds(one)]
+    held = [one for one in sharded if is_kept(one)]
     if held:
         cleared = set(map(id, parameters()))
         for one in held:
@@ -61,7 +61,7 @@ def _zero_grad(module: nn.Module, set_to_none: bool = True) -> None:
             one.sharded_param.grad = None
         elif one.sharded_param.grad is not None:
             one.sharded_param.grad.detach().zero_()
-        if _holds(one):
+        if is_kept(one):
             _drop(one)
 
 
@@ -70,8 +70,3 @@ def _drop(one: Any) -> None:
         one.unsharded_accumulated_grad = None
     if hasattr(one, "_unsharded_param"):
         one._unsharded_param.grad = None
-
-
-def _holds(one: Any) -> bool:
-    gathered = getattr(one, "_unsharded_param", None)
-    return one.unsharded_accumulated_grad is not None or (gathered is not None and gathered.grad is not None)

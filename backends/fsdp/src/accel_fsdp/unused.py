@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from accel_core import Unit
 
-__all__ = ["Unused", "followed", "parameter_groups"]
+__all__ = ["Unused", "followed", "is_kept", "parameter_groups"]
 
 NOT_RUN, WITHOUT, WITH = range(3)
 """State after a backward: its group did not run, a zero, or a gradient."""
@@ -97,7 +97,7 @@ class Unused:
 
         Torch keeps such gradients apart. Raises AccelError.
         """
-        if self.unreduced:
+        if self.unreduced and any(map(is_kept, self.parameters)):
             raise AccelError(
                 f"unit {self.unit.name!r}: the last backward ran inside no_sync, so no gradient is reduced"
                 " and optimizer.step() would train nothing\n"
@@ -182,6 +182,15 @@ def _with_zeros(group: Any, post_backward: Callable[..., None], *unused: Any) ->
 
 def _has_gradient(parameter: FSDPParam) -> int:
     return NOT_RUN if parameter.sharded_param.grad is None else WITH
+
+
+def is_kept(parameter: FSDPParam) -> bool:
+    """Return whether the parameter has a gradient that is not reduced yet."""
+    gathered = getattr(parameter, "_unsharded_param", None)
+    kept: bool = parameter.unsharded_accumulated_grad is not None or (
+        gathered is not None and gathered.grad is not None
+    )
+    return kept
 
 
 def parameter_groups(state: Any) -> list[Any]:
