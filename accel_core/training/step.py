@@ -316,7 +316,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 
 def refuse_closure(unit: Unit) -> NoReturn:
-    """Raise AccelError for a closure in a window of several micro-batches, or of items."""
+    """Raise AccelError for a closure in a window of micro-batches, or of items."""
     if unit.window.items is not None:
         raise AccelError(
             "accumulate(items=...): optimizer.step(closure) computes gradients of its own, which nothing"
@@ -334,8 +334,11 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
     if unit.window.awaits_backward or unit.window.put_off:
         unit.window.note_backward()
-    in_window = closure is not None and unit.run.accumulation is not None
-    if in_window and (unit.window.size > 1 or unit.window.items is not None):
+    if (
+        closure is not None
+        and unit.run.accumulation is not None
+        and (unit.window.size > 1 or unit.window.items is not None)
+    ):
         refuse_closure(unit)
     state = unit.step_state
     if not state.needs_finish:

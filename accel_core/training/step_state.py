@@ -234,9 +234,9 @@ class StepState:
     def refuse_edited(
         self, window: Window, parameters: Mapping[str, nn.Parameter], optimizer: Optimizer | None
     ) -> None:
-        """Refuse a gradient that was changed before it is divided by items, or is divided already.
+        """Refuse a gradient that was changed, or divided, before it is divided by items.
 
-        It is, after a step. optimizer: of the step; None stands for all optimizers.
+        A step leaves it divided. optimizer: of the step; None stands for all optimizers.
         """
         number, noted = self.undivided or (0, {})
         if number == window.number and (edited := [n for n, p in parameters.items() if _is_edited(p, noted)]):

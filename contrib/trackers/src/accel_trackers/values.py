@@ -68,7 +68,7 @@ def plain(value: Any) -> Any:
 
 
 def real(value: Any) -> Any:
-    """An int or a float for a number of another kind, such as a Decimal or one of NumPy's."""
+    """An int or a float for a number of another kind, such as a Decimal."""
     if isinstance(value, (int, float)):
         return value
     if isinstance(value, Integral):
