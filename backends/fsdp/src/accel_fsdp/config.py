@@ -44,9 +44,10 @@ def _offload(value: Any) -> Any:
 
 
 def _fields(value: Any) -> Any:
-    # torch's MixedPrecision and MixedPrecisionPolicy, by the names of their fields; None is their default
+    # torch's MixedPrecision and MixedPrecisionPolicy, by the names of their fields; without functions that
+    # are not given, which the policy of torch 2.15 has a field for.
     policy = vars(value).items() if hasattr(value, "reduce_dtype") else None
-    return value if policy is None else {name: given for name, given in policy if given is not None}
+    return value if policy is None else {k: v for k, v in policy if v is not None or not k.endswith("_fn")}
 
 
 def _listed(value: Any) -> Any:
