@@ -91,11 +91,11 @@ def refused_model(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[st
                 "make the module without sparse=True, set zero_stage to 0, or use strategy ddp"
             )
     alike: dict[tuple[str, str], list[str]] = {}
-    for name, *reason in _refused_tensors(model, stage, is_half=is_half):
-        alike.setdefault((reason[0], reason[1]), []).append(name)
-    for (reason_of_each, remedy), names in alike.items():
+    for name, reason, remedy in _refused_tensors(model, stage, is_half=is_half):
+        alike.setdefault((reason, remedy), []).append(name)
+    for (reason, remedy), names in alike.items():
         more = f" ({len(names) - 1} more like it)" if names[1:] else ""
-        yield f"{names[0]} {reason_of_each}{more}\n{remedy}"
+        yield f"{names[0]} {reason}{more}\n{remedy}"
 
 
 def _refused_tensors(model: nn.Module, stage: int, *, is_half: bool) -> Iterator[tuple[str, str, str]]:
