@@ -95,8 +95,9 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         owner.step_state.with_gradients.update(owner.optimizers)
     else:
         owner = _owner(run, units)
-    if accumulation is not None and owner is not None and (window := owner.window).size != 1:
-        loss = loss / window.size if window.items is None else loss
+    divisor = (
+        1 if accumulation is None or owner is None or owner.window.items is not None else owner.window.size
+    )
     units = units if accumulation is None or not accumulation.beside else (*units, *accumulation.beside)
     reduced = None
     for loss_unit in units:
@@ -105,10 +106,13 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
             reduced = _begin_windows(units, outside=accumulation is None)
             break
     try:
-        if owner is None or owner.steps.backward is None:
+        if owner is not None and owner.steps.backward is not None:
+            mean = loss if divisor == 1 else loss / divisor
+            owner.steps.backward(owner, mean, owner.window.boundary, options)
+        elif divisor == 1:
             loss.backward(**options)
         else:
-            owner.steps.backward(owner, loss, owner.window.boundary, options)
+            _backward_of_mean(loss, divisor, options)
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
@@ -118,6 +122,18 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         _note_undivided(units)
     for call in run.after_backward:
         call(units)
+
+
+def _backward_of_mean(loss: Tensor, divisor: int, options: Mapping[str, Any]) -> None:
+    """Compute the gradients of `loss / divisor`.
+
+    Of torch's own tensors the loss is given the gradient that it has in the division, to the bit, instead of
+    being divided: that takes two kernels fewer.
+    """
+    if options or type(loss) is not torch.Tensor or loss.numel() != 1 or not loss.is_floating_point():
+        (loss / divisor).backward(**options)
+    else:
+        loss.backward(torch.full_like(loss, 1 / divisor))
 
 
 def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:

@@ -71,7 +71,10 @@ def window_of(accelerator, layers: int, size: int, *, clips: bool) -> Callable[[
     return window
 
 
-@pytest.mark.parametrize(("size", "clips", "most"), [(1, False, 13), (1, True, 17), (4, False, 49)])
+@pytest.mark.parametrize(
+    ("size", "clips", "most"),
+    [(1, False, 13), (1, True, 17), (4, False, 53)],  # of four, a call each that saves the division
+)
 @pytest.mark.parametrize("layers", [1, 20])
 def test_a_window_makes_few_calls_however_many_layers_there_are(accelerator_of, size, clips, most, layers):
     accelerator = accelerator_of(gradient_accumulation_steps=size)

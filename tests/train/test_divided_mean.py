@@ -1,0 +1,131 @@
+"""Inside a window a mean is divided by the window's size: its gradients are the division's, to the bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from accel_core.errors import AccelError
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+class Own(Tensor):
+    """A tensor of a class of its own, that notes the last loss of a backward."""
+
+    divided = 0.0
+
+    def backward(self, *args, **kwargs):
+        Own.divided = self.item()
+        super().backward(*args, **kwargs)
+
+
+@pytest.fixture
+def half(accelerator_of):
+    """An accelerator inside a window of two micro-batches, and its model of one weight, 3."""
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    model = accelerator.prepare(model)
+    with accelerator.accumulate(model):
+        yield accelerator, model
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.full((1, 1), 5.0)).sum()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None, max_examples=50)
+@given(size=st.integers(2, 5000), value=st.floats(0.1, 100.0))
+def test_the_gradient_of_any_size_and_dtype_is_that_of_the_division(dtype, size, value):
+    from accel_core import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=size)
+    model = nn.Linear(1, 1, bias=False, dtype=dtype)
+    expected = nn.Parameter(model.weight.detach().clone())
+    inputs = torch.full((1, 1), value, dtype=dtype)
+    (nn.functional.linear(inputs, expected).mean() / size).backward()
+    model = accelerator.prepare(model)
+
+    with accelerator.accumulate(model):
+        accelerator.backward(model(inputs).mean())
+
+    assert model.weight.grad.equal(expected.grad)
+    accelerator.end_training()
+
+
+def test_a_hook_of_the_loss_sees_its_share(half):
+    accelerator, model = half
+    loss, seen = loss_of(model), []
+    loss.register_hook(seen.append)
+
+    accelerator.backward(loss)
+
+    assert seen == [torch.tensor(0.5)]
+
+
+def test_what_a_hook_writes_into_a_gradient_stays_in_its_backward(half):
+    accelerator, model = half
+    for _ in range(2):
+        loss = loss_of(model)
+        loss.register_hook(lambda gradient: gradient.mul_(10))  # torch advises against it
+
+        accelerator.backward(loss)
+
+    assert model.weight.grad.item() == 2 * 10 * 5 / 2
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_loss_of_one_number_may_have_dimensions(half, shape):
+    accelerator, model = half
+
+    accelerator.backward(loss_of(model).reshape(shape))
+
+    assert model.weight.grad.item() == 5 / 2
+
+
+@pytest.mark.parametrize(
+    "made", [lambda loss: loss.repeat(2), lambda loss: loss * 1j], ids=["two", "complex"]
+)
+def test_a_loss_that_is_not_one_real_number_is_refused(half, made):
+    accelerator, model = half
+
+    with pytest.raises((AccelError, RuntimeError), match=r"gradients are of one number|real scalar outputs"):
+        accelerator.backward(made(loss_of(model)))
+
+    assert model.weight.grad is None
+
+
+def test_options_reach_torch(half):
+    accelerator, model = half
+    loss = loss_of(model)
+
+    accelerator.backward(loss, retain_graph=True)
+    accelerator.backward(loss, gradient=torch.tensor(4.0))
+
+    assert model.weight.grad.item() == 5 / 2 + 4 * 5 / 2
+
+
+def test_a_tensor_of_another_class_is_divided_by_its_own_means(half):
+    accelerator, model = half
+
+    accelerator.backward(loss_of(model).as_subclass(Own))
+
+    assert Own.divided == 15 / 2
+    assert model.weight.grad.item() == 5 / 2
+
+
+def test_a_loss_with_a_backward_of_its_own_has_it_called(half):
+    accelerator, model = half
+    loss, called = loss_of(model), []
+    plain = loss.backward
+    loss.backward = lambda *args, **kwargs: (called.append(True), plain(*args, **kwargs))
+
+    accelerator.backward(loss)
+
+    assert called == [True]
+    assert model.weight.grad.item() == 5 / 2
