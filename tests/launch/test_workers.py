@@ -589,3 +589,28 @@ def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_
     finally:
         launcher.kill()
         launcher.communicate()
+
+
+@pytest.mark.parametrize(("first", "kept"), [("", True), ("import torch", False)], ids=["alone", "within"])
+def test_a_process_that_does_nothing_but_launch_never_searches_torch_for_garbage(tmp_path, first, kept):
+    (tmp_path / "train.py").touch()
+    program = f"""
+{first}
+import gc, sys
+from accel_core.cli import main
+sys.argv = ["accel", "launch", "--device", "cpu", "-n", "1", "train.py"]
+try:
+    main()
+finally:
+    print(gc.isenabled(), gc.get_freeze_count() > 50_000)
+"""
+    ended = subprocess.run(
+        [sys.executable, "-c", program],
+        env=clean_environment(),
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert ended.stdout == f"True {kept}\n", ended.stderr
