@@ -149,6 +149,8 @@ def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, 
             if state.reduced:
                 reduced.append((unit, state.reduced_gradients()))
             state.begin_window()
+            if state.counted_in and (outside or (unit.window.items is None and unit.window.index <= 0)):
+                state.forget_items(unit)
             if outside:
                 unit.window.drop_items()
     return reduced

@@ -42,6 +42,8 @@ class StepState:
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
+    applied: optimizer -> version of its first gradient after its last step, once items are counted; None
+        where it is cleared.
     has_scaled: a loss of another unit has left gradients here, by another scale than this unit's.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
@@ -55,6 +57,7 @@ class StepState:
     undivided: tuple[int, dict[Tensor, Version]] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
+    applied: dict[Optimizer, Version] = field(factory=dict)
     has_scaled: bool = False
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
@@ -77,13 +80,34 @@ class StepState:
         if window.index <= 0:
             self.begin_window()
         for optimizer in unit.optimizers if window.index <= 0 else ():
-            if optimizer in self.counted_in or optimizer in self.with_gradients:
-                # Their strategy may keep gradients elsewhere than in the parameters.
-                kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
-                if kept or _has_gradients(optimizer):
-                    self.counted_in.setdefault(optimizer, window.number - 1)
-                    continue
-            self.counted_in[optimizer] = window.number
+            if self._carries(unit, optimizer):
+                self.counted_in.setdefault(optimizer, window.number - 1)
+            else:
+                self.counted_in[optimizer] = window.number
+
+    def forget_items(self, unit: Unit) -> None:
+        """Refuse gradients that wait for their division, in a step of a loss that counts no items.
+
+        They are forgotten where they were cleared. To be called before its backward.
+        """
+        for optimizer, number in [*self.counted_in.items()]:
+            if self._carries(unit, optimizer):
+                self.counted_in[optimizer] = min(number, unit.window.number - 1)
+            else:
+                del self.counted_in[optimizer]
+
+    def _carries(self, unit: Unit, optimizer: Optimizer) -> bool:
+        """Tell if the optimizer has gradients before its window's first backward.
+
+        A step does not clear them. Values are read only of gradients that were not applied.
+        """
+        waits = optimizer in self.counted_in or optimizer in self.with_gradients or optimizer in self.sharing
+        if not waits and self.items is not None:
+            version = self.applied.get(optimizer)
+            return version is not None and version == _first_version(optimizer)
+        # Their strategy may keep gradients elsewhere than in the parameters.
+        kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
+        return kept or any(map(_is_nonzero, _gradients(optimizer)))
 
     def note_items(self, items: Tensor) -> Tensor:
         """Keep all ranks' items of the window that is reduced; return them."""
@@ -129,6 +153,8 @@ class StepState:
         self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
+        if self.items is not None:
+            self.applied[optimizer] = None if cleared else _first_version(optimizer)
         if cleared and self.undivided is not None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
@@ -140,6 +166,7 @@ class StepState:
         self.with_gradients.clear()
         self.sharing.clear()
         self.counted_in.clear()
+        self.applied.clear()
         self.undivided = None
 
     @contextmanager
@@ -225,10 +252,10 @@ class StepState:
             raise _mixed()
         if any(number != window.number for number in self.counted_in.values()):
             raise AccelError(
-                "accumulate(items=...): gradients of an earlier window were neither applied nor cleared, and"
-                " the items of this window do not count them\n"
-                "call optimizer.step() or optimizer.zero_grad() where a window ends, also where"
-                " accelerator.sync_gradients = True ends it"
+                "accumulate(items=...): gradients of an earlier window were not cleared, and the items of"
+                " this window do not count them\n"
+                "call optimizer.zero_grad() where a window ends, after the step if it is to be applied, also"
+                " where accelerator.sync_gradients = True ends it"
             )
 
     def refuse_edited(
@@ -269,8 +296,21 @@ def _is_edited(parameter: nn.Parameter, noted: Mapping[Tensor, Version]) -> bool
     return now is not None and parameter in noted and noted[parameter] != now
 
 
+def _gradients(optimizer: Optimizer) -> Iterator[Tensor]:
+    return (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+
+
 def _has_gradients(optimizer: Optimizer) -> bool:
-    return any(p.grad is not None for group in optimizer.param_groups for p in group["params"])
+    return any(True for _ in _gradients(optimizer))
+
+
+def _is_nonzero(gradient: Tensor) -> bool:
+    part = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: without a collective
+    return bool((part.coalesce().values() if part.is_sparse else part).any())
+
+
+def _first_version(optimizer: Optimizer) -> Version:
+    return _version(next(_gradients(optimizer), None))
 
 
 def _versions_of(optimizer: Optimizer) -> Versions:

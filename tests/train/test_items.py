@@ -520,7 +520,7 @@ def test_gradients_that_a_window_has_left_join_no_window_that_counts_items(accel
         with accelerator.accumulate(model, items=count):
             accelerator.backward(model(torch.ones(1, 1)).sum())
             if steps:
-                with pytest.raises(AccelError, match="neither applied nor cleared"):
+                with pytest.raises(AccelError, match="an earlier window were not cleared"):
                     optimizer.step()
 
 
@@ -638,3 +638,71 @@ def test_a_gradient_that_is_dropped_after_the_division_leaves_others_divided(acc
         model[1].bias.grad = None
         optimizers[1].step()
     assert [model[1].weight.item(), model[1].bias.item()] == [-1.0, 1.0]
+
+
+ZEROED = {
+    None: lambda model, optimizer: None,
+    "optimizer": lambda model, optimizer: optimizer.zero_grad(),
+    "optimizer, in place": lambda model, optimizer: optimizer.zero_grad(set_to_none=False),
+    "model": lambda model, optimizer: model.zero_grad(),
+    "model, in place": lambda model, optimizer: model.zero_grad(set_to_none=False),
+}
+
+
+def windows_of_kinds(accelerator, kinds, stepped, zero):
+    """Train one window per kind; the last one is applied. Return the weights."""
+    model = net()
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
+    for number, (kind, (x, y)) in enumerate(zip(kinds, batches(len(kinds)), strict=True)):
+        summed = {"items": y.numel()} if kind == "items" else {}
+        with nullcontext() if kind == "outside" else accelerator.accumulate(model, **summed):
+            accelerator.backward(F.mse_loss(model(x), y, reduction="sum" if summed else "mean"))
+        if stepped or number == len(kinds) - 1:
+            optimizer.step()
+        ZEROED[zero](model, optimizer)
+    return list(model.parameters())
+
+
+def plain_windows(count, stepped):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1)
+    for number, (x, y) in enumerate(batches(count)):
+        F.mse_loss(model(x), y).backward()
+        if stepped or number == count - 1:
+            optimizer.step()
+        optimizer.zero_grad()
+    return list(model.parameters())
+
+
+KINDS = [("items", "items"), ("means", "items"), ("outside", "items"), ("items", "outside")]
+
+
+@pytest.mark.parametrize("stepped", [True, False])
+@pytest.mark.parametrize("kinds", [*KINDS, ("items", "means")], ids="-".join)
+@pytest.mark.parametrize("zero", [zero for zero in ZEROED if zero], ids=str)
+def test_gradients_of_an_earlier_window_may_be_cleared_in_any_way(accelerator, kinds, stepped, zero):
+    assert_near(windows_of_kinds(accelerator, kinds, stepped, zero), plain_windows(2, stepped))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stepped"), [(kinds, False) for kinds in KINDS] + [(("items", "items"), True)]
+)
+def test_gradients_that_stay_from_an_earlier_window_are_refused(accelerator, kinds, stepped):
+    with pytest.raises(AccelError, match=r"an earlier window were not cleared.*\n.*optimizer.zero_grad\(\)"):
+        windows_of_kinds(accelerator, kinds, stepped, None)
+
+
+def test_so_are_those_of_means_that_a_step_has_applied_and_of_a_shared_loss(accelerator):
+    models = [net(0), net(1)]
+    optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
+    *models, first, second = accelerator.prepare(*models, *optimizers)
+    for applied, (x, y) in zip((True, False), batches(2), strict=True):
+        accelerator.backward(sum(F.mse_loss(model(x), y) for model in models))
+        if applied:
+            first.step()
+            second.step()
+        with accelerator.accumulate(models[0], items=y.numel()):
+            accelerator.backward(F.mse_loss(models[0](x), y, reduction="sum"))
+            with pytest.raises(AccelError, match="an earlier window were not cleared"):
+                first.step()
+            first.zero_grad()
