@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.amp import GradScaler
     from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
 
     from accel_core.contract.config import InitProcessGroupKwargs, LaunchConfig, RunConfig
     from accel_core.contract.job import Allocation, Job, SubmittedJob
@@ -302,7 +303,7 @@ def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module
 
 
 @spec("owner")
-def wrap_scheduler(unit: Unit, scheduler: Any) -> Any:
+def wrap_scheduler(unit: Unit, scheduler: Any) -> LRScheduler:
     """Return the scheduler that is stepped and saved. base: the user's object."""
 
 

@@ -52,7 +52,7 @@ def of_owner(hook: str, owner: Implementation, answer: str) -> Callable[..., Any
 
     def call(*arguments: Any) -> Any:
         given = owner.call(*arguments)
-        if isinstance(given, str) or not _is_a(given, kind):
+        if not _is_a(given, kind):
             about = f"hook {hook}: {owner.plugin} gave {reprlib.repr(given)}, not {words}"
             raise PluginError(f"{about}\nreturn {words}", plugin=owner.plugin, hook=hook)
         return given
@@ -61,8 +61,15 @@ def of_owner(hook: str, owner: Implementation, answer: str) -> Callable[..., Any
     return call
 
 
-def _is_a(given: object, kind: type | str) -> bool:
-    """Tell if it is of this class, which is named where core must not import it."""
+def _is_a(given: object, kind: type | str | tuple[str, ...]) -> bool:
+    """Tell if it is of this class, or None or one of these words.
+
+    The class is named where core must not import it.
+    """
+    if isinstance(kind, tuple):
+        return given is None or given in kind
+    if isinstance(given, str):
+        return False
     if kind is object:
         return given is not None
     if isinstance(kind, str):
@@ -70,22 +77,28 @@ def _is_a(given: object, kind: type | str) -> bool:
     return isinstance(given, kind)
 
 
-OWNED: Final[Mapping[str, tuple[type | str, str]]] = {
+OWNED: Final[Mapping[str, tuple[type | str | tuple[str, ...], str]]] = {
     "AbstractContextManager": (AbstractContextManager, "a context manager"),
     "Collectives": (object, "Collectives"),
     "Iterable": (object, "the loader, wrapped or not"),
     "Iterator": (Iterable, "an iterator"),
+    "LRScheduler": (object, "a scheduler"),
+    "Literal": (
+        ("model", "optimizer", "scheduler", "dataloader"),
+        "model, optimizer, scheduler, dataloader or None",
+    ),
     "Mapping": (Mapping, "a mapping"),
     "Optimizer": (object, "an optimizer"),
     "OptimizerState": ("OptimizerState", "an OptimizerState"),
     "Sequence": (Iterable, "a sequence"),
+    "Tensor": ("Tensor", "a tensor"),
     "Topology": ("Topology", "a Topology"),
     "bool": (bool, "True or False"),
     "frozenset": (AbstractSet, "a set of words"),
     "nn.Module": ("Module", "a module"),
     "torch.device": ("device", "a torch.device"),
 }
-"""Outer word of an owner's return type -> class, or its name, and words for it.
+"""Outer word of an owner's return type -> class, its name, or all answers, and words for it.
 
 `object`: anything but None.
 """

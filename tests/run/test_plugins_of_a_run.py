@@ -152,6 +152,46 @@ def test_a_step_that_does_not_say_whether_it_was_applied_is_not_taken_for_skippe
     accelerator.end_training()
 
 
+ANSWERS = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run = run
+
+    @implements(hooks.HOOK)
+    def method(self):
+        return ANSWER
+
+CARD = Card(name="odd", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_odd:Plugin", offers=frozenset({"whole_weights"}))
+"""
+
+
+@pytest.mark.parametrize(
+    ("hook", "answer", "words"),
+    [
+        ("clip_grad_norm", "None", "a tensor"),
+        ("clip_grad_norm", "0.5", "a tensor"),
+        ("wrap_scheduler", "None", "a scheduler"),
+        ("kind_of", "'modle'", "model, optimizer, scheduler, dataloader or None"),
+    ],
+)
+def test_an_answer_of_another_kind_names_its_plugin(toy_plugin, hook, answer, words):
+    toy_plugin("odd", "strategy", source=ANSWERS.replace("HOOK", hook).replace("ANSWER", answer))
+    accelerator = Accelerator(cpu=True, strategy="odd")
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def use():
+        prepared, *_ = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
+        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
+
+    with pytest.raises(PluginError, match=f"hook {hook}: odd gave {answer}, not {words}\nreturn {words}"):
+        use()
+    accelerator.end_training()
+
+
 def test_every_reason_to_refuse_a_config_is_told(run_with):
     with pytest.raises(ConfigError, match="refuses this config\nno luck today\nnor tomorrow"):
         run_with(one=extension("one", refuses=["no luck today", "nor tomorrow"]))
