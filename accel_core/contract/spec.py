@@ -10,6 +10,8 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
 
 import pluggy
 
+from accel_core.errors import PluginError
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -81,7 +83,13 @@ def implements(
 
     A type checker then compares name, parameters and types with the spec. At run time an
     implementation may have fewer parameters than the spec.
+
+    Raises:
+        PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`.
     """
+    if not hasattr(spec, "accel_spec"):
+        name = getattr(spec, "__qualname__", repr(spec))
+        raise PluginError(f"implements: {name} is not a hook\nwrite @implements(hooks.NAME) above the method")
 
     def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
         return _impl_marker(specname=spec.__name__)(method)

@@ -253,6 +253,10 @@ def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
             mark = getattr(value, "accel_core_impl", None)
             if mark is None:  # `staticmethod` and `classmethod` do not carry that of their function
                 mark = getattr(getattr(value, "__func__", None), "accel_core_impl", None)
+            if mark is None and (hidden := _hidden_mark(value)) is not None:
+                hook = str(hidden.get("specname") or attribute)
+                about = f"{attribute} is a {type(value).__name__}, which hides the mark of its function"
+                raise refusal(hook, f"{about}; make it a method, with @implements(hooks.{hook}) on top")
             if isinstance(mark, dict):
                 marks[attribute] = mark
             elif attribute in marks and value is None:
@@ -262,6 +266,15 @@ def _marks(cls: type, refusal: Refusal) -> dict[str, Mapping[str, Any]]:
                 about = f"{parent.__name__}.{attribute} overrides it unmarked"
                 raise refusal(hook, f"{about}; write @implements(hooks.{hook})")
     return marks
+
+
+def _hidden_mark(value: object) -> Mapping[str, Any] | None:
+    """Return the mark of a function inside a property or another object of a class."""
+    if isinstance(value, (FunctionType, type, ModuleType)):
+        return None
+    inside = (value.fget,) if isinstance(value, property) else getattr(value, "__dict__", {}).values()
+    marks = (getattr(each, "accel_core_impl", None) for each in inside if isinstance(each, FunctionType))
+    return next((mark for mark in marks if isinstance(mark, dict)), None)
 
 
 def _with_parameters(

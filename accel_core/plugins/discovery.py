@@ -446,7 +446,9 @@ def visible_devices(record: Record, config: RunConfig) -> int | None:
     if hook is None:
         return None
     match _third_party(record, "asked for visible_devices", partial(hook, config)):
-        case (str(), (int() | None) as count) if count is None or count >= 0:
+        case (str(), None):
+            return None
+        case (str(), int() as count) if count >= 0 and not isinstance(count, bool):
             return count
         case answer:
             about = f", hook visible_devices: it gave {answer!r}"

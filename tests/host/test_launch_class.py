@@ -114,7 +114,9 @@ def test_a_wrong_launch_class_is_named_with_what_is_wrong(pony, body, said):
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("answer", ["2", "('PONY',)", "('PONY', -1)", "(None, 2)", "('PONY', '2')"])
+@pytest.mark.parametrize(
+    "answer", ["2", "('PONY',)", "('PONY', -1)", "(None, 2)", "('PONY', '2')", "('PONY', True)"]
+)
 def test_a_count_of_devices_that_is_none_is_refused(pony, answer):
     record = pony(f"def visible_devices(self, config): return {answer}")
 

@@ -53,6 +53,30 @@ def test_a_decorator_that_hides_the_mark_is_found():
     assert refusal(Decorated) == "the method backward is not marked; write @implements(hooks.backward)"
 
 
+class Holds:
+    def __init__(self, function):
+        self.function = function
+
+
+@pytest.mark.parametrize("hide", [property, functools.cached_property, functools.partialmethod, Holds])
+def test_an_object_that_hides_the_mark_is_refused(hide):
+    class Hidden:
+        @hide
+        @implements(hooks.backward)
+        def other(self, unit, loss): ...
+
+    about = f"other is a {hide.__name__}, which hides the mark of its function"
+    assert refusal(Hidden) == f"{about}; make it a method, with @implements(hooks.backward) on top"
+
+
+def test_a_mark_names_a_hook():
+    with pytest.raises(PluginError, match=r"backward is not a hook\nwrite @implements\(hooks\.NAME\)"):
+
+        class Bare:
+            @implements
+            def backward(self, unit, loss): ...
+
+
 def test_a_method_of_the_class_wants_the_mark_too():
     class Forgetful:
         @classmethod

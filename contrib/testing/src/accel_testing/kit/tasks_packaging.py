@@ -129,7 +129,7 @@ def _launch(light: Any) -> dict[str, Any]:
         found["environment"] = answer is None or strings
     if hasattr(light, "visible_devices"):
         variable, count = _ask(light.visible_devices, config=RunConfig())
-        is_number = isinstance(count, int) and count >= 0
+        is_number = isinstance(count, int) and not isinstance(count, bool) and count >= 0
         found["devices"] = isinstance(variable, str) and (count is None or is_number)
     return found
 
