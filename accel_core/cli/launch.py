@@ -129,6 +129,7 @@ def launch(
     shown = processes or "auto"
     notes = [f"accel: {note}" for note in planned.no_strategy(shown) if several]
     notes += _alone_by_variables() if section.nodes == 1 else []
+    notes += _alone_by_torchrun() if section.nodes == 1 and planned.allocation is None else []
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
         print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
     sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
@@ -201,6 +202,15 @@ def _alone_by_variables() -> list[str]:
         return []
     found = f"RANK={rank} and WORLD_SIZE={size} are set, as in a rank, so this launch trains alone"
     return [f"accel: {found}; to join the others, unset both (env -u RANK -u WORLD_SIZE)"]
+
+
+def _alone_by_torchrun() -> list[str]:
+    """Return a note if variables ask torchrun for several nodes: this launch reads none of them."""
+    nodes = os.environ.get("PET_NNODES", "1")
+    if nodes.rpartition(":")[2] == "1":
+        return []
+    found = f"PET_NNODES={nodes} is set, which only torchrun reads, so this launch trains on this node alone"
+    return [f"accel: {found}; to join the others, give --nodes, --node-rank and --rendezvous"]
 
 
 def _asked(planned: Launch) -> int:

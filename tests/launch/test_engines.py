@@ -117,6 +117,14 @@ def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
     assert "are set" not in ended.stderr
 
 
+@pytest.mark.parametrize(("nodes", "alone"), [("2", True), ("1:4", True), ("1", False)])
+def test_nodes_that_only_torchrun_reads_are_told(stable, tmp_path, nodes, alone):
+    ended = accel("launch", "-n", "1", "train.py", environment={**stable, "PET_NNODES": nodes}, cwd=tmp_path)
+
+    assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
+    assert (f"PET_NNODES={nodes} is set, which only torchrun reads" in ended.stderr) == alone
+
+
 def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_path):
     within = {**stable, "STABLE": "0", "STABLE_JOB": "j", "WORLD_SIZE": "16"}
 
