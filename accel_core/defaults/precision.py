@@ -327,9 +327,10 @@ def _named(stepper: _Stepper) -> Iterator[None]:
 def _warn_of_edits(unit: Unit, probe: nn.Parameter) -> None:
     """Warn of a gradient that was changed while it was scaled, such as by a clip.
 
-    A mask or a factor is right there. Where a window's end reduces or divides, others change gradients too.
+    A mask or a factor is right there, and so is a clearing in place. Where a window's end reduces or divides,
+    others change gradients too.
     """
-    if unit.steps.reduce_gradients is not None or unit.window.items is not None:
+    if unit.steps.reduce_gradients is not None or unit.window.items is not None or _is_zero(probe.grad):
         return
     from accel_core.distributed.logging import get_logger  # late: few runs need it
 
@@ -341,6 +342,11 @@ def _warn_of_edits(unit: Unit, probe: nn.Parameter) -> None:
         " other changes",
         name,
     )
+
+
+def _is_zero(gradient: Any) -> bool:
+    local = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: without a collective
+    return not (local._values() if local.is_sparse else local).any()
 
 
 class _Stepper:

@@ -86,6 +86,16 @@ def test_unscaled_gradients_may_be_changed(accelerator_of, told, change, steps):
     assert told() == []
 
 
+@pytest.mark.parametrize("steps", [1, 2])
+def test_gradients_that_are_cleared_in_place_before_the_step_are_no_change(accelerator_of, told, steps):
+    def clear(accelerator, parameters):
+        for parameter in parameters:
+            parameter.grad.zero_()
+
+    train(accelerator_of(mixed_precision="fp16", gradient_accumulation_steps=steps), clear)
+    assert told() == []
+
+
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_without_a_scale_gradients_may_be_changed(accelerator_of, told, precision):
     train(accelerator_of(mixed_precision=precision), clip)
