@@ -216,7 +216,10 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
     """
     run = run or current()
     if reduction not in get_args(Reduction):
-        raise ValueError(f"reduce: {reduction!r} is not one of {', '.join(get_args(Reduction))}")
+        words = ", ".join(get_args(Reduction))
+        raise ValueError(
+            f"reduce: {reduction!r} is not one of {words}\nname one of these, or leave it out for mean"
+        )
     if reduction == "none":
         return tensor
     with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
@@ -326,7 +329,10 @@ def split_between_processes(
     topology = (run or current()).topology
     lengths = {*_lengths(inputs)} if topology.readers > 1 or isinstance(inputs, Mapping) else set()
     if len(lengths) > 1:
-        raise ValueError("split_between_processes: all values of the dict must have the same length")
+        raise ValueError(
+            "split_between_processes: all values of the dict must have the same length, and theirs are"
+            f" {', '.join(map(str, sorted(lengths)))}\ngive what has another length in a call of its own"
+        )
     if topology.readers == 1:
         yield inputs
         return
@@ -381,16 +387,17 @@ def _lengths(value: Any) -> Iterator[int]:
     if isinstance(value, Mapping):
         for inner in value.values():
             yield from _lengths(inner)
-    elif hasattr(value, "__len__"):
+        return
+    try:
         yield len(value)
-    else:
-        raise _unsplittable(value)
+    except TypeError as error:  # also of a tensor without dimensions
+        raise _unsplittable(value) from error
 
 
 def _unsplittable(value: Any) -> TypeError:
     return TypeError(
         f"split_between_processes: each process would get all of the {type(value).__name__}\n"
-        "give a list, a tensor, an array, or a dict of such"
+        "give a list, a tensor or an array with a first dimension, or a dict of such"
     )
 
 

@@ -399,10 +399,20 @@ def test_split_between_processes_leaves_the_users_dict_alone():
         assert part["p"].tolist() == [2, 2]
     assert inputs["q"] == [1, 2, 3]
     with (
-        pytest.raises(ValueError, match="same length"),
+        pytest.raises(ValueError, match=r"same length, and theirs are \d.*\ngive what has another"),
         ops.split_between_processes({"p": [1], "q": []}, run=run),
     ):
         pass
+
+
+def test_split_between_processes_refuses_what_has_no_first_dimension():
+    run = SimpleNamespace(topology=Topology(reader=1, readers=2))
+    for inputs in (torch.tensor(1.0), {"p": torch.tensor(1.0)}):
+        with (
+            pytest.raises(TypeError, match=r"all of the Tensor\ngive .* with a first dimension"),
+            ops.split_between_processes(inputs, run=run),
+        ):
+            pass
 
 
 def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alone):
