@@ -55,6 +55,14 @@ def test_a_task_of_slurm_is_not_a_rank_of_mpirun():
     assert Ranks.around({**HYDRA, "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}) is None
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("MPI_LOCALNRANKS", "0"), ("PMI_SIZE", "0"), ("MPI_LOCALRANKID", "x")]
+)
+def test_numbers_that_no_mpirun_gives_are_shown(name, text):
+    with pytest.raises(LaunchError, match=f"as by mpirun, and {name} is '{text}'\nstart the ranks"):
+        Ranks.around({**HYDRA, name: text})
+
+
 def test_a_rank_without_a_local_number_is_refused():
     with pytest.raises(LaunchError, match="PMI_RANK is set as by mpirun, and MPI_LOCALRANKID is not"):
         Ranks.around({"PMI_RANK": "0", "PMI_SIZE": "2"})

@@ -69,6 +69,13 @@ def test_the_command_of_a_job_starts_all_its_nodes_unless_the_user_divides_it(mo
     assert launcher.allocation(LaunchConfig(nodes=2, rendezvous="10.0.0.1:29500")) is None
 
 
+@pytest.mark.parametrize("told", [{}, {"metadata": None}, {"metadata": {}}])
+def test_a_job_may_tell_no_metadata(monkeypatch, told):
+    monkeypatch.setenv(JOB, json.dumps(told))
+
+    assert RayLauncher(RayConfig(), None).allocation(LaunchConfig(nodes=2)).job_id.startswith("ray-")
+
+
 def test_a_request_starts_in_the_folder_that_all_nodes_share(monkeypatch, tmp_path):
     folder = tmp_path / "my project"
     folder.mkdir()

@@ -51,13 +51,16 @@ class Ranks:
             return None
         if variables[names[0]] == "0" and variables.get(names[1], "1") == "1" and names[3] not in variables:
             return None  # left over in a shell, or of a library that started itself: nothing tells of others
-        absent = [name for name in names if not variables.get(name, "").isdecimal()]
-        if absent:
+        told = {name: variables.get(name, "") for name in names}
+        wrong = [name for name, text in told.items() if not text.isdecimal()]
+        wrong += [name for name in names[1::2] if not wrong and not int(told[name])]  # sizes
+        if wrong:
+            found = f"is {told[wrong[0]]!r}" if wrong[0] in variables else "is not"
             raise LaunchError(
-                f"{names[0]} is set as by mpirun, and {absent[0]} is not\n"
+                f"{names[0]} is set as by mpirun, and {wrong[0]} {found}\n"
                 "start the ranks with mpirun of Open MPI, MPICH or Intel MPI, or unset " + names[0]
             )
-        rank, size, local_rank, local_size = (int(variables[name]) for name in names)
+        rank, size, local_rank, local_size = (int(text) for text in told.values())
         job = next((variables[name] for name in JOBS if name in variables), "")
         return cls(rank=rank, size=size, local_rank=local_rank, local_size=local_size, job=job)
 

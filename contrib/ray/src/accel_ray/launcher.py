@@ -44,7 +44,7 @@ class RayLauncher:
         told = job_around(os.environ)
         if launch.rendezvous is not None or (told is None and launch.launcher != "ray"):
             return None
-        number = (told or {}).get("metadata", {}).get("job_submission_id")
+        number = ((told or {}).get("metadata") or {}).get("job_submission_id")
         return Allocation(
             job_id=f"ray-{number or uuid.uuid4().hex}",
             nodes=launch.nodes,
