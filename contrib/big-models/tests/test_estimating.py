@@ -123,6 +123,12 @@ def test_what_is_no_model_is_refused(module, name, text):
         empty_model(name)
 
 
+@pytest.mark.parametrize("lazy", [nn.LazyLinear(2), nn.LazyBatchNorm1d(affine=False)])
+def test_a_weight_without_a_shape_is_named(lazy):
+    with pytest.raises(ConfigError, match=r"0\.\w+ of the Sequential has no shape .*\nrun one forward"):
+        estimate(nn.Sequential(lazy))
+
+
 def test_options_that_mean_nothing_are_refused(module):
     with pytest.raises(ConfigError, match="it has no size"):
         run(f"{module}:build", "--memory", "cpu")

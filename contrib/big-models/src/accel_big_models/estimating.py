@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from attrs import frozen
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from accel_big_models.blocks import blocks_of
 from accel_big_models.planning import Memory, plan
@@ -132,8 +133,15 @@ def estimate(model: nn.Module, memory: Memory | None = None, *, dtype: str | Non
         dtype: of floating-point weights in the plan, None for their own.
 
     Raises:
-        ConfigError: there is no such dtype.
+        ConfigError: there is no such dtype, or a weight has no shape yet.
     """
+    named = (*model.named_parameters(), *model.named_buffers())
+    lazy = next((name for name, tensor in named if is_lazy(tensor)), None)
+    if lazy is not None:
+        raise ConfigError(
+            f"{lazy} of the {type(model).__name__} has no shape before the first forward\n"
+            "run one forward, or use a module with sizes, such as Linear in place of LazyLinear"
+        )
     kind = None if dtype is None else getattr(torch, dtype, None)
     if dtype is not None and not isinstance(kind, torch.dtype):
         raise ConfigError(f"dtype {dtype!r}: torch has no such dtype\nwrite float32, bfloat16 or float16")
