@@ -169,7 +169,9 @@ class Unit:
         """
         window = self.window
         dropped = () if window.awaits_backward else window.put_off
-        return window.is_begun or bool(self.step_state.with_gradients.difference(dropped))
+        # Their strategy may keep gradients elsewhere than in the parameters.
+        kept = self.steps.zero_grad is not None
+        return window.is_begun or self.step_state.has_own_gradients(dropped, kept=kept)
 
     @property
     def is_in_no_sync(self) -> bool:

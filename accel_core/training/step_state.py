@@ -73,6 +73,13 @@ class StepState:
         """Return True while there are gradients of a loss that other units share."""
         return any(map(_has_gradients, self.sharing))
 
+    def has_own_gradients(self, dropped: Iterable[Optimizer], *, kept: bool) -> bool:
+        """Return True while there are gradients of the unit's own losses, but for these optimizers.
+
+        kept: the strategy keeps gradients, so that the model's own `zero_grad` is not seen.
+        """
+        return any(kept or _has_gradients(each) for each in self.with_gradients.difference(dropped))
+
     def expect_items(self, unit: Unit) -> None:
         """Have steps divide gradients by items, from the unit's current window on."""
         self.needs_finish = True

@@ -60,6 +60,19 @@ def test_each_of_several_optimizers_must_have_stepped(accelerator):
     assert [*seen, unit.pending] == [True, True, False]
 
 
+@pytest.mark.parametrize("inside", [True, False])
+def test_gradients_that_the_model_dropped_are_not_pending(accelerator, tmp_path, inside):
+    unit, model, _ = prepared(accelerator)
+    with accelerator.accumulate(model):
+        accelerator.backward(model(X).sum())
+        if inside:
+            model.zero_grad()
+    assert unit.pending != inside
+    model.zero_grad()
+    assert not unit.pending
+    accelerator.save_state(tmp_path / "saved")
+
+
 def test_a_skipped_step_leaves_nothing_pending(accelerator_of):
     accelerator = accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=2.0)])
     unit, model, (optimizer,) = prepared(accelerator)
