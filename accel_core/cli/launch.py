@@ -205,7 +205,7 @@ def _alone_by_variables() -> list[str]:
 
 
 def _alone_by_torchrun() -> list[str]:
-    """Return a note if variables ask torchrun for several nodes: this launch reads none of them."""
+    """Return a note if a variable asks torchrun, and only torchrun, for more nodes."""
     nodes = os.environ.get("PET_NNODES", "1")
     if nodes.rpartition(":")[2] == "1":
         return []

@@ -98,9 +98,9 @@ OWNED: Final[Mapping[str, tuple[type | str | tuple[str, ...], str]]] = {
     "nn.Module": ("Module", "a module"),
     "torch.device": ("device", "a torch.device"),
 }
-"""Outer word of an owner's return type -> class, its name, or all answers, and words for it.
+"""Outer word of an owner's return type -> what it stands for, and words for it.
 
-`object`: anything but None.
+A class, its name, or all answers. `object`: anything but None.
 """
 
 

@@ -74,9 +74,10 @@ class StepState:
         return any(map(_has_gradients, self.sharing))
 
     def has_own_gradients(self, dropped: Iterable[Optimizer], *, kept: bool) -> bool:
-        """Return True while there are gradients of the unit's own losses, but for these optimizers.
+        """Return True while there are gradients of the unit's own losses.
 
-        kept: the strategy keeps gradients, so that the model's own `zero_grad` is not seen.
+        dropped: optimizers that do not count. kept: the strategy may keep gradients elsewhere, where the
+            model's own `zero_grad` is not seen.
         """
         return any(kept or _has_gradients(each) for each in self.with_gradients.difference(dropped))
 
@@ -93,9 +94,9 @@ class StepState:
                 self.counted_in[optimizer] = window.number
 
     def forget_items(self, unit: Unit) -> None:
-        """Refuse gradients that wait for their division, in a step of a loss that counts no items.
+        """Have a step refuse gradients that wait for their division.
 
-        They are forgotten where they were cleared. To be called before its backward.
+        For a loss that counts no items, before its backward. What was cleared is forgotten.
         """
         for optimizer, number in [*self.counted_in.items()]:
             if self._carries(unit, optimizer):
