@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 
-_ZERO_GRAD: Final[Any] = Optimizer.zero_grad  # torch's own
+_ZERO_GRAD: Final[Any] = step.torchs_own(Optimizer.zero_grad)
 
 
 class PreparedOptimizer(Optimizer):
@@ -71,7 +71,9 @@ class PreparedOptimizer(Optimizer):
             state.drop(optimizer, cleared=True)
         if clear is not None:
             clear(unit, optimizer, set_to_none)
-        elif set_to_none and getattr(optimizer.zero_grad, "__func__", None) is _ZERO_GRAD:
+        elif (
+            set_to_none and type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in optimizer.__dict__
+        ):
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     if parameter.grad is not None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -95,9 +95,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         owner.step_state.with_gradients.update(owner.optimizers)
     else:
         owner = _owner(run, units)
-    divisor = (
-        1 if accumulation is None or owner is None or owner.window.items is not None else owner.window.size
-    )
+    if accumulation is not None and owner is not None and owner.window.size != 1:
+        loss, options = _mean(owner, loss, options)
     units = units if accumulation is None or not accumulation.beside else (*units, *accumulation.beside)
     reduced = None
     for loss_unit in units:
@@ -106,13 +105,10 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
             reduced = _begin_windows(units, outside=accumulation is None)
             break
     try:
-        if owner is not None and owner.steps.backward is not None:
-            mean = loss if divisor == 1 else loss / divisor
-            owner.steps.backward(owner, mean, owner.window.boundary, options)
-        elif divisor == 1:
+        if owner is None or owner.steps.backward is None:
             loss.backward(**options)
         else:
-            _backward_of_mean(loss, divisor, options)
+            owner.steps.backward(owner, loss, owner.window.boundary, options)
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
@@ -124,16 +120,38 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         call(units)
 
 
-def _backward_of_mean(loss: Tensor, divisor: int, options: Mapping[str, Any]) -> None:
-    """Compute the gradients of `loss / divisor`.
+def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
+    """Return loss and options for the backward of `loss` divided by the window's micro-batches.
 
-    Of torch's own tensors the loss is given the gradient that it has in the division, to the bit, instead of
-    being divided: that takes two kernels fewer.
+    A loss of torch's own is given the gradient that it has in the division, to the bit, which saves the two
+    kernels of one. Sums over items are divided at the boundary.
     """
-    if options or type(loss) is not torch.Tensor or loss.numel() != 1 or not loss.is_floating_point():
-        (loss / divisor).backward(**options)
-    else:
-        loss.backward(torch.full_like(loss, 1 / divisor))
+    if unit.window.items is not None:
+        return loss, options
+    if (
+        type(loss) is torch.Tensor
+        and torch.Tensor.backward is _BACKWARD
+        and "backward" not in loss.__dict__
+        and loss.dtype in _MEANS
+        and loss.numel() == 1
+        and not (options or loss.is_nested or unit.steps.backward)
+    ):
+        return loss, {"gradient": torch.full_like(loss, 1 / unit.window.size)}
+    return loss / unit.window.size, options
+
+
+def torchs_own(function: Any) -> Any:
+    """Return the function, or None if a program has put it, or what wraps it, where torch had its own."""
+    inner = function
+    while inner is not None:
+        if getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0] != "torch":
+            return None
+        inner = getattr(inner, "__wrapped__", None)
+    return function
+
+
+_BACKWARD: Final = torchs_own(torch.Tensor.backward)
+_MEANS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -78,6 +81,35 @@ def test_so_does_a_zero_grad_that_a_program_put_into_torchs_class(trained, monke
     optimizer.zero_grad()
 
     assert called == [optimizer.optimizer]
+
+
+def test_so_does_one_that_was_put_there_before_accel_core_came():
+    program = """
+from unittest.mock import Mock
+from torch.optim import SGD, Optimizer
+from torch import nn
+Optimizer.zero_grad = Mock()
+from accel_core import Accelerator
+model = nn.Linear(2, 2)
+model, optimizer = Accelerator(cpu=True).prepare(model, SGD(model.parameters(), lr=0.1))
+optimizer.zero_grad()
+Optimizer.zero_grad.assert_called_once_with(True)
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_so_does_that_of_another_optimizer(accelerator):
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    everything, head = SGD(model.parameters(), lr=0.1), SGD(model[1].parameters(), lr=0.1)
+    head.zero_grad = everything.zero_grad
+    model, optimizer = accelerator.prepare(model, head)
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+
+    optimizer.zero_grad()
+
+    assert gradients(model) == [None] * 4
 
 
 def test_gradients_of_parameters_outside_the_optimizer_stay(accelerator):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import wraps
+from unittest.mock import Mock
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,6 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from accel_core.errors import AccelError
+from accel_core.training.step import torchs_own
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -32,6 +36,13 @@ def half(accelerator_of):
     model = accelerator.prepare(model)
     with accelerator.accumulate(model):
         yield accelerator, model
+
+
+def around(plain):
+    def call(self, **given):
+        return plain(self, **given)
+
+    return call
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -119,13 +130,73 @@ def test_a_tensor_of_another_class_is_divided_by_its_own_means(half):
     assert model.weight.grad.item() == 5 / 2
 
 
-def test_a_loss_with_a_backward_of_its_own_has_it_called(half):
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_loss_of_one_number_is_divided(half):
     accelerator, model = half
-    loss, called = loss_of(model), []
-    plain = loss.backward
-    loss.backward = lambda *args, **kwargs: (called.append(True), plain(*args, **kwargs))
+    nested = torch.nested.as_nested_tensor([loss_of(model).reshape(1)])
+
+    accelerator.backward(nested)
+
+    assert model.weight.grad.item() == 5 / 2
+
+
+def test_a_loss_whose_backward_a_program_has_replaced_is_divided(half):
+    accelerator, model = half
+    loss = loss_of(model)
+    loss.backward = lambda: None
 
     accelerator.backward(loss)
 
-    assert called == [True]
     assert model.weight.grad.item() == 5 / 2
+
+
+def test_a_backward_that_a_program_has_put_into_torchs_class_sees_the_divided_loss(half, monkeypatch):
+    accelerator, model = half
+    plain, seen = Tensor.backward, []
+    monkeypatch.setattr(
+        Tensor, "backward", lambda self, **given: (seen.append(self.item()), plain(self, **given))
+    )
+
+    accelerator.backward(loss_of(model))
+
+    assert seen == [15 / 2]
+    assert model.weight.grad.item() == 5 / 2
+
+
+def test_a_parameters_backward_under_no_grad_says_why(half):
+    accelerator, model = half
+
+    with torch.no_grad(), pytest.raises(AccelError, match="does not require a gradient"):
+        accelerator.backward(model.weight)
+
+
+def test_what_is_no_loss_leaves_a_clearing_that_was_put_off(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = nn.Linear(1, 1, bias=False), None
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for last in (False, True):
+        with accelerator.accumulate(model):
+            if last:
+                optimizer.zero_grad()
+                with pytest.raises(AccelError, match="not a tensor"):
+                    accelerator.backward(None)
+            else:
+                accelerator.backward(loss_of(model))
+    with accelerator.accumulate(model):
+        assert model.weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("patch", "is_torchs"),
+    [
+        (lambda plain: plain, True),
+        (around, False),
+        (lambda plain: wraps(plain)(around(plain)), False),
+        (lambda plain: torch.compiler.disable(around(plain)), False),
+        (lambda plain: Mock(wraps=plain), False),
+    ],
+    ids=["torch", "function", "wrapping", "disabled", "mock"],
+)
+def test_what_a_program_puts_where_torch_had_its_own_is_told_from_it(patch, is_torchs):
+    for plain in (Tensor.backward, torch.optim.Optimizer.zero_grad):
+        assert (torchs_own(patch(plain)) is not None) == is_torchs
