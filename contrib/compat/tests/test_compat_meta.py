@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from importlib.metadata import version
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from accelerate.utils import (
     get_grad_scaler,
     get_max_memory,
     is_compiled_module,
+    is_torch_version,
     set_module_tensor_to_device,
 )
 from peers import needs_accelerate, said
@@ -189,6 +191,11 @@ def test_everything_of_utils_can_be_imported_at_once():
     names: dict[str, object] = {}
     exec("from accelerate.utils import *", names)
     assert {"set_seed", "ProjectConfiguration", "gather", "infer_auto_device_map"} <= names.keys()
+
+
+def test_torch_is_of_the_version_of_its_distribution_whatever_it_calls_its_build(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", f"{torch.__version__.split('+')[0]}+of.this.build")
+    assert is_torch_version("==", version("torch"))
 
 
 SKIPS = """

@@ -18,6 +18,9 @@ from accel_compat.environment.variables import parse_flag_from_env, patch_enviro
 from accel_compat.unsupported import NotServedError
 from accel_core import install_hint
 
+_TORCH: Final = parse(metadata.version("torch"))
+"""Of the distribution, as Accelerate compares it: wheels of PyPI call themselves +cu132 in torch only."""
+
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
     """Compare a version, or that of an installed distribution, to another."""
@@ -30,7 +33,7 @@ def compare_versions(library_or_version: str | Version, operation: str, requirem
 
 def is_torch_version(operation: str, version: str) -> bool:
     """Compare torch's version to another."""
-    return compare_versions(parse(torch.__version__), operation, version)
+    return compare_versions(_TORCH, operation, version)
 
 
 F = TypeVar("F", bound=Callable[..., Any])
