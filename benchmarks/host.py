@@ -45,7 +45,10 @@ def _discovery(count: int) -> Row:
 
 
 def _binding(count: int) -> Row:
-    hooks = [name for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")]
+    marked = {
+        name: value.accel_spec for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")
+    }
+    hooks = [name for name, spec in marked.items() if spec.asked == "run"]
     plugins = {slot: _plugin(hooks[::4], 1) for slot in ("device", "precision", "strategy")}
     plugins = {"base": _plugin(hooks, None), **plugins}
 
