@@ -141,7 +141,7 @@ def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor,
 
 
 def torchs_own(function: Any) -> Any:
-    """Return the function, or None if a program has put it, or what wraps it, where torch had its own."""
+    """Return the function, or None if it, or what wraps it, is not of torch."""
     inner = function
     while inner is not None:
         if getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0] != "torch":

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from accel_core import Accelerator
 from accel_core.errors import AccelError
 from accel_core.training.step import torchs_own
 
@@ -53,8 +54,6 @@ def loss_of(model: nn.Module) -> Tensor:
 @settings(deadline=None, max_examples=50)
 @given(size=st.integers(2, 5000), value=st.floats(0.1, 100.0))
 def test_the_gradient_of_any_size_and_dtype_is_that_of_the_division(dtype, size, value):
-    from accel_core import Accelerator
-
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=size)
     model = nn.Linear(1, 1, bias=False, dtype=dtype)
     expected = nn.Parameter(model.weight.detach().clone())
@@ -200,3 +199,35 @@ def test_what_is_no_loss_leaves_a_clearing_that_was_put_off(accelerator_of):
 def test_what_a_program_puts_where_torch_had_its_own_is_told_from_it(patch, is_torchs):
     for plain in (Tensor.backward, torch.optim.Optimizer.zero_grad):
         assert (torchs_own(patch(plain)) is not None) == is_torchs
+
+
+OWN_BACKWARD = """
+from accel_core import Card, hooks, implements
+
+class Plugin:
+    def __init__(self, config, run):
+        self.given = []
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        self.given.append((loss.item(), dict(options)))
+        loss.backward(**options)
+
+CARD = Card(name="own", slot="strategy", summary="A toy.", api_version="1.0", implementation="toy_own:Plugin")
+"""
+
+
+def test_a_strategy_with_a_backward_of_its_own_is_given_the_divided_loss(toy_plugin):
+    toy_plugin("own", "strategy", source=OWN_BACKWARD)
+    accelerator = Accelerator(cpu=True, strategy="own", gradient_accumulation_steps=2)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.constant_(model.weight, 3.0)
+    model = accelerator.prepare(model)
+
+    with accelerator.accumulate(model):
+        accelerator.backward(loss_of(model))
+
+    (unit,) = accelerator.run.units
+    assert unit.plugin.given == [(15 / 2, {})]
+    assert model.weight.grad.item() == 5 / 2
+    accelerator.end_training()

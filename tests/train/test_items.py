@@ -692,10 +692,16 @@ def test_gradients_that_stay_from_an_earlier_window_are_refused(accelerator, kin
         windows_of_kinds(accelerator, kinds, stepped, None)
 
 
-def test_so_are_those_of_means_that_a_step_has_applied_and_of_a_shared_loss(accelerator):
+@pytest.mark.parametrize("counted", [False, True], ids=["the first items", "after items"])
+def test_so_are_those_of_means_that_a_step_has_applied_and_of_a_shared_loss(accelerator, counted):
     models = [net(0), net(1)]
     optimizers = [SGD(model.parameters(), lr=0.1) for model in models]
     *models, first, second = accelerator.prepare(*models, *optimizers)
+    if counted:
+        with accelerator.accumulate(models[0], items=1):
+            accelerator.backward(models[0](batches(1)[0][0]).sum())
+            first.step()
+        first.zero_grad()
     for applied, (x, y) in zip((True, False), batches(2), strict=True):
         accelerator.backward(sum(F.mse_loss(model(x), y) for model in models))
         if applied:

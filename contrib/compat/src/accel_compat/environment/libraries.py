@@ -19,7 +19,10 @@ from accel_compat.unsupported import NotServedError
 from accel_core import install_hint
 
 _TORCH: Final = parse(metadata.version("torch"))
-"""Of the distribution, as Accelerate compares it: wheels of PyPI call themselves +cu132 in torch only."""
+"""Of the distribution, as Accelerate compares it.
+
+Wheels of PyPI call themselves +cu132 in torch only.
+"""
 
 
 def compare_versions(library_or_version: str | Version, operation: str, requirement_version: str) -> bool:
