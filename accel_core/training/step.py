@@ -121,9 +121,9 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
 
 
 def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Return loss and options for the backward of `loss` divided by the window's micro-batches.
+    """Return loss and options for a backward of the window's mean.
 
-    A loss of torch's own is given the gradient that it has in the division, to the bit, which saves the two
+    That is `loss` divided by the window's micro-batches. A loss of torch's own is given the gradient that it has in the division, to the bit, which saves the two
     kernels of one. Sums over items are divided at the boundary.
     """
     if unit.window.items is not None:
