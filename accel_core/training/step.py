@@ -123,8 +123,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
 def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
     """Return loss and options for a backward of the window's mean.
 
-    That is `loss` divided by the window's micro-batches. A loss of torch's own is given the gradient that it has in the division, to the bit, which saves the two
-    kernels of one. Sums over items are divided at the boundary.
+    That is `loss` divided by the window's micro-batches; sums over items are divided at the boundary. A loss
+    of torch's own is given the gradient that it has in the division, to the bit, which saves two kernels.
     """
     if unit.window.items is not None:
         return loss, options
