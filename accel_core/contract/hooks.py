@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from accel_core.contract.world import Collectives, Topology, World
 
 Point = Literal["batch", "backward", "step", "host_read", "state"]
+PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
 # -- before torch: implemented by the card's `launch` class or by a launcher --------------------
 
@@ -213,7 +214,7 @@ PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", 
 
 
 @spec("owner")
-def kind_of(object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
+def kind_of(object: object) -> PreparedKind | None:
     """Kind of an object given to `prepare`; None is an error.
 
     Ask `below` about other objects. base: torch's Module, Optimizer, LRScheduler, DataLoader.

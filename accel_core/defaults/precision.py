@@ -330,10 +330,14 @@ def _warn_of_edits(unit: Unit, probe: nn.Parameter) -> None:
     A mask or a factor is right there, and so is a clearing in place. Where a window's end reduces or divides,
     others change gradients too.
     """
-    if unit.steps.reduce_gradients is not None or unit.window.items is not None or _is_zero(probe.grad):
+    if unit.steps.reduce_gradients is not None or unit.window.items is not None:
         return
-    from accel_core.distributed.logging import get_logger  # late: few runs need it
+    # late: few runs need them
+    from accel_core.distributed.logging import get_logger
+    from accel_core.training.step_state import is_nonzero
 
+    if probe.grad is not None and not is_nonzero(probe.grad):
+        return
     name = next((name for name, each in unit.named_parameters().items() if each is probe), "a parameter")
     get_logger(__name__).warning_once(
         "mixed_precision fp16: the gradient of %s was changed between backward and the step, where gradients"
@@ -342,11 +346,6 @@ def _warn_of_edits(unit: Unit, probe: nn.Parameter) -> None:
         " other changes",
         name,
     )
-
-
-def _is_zero(gradient: Any) -> bool:
-    local = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: without a collective
-    return not (local._values() if local.is_sparse else local).any()
 
 
 class _Stepper:

@@ -241,6 +241,14 @@ class Agent(LocalElasticAgent):
             sys.stderr.write(f"accel: {reason}; restart {attempt} of {spec.max_restarts}\n")
         return result
 
+    def raise_failure(self) -> None:
+        """Raise the cause that ended the last attempt, if it is known."""
+        if self.failure is None:
+            return
+        if self.failed_elsewhere:  # engines end all once one has ended: the other node tells more
+            time.sleep(2 * SPREAD_SECONDS)
+        raise self.failure
+
     def _name_lost_nodes(self) -> None:
         """Add to the failure the nodes that do not answer, which are its likely cause."""
         failure, lost = self.failure, self._listener.lost_nodes() if self._listener is not None else ""

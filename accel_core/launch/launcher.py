@@ -9,7 +9,6 @@ import pickle
 import signal
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,7 +101,7 @@ def _signals() -> Iterator[None]:
 def _importing(*, for_good: bool) -> Iterator[None]:
     """Keep the garbage collector from searching what is imported inside.
 
-    It finds nothing, and with torch it takes a third of the time of a launch of little work, half of that as
+    It finds nothing, and with torch it takes a third of the time of a launch of little work, most of that as
     the process ends. for_good: this process launches and ends, so that no later search looks there either.
     """
     enabled = gc.isenabled()
@@ -141,7 +140,7 @@ def _run_agent(
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.rendezvous import RendezvousError
 
-        from accel_core.launch.agent import SPREAD_SECONDS, Agent, make_rendezvous
+        from accel_core.launch.agent import Agent, make_rendezvous
         from accel_core.launch.listener import STOPPED
         from accel_core.launch.output import WorkerLogs
 
@@ -174,10 +173,8 @@ def _run_agent(
             sys.exit(128 + stop.sigval)
         except (DistError, RendezvousError) as error:
             raise _not_met(job, f"{host}:{port}", error) from error
-        if result.is_failed() and agent.failure:
-            if agent.failed_elsewhere:  # engines end all once one has ended: the other node tells more
-                time.sleep(2 * SPREAD_SECONDS)
-            raise agent.failure
+        if result.is_failed():
+            agent.raise_failure()
         return dict(result.return_values)
 
 

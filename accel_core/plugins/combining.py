@@ -6,8 +6,9 @@ import reprlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, get_args
 
+from accel_core.contract.hooks import PreparedKind
 from accel_core.errors import PluginError
 
 
@@ -83,10 +84,7 @@ OWNED: Final[Mapping[str, tuple[type | str | tuple[str, ...], str]]] = {
     "Iterable": (object, "the loader, wrapped or not"),
     "Iterator": (Iterable, "an iterator"),
     "LRScheduler": (object, "a scheduler"),
-    "Literal": (
-        ("model", "optimizer", "scheduler", "dataloader"),
-        "model, optimizer, scheduler, dataloader or None",
-    ),
+    "PreparedKind | None": (get_args(PreparedKind), f"{', '.join(get_args(PreparedKind))} or None"),
     "Mapping": (Mapping, "a mapping"),
     "Optimizer": (object, "an optimizer"),
     "OptimizerState": ("OptimizerState", "an OptimizerState"),

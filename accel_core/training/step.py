@@ -132,7 +132,7 @@ def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor,
         type(loss) is torch.Tensor
         and torch.Tensor.backward is _BACKWARD
         and "backward" not in loss.__dict__
-        and loss.dtype in _MEANS
+        and loss.dtype in _MEAN_DTYPES
         and loss.numel() == 1
         and not (options or loss.is_nested or unit.steps.backward)
     ):
@@ -151,7 +151,7 @@ def torchs_own(function: Any) -> Any:
 
 
 _BACKWARD: Final = torchs_own(torch.Tensor.backward)
-_MEANS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_MEAN_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 
 
 def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:

@@ -115,7 +115,7 @@ class StepState:
             return version is not None and version == _first_version(optimizer)
         # Their strategy may keep gradients elsewhere than in the parameters.
         kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
-        return kept or any(map(_is_nonzero, _gradients(optimizer)))
+        return kept or any(map(is_nonzero, _gradients(optimizer)))
 
     def note_items(self, items: Tensor) -> Tensor:
         """Keep all ranks' items of the window that is reduced; return them."""
@@ -312,7 +312,8 @@ def _has_gradients(optimizer: Optimizer) -> bool:
     return any(True for _ in _gradients(optimizer))
 
 
-def _is_nonzero(gradient: Tensor) -> bool:
+def is_nonzero(gradient: Tensor) -> bool:
+    """Tell if any element is not 0, of a DTensor on this rank. Waits for the device."""
     part = getattr(gradient, "_local_tensor", gradient)  # of a DTensor: without a collective
     return bool((part.coalesce().values() if part.is_sparse else part).any())
 

@@ -10,6 +10,7 @@ from weakref import WeakKeyDictionary, ref
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from accel_core.errors import AccelError
+from accel_core.training.step_state import is_nonzero
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -154,7 +155,7 @@ def _trained_in(unit: Unit) -> list[nn.Parameter]:
 
 
 def _is_kept(gradient: Tensor | None) -> bool:
-    return _is_scaled(gradient) and bool(_local(gradient).any())
+    return gradient is not None and _is_scaled(gradient) and is_nonzero(gradient)
 
 
 def _version(gradient: Tensor | None) -> int:
