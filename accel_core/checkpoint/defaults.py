@@ -123,10 +123,10 @@ class BaseState:
                 for key in state.keys() - wanted.keys():
                     del state[key]
                 for key, tensor in wanted.items():
-                    here = state.get(key)
-                    is_like = isinstance(here, Tensor) and here.dtype == DTYPES[tensor.dtype]
+                    here, dtype = state.get(key), DTYPES[tensor.dtype]
+                    is_like = isinstance(here, Tensor) and here.dtype == dtype
                     if not (is_like and here.shape == tensor.global_shape):
-                        state[key] = _allocate(parameter, group, key, tensor)
+                        state[key] = _allocate(parameter, group, key, tensor, dtype)
                 if values:
                     state.update(unit.hooks.move(dict(values), parameter.device, False))
 
@@ -270,11 +270,12 @@ def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
 
 
 def _allocate(
-    parameter: nn.Parameter, group: Mapping[str, Any], key: str, template: TensorTemplate
+    parameter: nn.Parameter,
+    group: Mapping[str, Any],
+    key: str,
+    template: TensorTemplate,
+    dtype: torch.dtype,
 ) -> Tensor:
-    from accel_core.distributed.tensor_bytes import DTYPES  # late: start-up need not wait for it
-
-    dtype = DTYPES[template.dtype]
     if template.kind == "like_param":
         return torch.empty_like(parameter, dtype=dtype, requires_grad=False)
     # torch keeps the step counter on the host, unless its kernels read it on the device.

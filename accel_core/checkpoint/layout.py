@@ -31,8 +31,8 @@ class Layout:
     """The place of each box that this rank writes in its data file.
 
     name: one word on all ranks, for the plan that they made together. declared: this rank's leaves then.
-    head: what the data file starts with. index: what the rank's JSON file says of the tensors, which
-    have `size` bytes. replicas: what other ranks hold too.
+    head: what the data file starts with. index: the members of the rank's JSON file that tell of the tensors,
+    which have `size` bytes. replicas: what other ranks hold too.
     """
 
     name: str
@@ -78,14 +78,11 @@ class Layout:
         tensors = [of[part] for part in parts]
         names = [_name(key, declared[key], number) for key, number in parts]
         head, starts = lay_out(zip(names, tensors, strict=True))
-        index: dict[str, dict[str, dict[str, Any]]] = {}
-        for (key, number), start in zip(parts, starts, strict=True):
-            known = index.setdefault(key[0], {}).setdefault(key[1], _described(declared[key]))
-            known["boxes"].append([*declared[key].boxes[number], start])
-        size = sum(tensor.nbytes for tensor in tensors)
+        size, placed = sum(tensor.nbytes for tensor in tensors), zip(parts, starts, strict=True)
+        index = _index((key, declared[key], number, start) for (key, number), start in placed)
         keys, shards = [key for key, _ in parts], array("I", [number for _, number in parts])
         pieces = list(_pieces(tensors))
-        return cls(name, declared, head, as_json(index), size, replicas or Replicas({}), keys, shards, pieces)
+        return cls(name, declared, head, index, size, replicas or Replicas({}), keys, shards, pieces)
 
     def tensors(self, leaves: Leaves) -> list[Tensor]:
         """Return this rank's tensors, in the order of the file."""
@@ -161,9 +158,23 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
         start = end
 
 
-def _described(declared: Declared) -> dict[str, Any]:
-    found = {"kind": declared.kind, "shape": declared.shape, "dtype": name_of(declared.dtypes[0])}
-    return {**found, **({} if declared.layout is None else {"layout": declared.layout}), "boxes": []}
+def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
+    """Return the index of these parts: leaf, number of the box in it, and start in the file.
+
+    Tensors are many, their outlines few, so that each stands there once.
+    """
+    outlines: dict[tuple[Any, ...], int] = {}
+    tensors: dict[str, dict[str, list[Any]]] = {}
+    for (unit, key), declared, number, start in parts:
+        dtype, box = name_of(declared.dtypes[0]), declared.boxes[number]
+        outline = declared.kind, declared.shape, dtype, declared.layout
+        known, at = tensors.setdefault(unit, {}), outlines.setdefault(outline, len(outlines))
+        if box.shape == declared.shape:
+            known[key] = [at, start]
+        else:
+            known.setdefault(key, [at, []])[1].append([*box, start])
+    named = [dict(zip(("kind", "shape", "dtype", "layout"), outline, strict=True)) for outline in outlines]
+    return as_json({"outlines": named, "tensors": tensors})[1:-1]
 
 
 def _name(key: Key, declared: Declared, number: int) -> str:

@@ -58,7 +58,7 @@ class Share:
     """The files of one rank, as bytes and buffers: writing runs no loop over leaves.
 
     head, body: of the data file, `size` bytes; each part of the body is valid until the next one.
-    own: JSON of this rank's state. index: JSON of where the tensors are.
+    own: JSON of this rank's state. index: members of a JSON object, of where the tensors are.
     state: JSON of what all ranks share, for the rank that writes it.
     """
 
@@ -86,7 +86,7 @@ class Share:
         record, blocks = write_file(folder / self.data, chain([self.head], self.body))
         text = [b'{"rank":%d,"state":' % self.rank, self.own, b',"blocks":', as_json(blocks)]
         index = f"rank-{self.rank:05d}.json"
-        written, _ = write_file(folder / index, [*text, b',"tensors":', self.index, b"}"])
+        written, _ = write_file(folder / index, [*text, b",", self.index, b"}"])
         records = {self.data: record, index: written}
         if self.state is not None:
             records["state.json"], _ = write_file(folder / "state.json", [self.state])

@@ -145,7 +145,8 @@ class Checkpoint(CheckpointFiles):
         ranks: dict[int, Any] = {}
         for rank, (data, index) in files.shares.items():
             with understanding(data.path.with_suffix(".json")):
-                cut |= _add_tensors(tensors, index.pop("tensors"), data, files)
+                cut |= _add_tensors(tensors, rank, files)
+                del index["outlines"], index["tensors"]  # which take more memory than what is made of them
                 ranks[rank] = index["state"]
         with understanding(files.folder / MANIFEST):
             for unit, key in cut if not files.absent else ():
@@ -185,44 +186,48 @@ class Checkpoint(CheckpointFiles):
         return self.tensors["", key].tensor()
 
 
-def _add_tensors(
-    tensors: dict[Key, Stored], index: dict[str, dict[str, Any]], data: DataFile, files: CheckpointFiles
-) -> set[Key]:
-    """Move the tensors of a file out of its index; return those that are not one box.
-
-    The decoded text takes more memory than what is made of it, which takes its place this way.
-    """
+def _add_tensors(tensors: dict[Key, Stored], rank: int, files: CheckpointFiles) -> set[Key]:
+    """Add the tensors of a rank's file; return those that are not one box."""
+    data, _ = files.shares[rank]
     lacks, has_domains, end = files.lacks if files.absent else None, files.manifest.domains, data.record.size
     cut = set()
-    for unit, keys in index.items():
-        for key in [*keys]:
-            each = keys.pop(key)
-            dtype, whole_shape, is_whole = each["dtype"], tuple(each["shape"]), False
-            described = Stored(each["kind"], whole_shape, dtype, each.get("layout"), lacks=lacks)
-            stored = tensors.setdefault((unit, key), described)
-            if stored is not described and stored != described:
-                raise ValueError(f"{key} is described otherwise by another rank")
-            for offset, shape, start in each["boxes"]:
-                box, size, is_first = _measured(dtype, tuple(offset), tuple(shape))
-                if type(start) is not int or not 0 <= start <= end - size:
-                    raise ValueError(f"{key} {box} is not within its file, at {start!r}")
-                # Each node has its own copy of what is the same on all; the lowest rank's is read.
-                if box in stored.boxes and (not has_domains or stored.boxes[box][0] is data):
-                    raise ValueError(f"{key} {box} is there twice")
-                stored.boxes.setdefault(box, (data, start))
-                is_whole = is_first and box.shape == whole_shape
-            if not is_whole or len(stored.boxes) > 1:
-                cut.add((unit, key))
+    for unit, key, ((kind, shape, dtype, layout), whole_box), where in files.described(rank, _outline):
+        described = Stored(kind, shape, dtype, layout, lacks=lacks)
+        stored = tensors.setdefault((unit, key), described)
+        if stored is not described and stored != described:
+            raise ValueError(f"{key} is described otherwise by another rank")
+        is_cut = type(where) is list
+        parts = _measured_parts(dtype, where) if is_cut else [(whole_box, where)]
+        for (box, size), start in parts:
+            if type(start) is not int or not 0 <= start <= end - size:
+                raise ValueError(f"{key} {box} is not within its file, at {start!r}")
+            # Each node has its own copy of what is the same on all; the lowest rank's is read.
+            if box in stored.boxes and (not has_domains or stored.boxes[box][0] is data):
+                raise ValueError(f"{key} {box} is there twice")
+            stored.boxes.setdefault(box, (data, start))
+        if is_cut or len(stored.boxes) > 1:
+            cut.add((unit, key))
     return cut
 
 
+def _outline(
+    each: Mapping[str, Any],
+) -> tuple[tuple[Kind, tuple[int, ...], str, str | None], tuple[Box, int]]:
+    """Return what a tensor of this outline is, and the box of all of it with its bytes."""
+    shape, dtype = tuple(each["shape"]), each["dtype"]
+    return (each["kind"], shape, dtype, each["layout"]), _measured(dtype, (0,) * len(shape), shape)
+
+
+def _measured_parts(dtype: str, boxes: Iterable[Any]) -> list[tuple[tuple[Box, int], int]]:
+    return [(_measured(dtype, tuple(offset), tuple(shape)), start) for offset, shape, start in boxes]
+
+
 @lru_cache(maxsize=4096)
-def _measured(dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int, bool]:
-    """Return a box, one object for equal ones, its bytes, and if it is the first."""
+def _measured(dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int]:
+    """Return a box, one object for equal ones, and its bytes."""
     if not {*map(type, offset), *map(type, shape)} <= {int}:
         raise ValueError(f"[{offset}, {shape}] is not a box of whole numbers")
-    is_first = offset == (0,) * len(shape)
-    return Box(offset, shape), bytes_within(sys.maxsize, dtype, shape, 0), is_first
+    return Box(offset, shape), bytes_within(sys.maxsize, dtype, shape, 0)
 
 
 def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from contextvars import copy_context
 from functools import partial
@@ -12,7 +12,7 @@ from itertools import groupby
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, TypeVar
 
 from attrs import frozen
 
@@ -29,6 +29,7 @@ AT_ONCE: Final = 8
 """Number of requests that are made of a store at the same time."""
 Block: TypeAlias = tuple[int, int]
 """Rank whose data file it is in, and its number there."""
+R = TypeVar("R")
 
 
 @frozen
@@ -110,6 +111,23 @@ class CheckpointFiles:
         """Count blocks that other ranks of this node have brought into the copy."""
         for rank, number in blocks:
             self.shares[rank][0].fetched.add(number)
+
+    def described(
+        self, rank: int, read: Callable[[Mapping[str, Any]], R]
+    ) -> Iterator[tuple[str, str, R, Any]]:
+        """Yield (unit, key, outline, where) of each tensor of a rank's index, none of it checked.
+
+        read: gives what stands for an outline, a mapping as docs/checkpoint-format.md has it; called once for
+        each. where: start of the whole tensor in the data file, or a list of `[offset, shape, start]`.
+
+        Raises:
+            AttributeError, LookupError, TypeError, ValueError: no save writes this.
+        """
+        _, index = self.shares[rank]
+        outlines = dict(enumerate(map(read, index["outlines"])))  # a list would take -1, too
+        for unit, keys in index["tensors"].items():
+            for key, (number, where) in keys.items():
+                yield unit, key, outlines[number], where
 
     def verify(self, share: int, shares: int, blocks: Sequence[Block] | None = None) -> None:
         """Compare every block of this share of the data with its digest.

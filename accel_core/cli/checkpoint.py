@@ -136,16 +136,14 @@ def _short(value: float, scale: Sequence[tuple[str, float]]) -> str:
 
 def _parameters(opened: CheckpointFiles) -> Iterator[dict[str, Any]]:
     tensors = {
-        (unit, key): described
-        for _, index in opened.shares.values()
-        for unit, keys in index["tensors"].items()
-        for key, described in keys.items()
+        (unit, key): outline
+        for rank in opened.shares
+        for unit, key, outline, _ in opened.described(rank, dict)
     }
-    for (unit, key), described in sorted(tensors.items()):
+    for (unit, key), outline in sorted(tensors.items()):
         sort, _, name = key.partition("/")
         if sort == "model":
-            shape = list(described["shape"])
-            yield {"unit": unit, "name": name, "shape": shape, "dtype": described["dtype"]}
+            yield {"unit": unit, "name": name, "shape": outline["shape"], "dtype": outline["dtype"]}
 
 
 @checkpoint.command()

@@ -46,10 +46,14 @@ class Reader:
     def tensor(self, unit, key):
         whole, filled = None, 0
         for rank in self.ranks:
-            found = rank["tensors"].get(unit, {}).get(key)
-            for offset, shape, start in found["boxes"] if found else ():
-                dtype = np.dtype(DTYPES[found["dtype"]])
-                whole = np.empty(found["shape"], dtype) if whole is None else whole
+            if key not in rank["tensors"].get(unit, {}):
+                continue
+            number, place = rank["tensors"][unit][key]
+            outline = rank["outlines"][number]
+            dtype = np.dtype(DTYPES[outline["dtype"]])
+            whole = np.empty(outline["shape"], dtype) if whole is None else whole
+            is_whole = isinstance(place, int)
+            for offset, shape, start in [[[0] * whole.ndim, whole.shape, place]] if is_whole else place:
                 count = math.prod(shape)
                 file = self.files[f"rank-{rank['rank']:05}.safetensors"]
                 part = np.frombuffer(file, dtype, count, start).reshape(shape)

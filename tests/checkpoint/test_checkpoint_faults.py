@@ -150,16 +150,11 @@ HUGE = {"size": 10**12, "readers": 1}
             "manifest.json",
             lambda members: members.update(world={"size": 10**12, "readers": 1}, domains=[[0]]),
         ),
-        ("rank-00000.json", lambda members: box_of(members)[0].__setitem__(0, 0.5)),
-        ("rank-00000.json", lambda members: box_of(members).__setitem__(2, 1e300)),
-        (
-            "rank-00000.json",
-            lambda members: weight_of(members).update(dtype="bits8"),
-        ),
-        (
-            "rank-00000.json",
-            lambda members: weight_of(members).update(dtype="quint8"),
-        ),
+        ("rank-00000.json", lambda members: weight_of(members).__setitem__(1, [[[0.5], [1], 0]])),
+        ("rank-00000.json", lambda members: weight_of(members).__setitem__(1, 1e300)),
+        ("rank-00000.json", lambda members: weight_of(members).__setitem__(0, 1e300)),
+        ("rank-00000.json", lambda members: outline_of(members).update(dtype="bits8")),
+        ("rank-00000.json", lambda members: outline_of(members).update(dtype="quint8")),
     ],
 )
 def test_numbers_that_nobody_writes_are_damage(job, folder, caplog, name, change):
@@ -173,8 +168,8 @@ def weight_of(members):
     return members["tensors"]["unit0"]["model/weight"]
 
 
-def box_of(members):
-    return weight_of(members)["boxes"][0]
+def outline_of(members):
+    return members["outlines"][weight_of(members)[0]]
 
 
 # -- reading -----------------------------------------------------------------------------------------

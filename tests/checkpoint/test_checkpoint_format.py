@@ -107,8 +107,18 @@ def test_every_tensor_is_aligned_to_its_own_item_size(tmp_path):
     reader = page_reader.Reader(accelerator.save_state(tmp_path / "here"))
     accelerator.end_training()
     size = {"float32": 4, "uint8": 1, "float64": 8}
-    tensors = reader.ranks[0]["tensors"]["unit0"].values()
-    assert [each["boxes"][0][2] % size[each["dtype"]] for each in tensors] == [0] * 4
+    outlines, tensors = reader.ranks[0]["outlines"], reader.ranks[0]["tensors"]["unit0"].values()
+    assert [start % size[outlines[number]["dtype"]] for number, start in tensors] == [0] * 4
+
+
+def test_tensors_that_are_alike_share_an_outline(tmp_path):
+    """An index of many small tensors is read in a third of the time."""
+    accelerator, model = Accelerator(device="cpu"), nn.Sequential(*(nn.Linear(3, 3) for _ in range(20)))
+    accelerator.prepare(model)
+    reader = page_reader.Reader(accelerator.save_state(tmp_path / "here"))
+    accelerator.end_training()
+    outlines = [(each["shape"], each["dtype"]) for each in reader.ranks[0]["outlines"]]
+    assert sorted(outlines) == [([3], "float32"), ([3, 3], "float32")]
 
 
 def test_other_tools_read_the_data_file(saved):
@@ -251,23 +261,36 @@ def rewrite(saved, name, change):
 @pytest.mark.parametrize(
     "changed",
     [
-        {"boxes": [[[0, 0], [4, 8], 1 << 40]]},
-        {"boxes": [[[0, 0], [4, 8], -8]]},
-        {"boxes": [[[0, 0], [4], 512]]},
-        {"boxes": []},
-        {"boxes": [[[0, 0], [2, 8], 512]]},
-        {"boxes": [[[0, 0], [4, 8], 512], [[0, 0], [4, 8], 512]]},
+        {"place": 1 << 40},
+        {"place": -8},
+        {"place": 512.0},
+        {"place": True},
+        {"place": "512"},
+        {"place": None},
+        {"place": [[[0, 0], [4, 8], 1 << 40]]},
+        {"place": [[[0, 0], [4, 8], -8]]},
+        {"place": [[[0, 0], [4], 512]]},
+        {"place": []},
+        {"place": [[[0, 0], [2, 8], 512]]},
+        {"place": [[[0, 0], [4, 8], 512], [[0, 0], [4, 8], 512]]},
+        {"number": -1},
+        {"number": 1000},
+        {"number": "0"},
         {"shape": [1 << 40, 1 << 40]},
         {"shape": ["4", 8]},
-        {"shape": [0, 1 << 70], "boxes": [[[0, 0], [0, 1 << 70], 512]]},
+        {"shape": [0, 1 << 70]},
         {"dtype": "nn"},
     ],
     ids=str,
 )
 def test_a_crafted_index_is_refused_before_anything_is_allocated(saved, changed):
-    rewrite(
-        saved, "rank-00000.json", lambda index: index["tensors"]["unit0"]["model/0.weight"].update(changed)
-    )
+    def craft(index):
+        weight = index["tensors"]["unit0"]["model/0.weight"]
+        own = {**index["outlines"][weight[0]], **changed}
+        index["outlines"].append(own)
+        weight[:] = own.pop("number", len(index["outlines"]) - 1), own.pop("place", weight[1])
+
+    rewrite(saved, "rank-00000.json", craft)
     assert str(saved.folder) in str(refused(saved))
 
 

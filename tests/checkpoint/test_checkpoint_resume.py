@@ -169,10 +169,11 @@ class Packed(torch.optim.Optimizer):
 def test_eight_bit_state_is_opaque_and_goes_on_in_its_own_optimizer(prepared, tmp_path):
     first, second = prepared(network, Packed, steps=3), prepared(network, Packed)
     first.accelerator.save_state(tmp_path / "here")
-    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())["tensors"]["unit0"]
+    index = json.loads((tmp_path / "here" / "rank-00000.json").read_bytes())
     for key in ("codes", "scales"):
-        described = index[f"optimizer/0.weight/{key}"]
-        assert (described["kind"], described["layout"]) == ("opaque", "Packed")
+        number, _ = index["tensors"]["unit0"][f"optimizer/0.weight/{key}"]
+        outline = index["outlines"][number]
+        assert (outline["kind"], outline["layout"]) == ("opaque", "Packed")
     second.accelerator.load_state(tmp_path / "here")
     assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
 

@@ -285,19 +285,28 @@ def test_damage_is_no_difference(runs, tmp_path):
 @pytest.mark.parametrize(
     ("forged", "said"),
     [
-        (lambda each: each.pop("shape"), "KeyError('shape')"),
-        (lambda each: each.update(shape=7), "TypeError"),
-        (lambda each: each.update(shape=[-6, 6]), "model/layers.0.weight of shape [-6, 6], float32"),
-        (lambda each: each["boxes"][0].append(0), "too many values to unpack"),
-        (lambda each: each["boxes"][0].__setitem__(0, [1, 0]), "a box of model/layers.0.weight at [1, 0]"),
-        (lambda each: each["boxes"][0].__setitem__(1, [6]), "ValueError"),
+        (lambda outline, _: outline.pop("shape"), "KeyError('shape')"),
+        (lambda outline, _: outline.update(shape=7), "TypeError"),
+        (lambda outline, _: outline.update(shape=[-6, 6]), "model/layers.0.weight of shape [-6, 6], float32"),
+        (lambda _, weight: weight.append(0), "too many values to unpack"),
+        (lambda _, weight: weight.__setitem__(0, -1), "KeyError(-1)"),
+        (
+            lambda _, weight: weight.__setitem__(1, [[[1, 0], [6, 6], 0]]),
+            "a box of model/layers.0.weight at [1",
+        ),
+        (lambda _, weight: weight.__setitem__(1, [[[0, 0], [6], 0]]), "ValueError"),
     ],
 )
 @pytest.mark.parametrize("words", [["diff", "--only", "model"], ["show"]], ids=["diff", "show"])
 def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, words, forged, said):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
     index = tmp_path / "forged" / "rank-00000.json"
-    forge(index, lambda told: forged(told["tensors"]["unit0"]["model/layers.0.weight"]))
+
+    def change(told):
+        weight = told["tensors"]["unit0"]["model/layers.0.weight"]
+        forged(told["outlines"][weight[0]], weight)
+
+    forge(index, change)
 
     ended = command(*words, *([runs / "one" / "step3"] if "diff" in words else []), tmp_path / "forged")
 
@@ -311,10 +320,7 @@ def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, word
 def test_a_place_outside_the_file_is_told_in_a_sentence(runs, tmp_path, start):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
     index = tmp_path / "forged" / "rank-00000.json"
-    forge(
-        index,
-        lambda told: told["tensors"]["unit0"]["model/layers.0.weight"]["boxes"][0].__setitem__(2, start),
-    )
+    forge(index, lambda told: told["tensors"]["unit0"]["model/layers.0.weight"].__setitem__(1, start))
 
     ended = command("diff", runs / "one" / "step3", tmp_path / "forged")
 

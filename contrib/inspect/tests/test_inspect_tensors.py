@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
-from accel_core import CheckpointError
+from accel_core import CheckpointError, CheckpointFiles
 from accel_inspect import blocks, tensors
 from accel_inspect.measure import Tolerance, measure
 from accel_inspect.tensors import Box, StoredTensor
@@ -194,28 +194,38 @@ def test_of_many_boxes_a_block_looks_at_its_own(monkeypatch):
     assert len(looked) == 2 * 100
 
 
+OUTLINE = {"kind": "like_param", "shape": [8], "dtype": "int64", "layout": None}
+
+
+def opened(shares, domains):
+    return CheckpointFiles(Path(), SimpleNamespace(domains=domains), {}, shares, None)
+
+
 def test_of_copies_on_several_nodes_one_is_read():
     values = torch.arange(8)
     (box,) = stored(values).boxes
-    boxes = [[[0], [8], 0]]
-    index = {"tensors": {"unit0": {"model/a": {"shape": [8], "dtype": "int64", "kind": "x", "boxes": boxes}}}}
+    index = {"outlines": [OUTLINE], "tensors": {"unit0": {"model/a": [0, 0]}}}
     shares = dict.fromkeys(range(3), (box.source, index))
-    opened = SimpleNamespace(shares=shares, manifest=SimpleNamespace(domains=[[0], [1], [2]]))
 
-    (found,) = tensors.tensors_of(opened).values()
+    (found,) = tensors.tensors_of(opened(shares, domains=[[0], [1], [2]])).values()
 
     assert found.boxes == [box]
 
 
 def test_tensors_of_several_ranks_are_in_the_order_of_their_names():
     (box,) = stored(torch.arange(8)).boxes
-    about = {"shape": [8], "dtype": "int64", "kind": "x", "boxes": [[[0], [8], 0]]}
     ranks = [{"unit0": ["model/layers.10.a"], "": ["a"]}, {"unit0": ["optimizer/b/step", "model/layers.9.a"]}]
     shares = {
-        rank: (box.source, {"tensors": {unit: dict.fromkeys(names, about) for unit, names in units.items()}})
+        rank: (
+            box.source,
+            {
+                "outlines": [OUTLINE],
+                "tensors": {unit: {name: [0, 0] for name in names} for unit, names in units.items()},
+            },
+        )
         for rank, units in enumerate(ranks)
     }
-    found = tensors.tensors_of(SimpleNamespace(shares=shares, manifest=SimpleNamespace(domains=None)))
+    found = tensors.tensors_of(opened(shares, domains=None))
 
     assert [name for _, name in found] == ["model/layers.9.a", "model/layers.10.a", "optimizer/b/step", "a"]
 

@@ -172,9 +172,9 @@ def tensors_of(opened: CheckpointFiles) -> dict[Key, StoredTensor]:
     """
     found: dict[Key, StoredTensor] = {}
     taken: set[tuple[Key, Part]] = set()
-    for data, index in opened.shares.values():
+    for rank, (data, _) in opened.shares.items():
         try:
-            for key, part, start in _boxes_in(index, found):
+            for key, part, start in _boxes_in(opened, rank, found):
                 # Nodes with disks of their own have a copy each of what is the same on all.
                 if not opened.manifest.domains or (key, part) not in taken:
                     found[key].boxes.append(Box(part, data, start))
@@ -193,22 +193,24 @@ def in_order(name: str) -> list[tuple[bool, int, str]]:
     return [(word.isdecimal(), int(word) if word.isdecimal() else 0, word) for word in words]
 
 
-def _boxes_in(index: Mapping[str, Any], found: dict[Key, StoredTensor]) -> Iterator[tuple[Key, Part, int]]:
+def _boxes_in(
+    opened: CheckpointFiles, rank: int, found: dict[Key, StoredTensor]
+) -> Iterator[tuple[Key, Part, int]]:
     """Yield (key, part, start) of each box of a rank's index.
 
     Adds the tensors that are not found yet.
     """
-    for unit, keys in index["tensors"].items():
-        for name, each in keys.items():
-            own = StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
-            stored = found.setdefault((unit, name), own)
-            if min(own.shape, default=0) < 0 or (own.shape, own.dtype) != (stored.shape, stored.dtype):
-                raise ValueError(f"{name} of shape {list(own.shape)}, {own.dtype}")
-            for offset, sizes, start in each["boxes"]:
-                sides = zip(offset, sizes, own.shape, strict=True)
-                if start < 0 or not all(0 <= first <= first + size <= whole for first, size, whole in sides):
-                    raise ValueError(f"a box of {name} at {offset} of shape {sizes}, from {start} on")
-                yield (unit, name), (tuple(offset), tuple(sizes)), start
+    for unit, name, each, where in opened.described(rank, dict):
+        own = StoredTensor(tuple(each["shape"]), each["dtype"], each["kind"])
+        stored = found.setdefault((unit, name), own)
+        if min(own.shape, default=0) < 0 or (own.shape, own.dtype) != (stored.shape, stored.dtype):
+            raise ValueError(f"{name} of shape {list(own.shape)}, {own.dtype}")
+        boxes = where if isinstance(where, list) else [[[0] * len(own.shape), own.shape, where]]
+        for offset, sizes, start in boxes:
+            sides = zip(offset, sizes, own.shape, strict=True)
+            if start < 0 or not all(0 <= first <= first + size <= whole for first, size, whole in sides):
+                raise ValueError(f"a box of {name} at {offset} of shape {sizes}, from {start} on")
+            yield (unit, name), (tuple(offset), tuple(sizes)), start
 
 
 @frozen
