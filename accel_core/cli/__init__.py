@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import io
 import os
 import sys
@@ -150,6 +152,7 @@ def _stdout_fails() -> bool:
 def main() -> None:
     """Run the console script; print errors of ours without a traceback."""
     _open_standard_streams()
+    atexit.register(gc.freeze)  # a process that ends need not search what it has imported for garbage
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

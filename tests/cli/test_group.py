@@ -81,6 +81,17 @@ def test_what_only_talks_imports_no_torch(words):
     assert ended.returncode == 0, ended.stderr
 
 
+def test_a_command_that_ends_does_not_search_what_it_imported_for_garbage():
+    code = "import atexit, gc, sys; from accel_core.cli import main; sys.argv = ['accel', '--help']\n"
+    code += (
+        "atexit.register(lambda: print(gc.get_freeze_count() > 1000)); main()"  # after what `main` registers
+    )
+
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+    assert ended.stdout.splitlines()[-1] == "True", ended.stderr
+
+
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
 def test_what_only_talks_imports_of_installed_backends_the_cards_alone(tmp_path, words):
     names = generate_backends(tmp_path, count=2)
