@@ -68,7 +68,7 @@ class PreparedOptimizer(Optimizer):
             return
         state, clear = unit.step_state, unit.steps.zero_grad
         if state.needs_finish or optimizer in state.with_gradients:
-            state.drop(optimizer, cleared=True)
+            state.drop(optimizer)
         if clear is not None:
             clear(unit, optimizer, set_to_none)
         elif (
@@ -80,6 +80,8 @@ class PreparedOptimizer(Optimizer):
                         parameter.grad = None
         else:
             optimizer.zero_grad(set_to_none)
+        if state.needs_finish:
+            state.note_cleared(optimizer, unit.window, clean_from)
         self.__dict__["clean_from"] = clean_from
 
     @property

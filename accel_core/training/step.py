@@ -169,6 +169,8 @@ def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, 
             state.begin_window()
             if state.counted_in and (outside or (unit.window.items is None and unit.window.index <= 0)):
                 state.forget_items(unit)
+            if unit.window.items is not None and not outside and len(state.counted_in) < len(unit.optimizers):
+                state.count(unit)
             if outside:
                 unit.window.drop_items()
     return reduced
@@ -243,6 +245,8 @@ def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
     if state.is_reduced(optimizer, unit.window):
         return
     state.refuse_carried(unit.window)
+    if unit.window.items is not None and unit.run.accumulation is None and state.is_settled(unit):
+        unit.window.drop_items()  # a backward of the loss's own came after its window
     if unit.window.items is not None:
         state.refuse_edited(unit.window, unit.named_parameters(), optimizer)
         items = state.note_items(_items_of_all_ranks(unit, unit.window.items))
@@ -387,7 +391,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     except RuntimeError as error:
         tell_lost(unit.run, "step", error)
         raise
-    state.drop(optimizer, cleared=False)
+    state.drop(optimizer)
     if unit.steps.after_step is not None:
         unit.steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

@@ -42,8 +42,8 @@ class StepState:
     counted_in: optimizer -> number of the window in which its gradients began, where items are counted;
         without those whose gradients are applied or dropped.
     items: of all ranks, in the window that was reduced last, where items are counted.
-    applied: optimizer -> version of its first gradient after its last step, once items are counted; None
-        where it is cleared.
+    settled: optimizer -> (version of its first gradient, whether it was cleared) after its last step or
+        clearing, once items are counted.
     has_scaled: a loss of another unit has left gradients here, by another scale than this unit's.
     no_sync_depth: contexts that are entered in which gradients are not reduced, `accumulate` aside.
     allows_uneven_inputs: ranks may run out of batches now.
@@ -57,7 +57,7 @@ class StepState:
     undivided: tuple[int, dict[Tensor, Version]] | None = None
     counted_in: dict[Optimizer, int] = field(factory=dict)
     items: Tensor | None = None
-    applied: dict[Optimizer, Version] = field(factory=dict)
+    settled: dict[Optimizer, tuple[Version, bool]] = field(factory=dict)
     has_scaled: bool = False
     no_sync_depth: int = 0
     allows_uneven_inputs: bool = False
@@ -93,6 +93,20 @@ class StepState:
             else:
                 self.counted_in[optimizer] = window.number
 
+    def count(self, unit: Unit) -> None:
+        """Count optimizers that have stepped in the window, for its next backward.
+
+        That backward adds to gradients which are divided already, unless they are cleared.
+        """
+        for optimizer in unit.optimizers:
+            if optimizer not in self.counted_in:
+                mixes = self._is_applied(optimizer)
+                self.counted_in[optimizer] = _MIXED if mixes else unit.window.number
+
+    def is_settled(self, unit: Unit) -> bool:
+        """Tell if no gradients of windows that count items wait for a step."""
+        return bool(unit.optimizers) and not self.counted_in
+
     def forget_items(self, unit: Unit) -> None:
         """Have a step refuse gradients that wait for their division.
 
@@ -107,12 +121,14 @@ class StepState:
     def _carries(self, unit: Unit, optimizer: Optimizer) -> bool:
         """Tell if the optimizer has gradients before its window's first backward.
 
-        A step does not clear them. Values are read only of gradients that were not applied.
+        A step does not clear them. Values are read only of gradients that are not as they were left.
         """
         waits = optimizer in self.counted_in or optimizer in self.with_gradients or optimizer in self.sharing
         if not waits and self.items is not None:
-            version = self.applied.get(optimizer)
-            return version is not None and version == _first_version(optimizer)
+            version, is_cleared = self.settled.get(optimizer, (None, True))
+            now = _first_version(optimizer)
+            if now == version:
+                return now is not None and not is_cleared
         # Their strategy may keep gradients elsewhere than in the parameters.
         kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
         return kept or any(map(is_nonzero, _gradients(optimizer)))
@@ -155,15 +171,22 @@ class StepState:
             self.counted_in |= dict.fromkeys(versions, _MIXED)
             raise _mixed()
 
-    def drop(self, optimizer: Optimizer, *, cleared: bool) -> None:
-        """Forget the gradients of an optimizer: they are applied, or cleared."""
+    def drop(self, optimizer: Optimizer) -> None:
+        """Forget the gradients of an optimizer: they are applied, or about to be cleared."""
         self.with_gradients.discard(optimizer)
         self.sharing.discard(optimizer)
         self.reduced.pop(optimizer, None)
         self.counted_in.pop(optimizer, None)
         if self.items is not None:
-            self.applied[optimizer] = None if cleared else _first_version(optimizer)
-        if cleared and self.undivided is not None:
+            self.settled[optimizer] = _first_version(optimizer), False
+
+    def note_cleared(self, optimizer: Optimizer, window: Window, clean_from: int) -> None:
+        """Note that no gradients of windows before `clean_from` are left."""
+        if window.items is not None and clean_from == window.number:
+            self.counted_in[optimizer] = clean_from  # this window's are to come
+        if self.items is not None:
+            self.settled[optimizer] = _first_version(optimizer), True
+        if self.undivided is not None:
             for group in optimizer.param_groups:
                 for parameter in group["params"]:
                     self.undivided[1].pop(parameter, None)
@@ -174,7 +197,7 @@ class StepState:
         self.with_gradients.clear()
         self.sharing.clear()
         self.counted_in.clear()
-        self.applied.clear()
+        self.settled.clear()
         self.undivided = None
 
     @contextmanager
@@ -274,19 +297,30 @@ class StepState:
         A step leaves it divided. optimizer: of the step; None stands for all optimizers.
         """
         number, noted = self.undivided or (0, {})
-        if number == window.number and (edited := [n for n, p in parameters.items() if _is_edited(p, noted)]):
-            if not self.counted_in or (optimizer is not None and optimizer not in self.counted_in):
-                raise AccelError(
-                    f"accumulate(items=...): the gradient of {edited[0]} was divided by the items of the"
-                    " window and applied, and would be divided again\n"
-                    "call optimizer.step() once after backward, and clip or unscale before it"
-                )
+        noted = noted if number == window.number else {}
+        edited = [name for name, p in parameters.items() if _is_edited(p, noted)] if noted else []
+        is_done = not self.counted_in or (optimizer is not None and optimizer not in self.counted_in)
+        asked = [*self.settled] if optimizer is None else [optimizer]
+        if (edited and is_done) or any(map(self._is_applied, asked)):
+            raise AccelError(
+                f"accumulate(items=...): the gradient of {edited[0] if edited else next(iter(parameters))}"
+                " was divided by the items of the window and applied, and would be divided again\n"
+                "call optimizer.step() once after backward, and clip or unscale before it"
+            )
+        if edited:
             raise AccelError(
                 f"accumulate(items=...): the gradient of {edited[0]} was changed after backward, where"
                 " gradients are still sums, yet to be divided by the items of the window\n"
                 "call accelerator.unscale_gradients() before changing them: it divides; or clip_grad_norm_ of"
                 " the accelerator, to clip"
             )
+
+    def _is_applied(self, optimizer: Optimizer) -> bool:
+        """Tell if the gradients are those that the optimizer has applied."""
+        version, is_cleared = self.settled.get(optimizer, (None, True))
+        if optimizer in self.counted_in or is_cleared or version != _first_version(optimizer):
+            return False
+        return any(map(is_nonzero, _gradients(optimizer)))
 
 
 def _mixed() -> AccelError:
