@@ -130,7 +130,8 @@ class StepState:
             if now == version:
                 return now is not None and not is_cleared
         # Their strategy may keep gradients elsewhere than in the parameters.
-        kept = unit.steps.zero_grad is not None and optimizer in self.with_gradients
+        had = optimizer in self.with_gradients or (optimizer in self.sharing and optimizer in self.counted_in)
+        kept = unit.steps.zero_grad is not None and had
         return kept or any(map(is_nonzero, _gradients(optimizer)))
 
     def note_items(self, items: Tensor) -> Tensor:
