@@ -159,9 +159,9 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
 
 
 def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
-    """Return the index of these parts: leaf, number of the box in it, and start in the file.
+    """Return the index of these parts.
 
-    Tensors are many, their outlines few, so that each stands there once.
+    Each is a leaf, the number of the box in it, and its start in the file. Tensors are many, their outlines few, so that each stands there once.
     """
     outlines: dict[tuple[Any, ...], int] = {}
     tensors: dict[str, dict[str, list[Any]]] = {}
@@ -169,7 +169,7 @@ def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
         dtype, box = name_of(declared.dtypes[0]), declared.boxes[number]
         outline = declared.kind, declared.shape, dtype, declared.layout
         known, at = tensors.setdefault(unit, {}), outlines.setdefault(outline, len(outlines))
-        if box.shape == declared.shape:
+        if len(declared.boxes) == 1 and box.shape == declared.shape:
             known[key] = [at, start]
         else:
             known.setdefault(key, [at, []])[1].append([*box, start])

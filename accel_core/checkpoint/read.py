@@ -213,7 +213,7 @@ def _add_tensors(tensors: dict[Key, Stored], rank: int, files: CheckpointFiles) 
 def _outline(
     each: Mapping[str, Any],
 ) -> tuple[tuple[Kind, tuple[int, ...], str, str | None], tuple[Box, int]]:
-    """Return what a tensor of this outline is, and the box of all of it with its bytes."""
+    """Return what such a tensor is, and its whole box with the bytes of that."""
     shape, dtype = tuple(each["shape"]), each["dtype"]
     return (each["kind"], shape, dtype, each["layout"]), _measured(dtype, (0,) * len(shape), shape)
 

@@ -115,7 +115,7 @@ class CheckpointFiles:
     def described(
         self, rank: int, read: Callable[[Mapping[str, Any]], R]
     ) -> Iterator[tuple[str, str, R, Any]]:
-        """Yield (unit, key, outline, where) of each tensor of a rank's index, none of it checked.
+        """Yield (unit, key, outline, where) of each tensor of a rank, unchecked.
 
         read: gives what stands for an outline, a mapping as docs/checkpoint-format.md has it; called once for
         each. where: start of the whole tensor in the data file, or a list of `[offset, shape, start]`.

@@ -64,6 +64,7 @@ class Group(click.Group):
         if record is not None and record.card is not None:
             from accel_core.plugins.discovery import load
 
+            atexit.unregister(gc.freeze)  # Python's last search closes the files that a plugin has left open
             command: click.Command = load(record, record.card.implementation or "")
             return command
         from accel_core.plugins.catalog import catalog_entry, install_hint

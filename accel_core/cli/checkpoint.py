@@ -135,15 +135,21 @@ def _short(value: float, scale: Sequence[tuple[str, float]]) -> str:
 
 
 def _parameters(opened: CheckpointFiles) -> Iterator[dict[str, Any]]:
-    tensors = {
-        (unit, key): outline
-        for rank in opened.shares
-        for unit, key, outline, _ in opened.described(rank, dict)
-    }
+    from accel_core.checkpoint.files import understanding
+
+    tensors: dict[tuple[str, str], dict[str, Any]] = {}
+    for rank, (data, _) in opened.shares.items():
+        with understanding(data.path.with_suffix(".json")):
+            for unit, key, outline, _ in opened.described(rank, _outline):
+                tensors[unit, key] = outline
     for (unit, key), outline in sorted(tensors.items()):
         sort, _, name = key.partition("/")
         if sort == "model":
-            yield {"unit": unit, "name": name, "shape": outline["shape"], "dtype": outline["dtype"]}
+            yield {"unit": unit, "name": name, **outline}
+
+
+def _outline(each: Mapping[str, Any]) -> dict[str, Any]:
+    return {"shape": list(each["shape"]), "dtype": each["dtype"]}
 
 
 @checkpoint.command()

@@ -20,6 +20,7 @@ import page_reader
 import pytest
 import torch
 import xxhash
+from accel_command import accel
 from series_job import Job
 from torch import nn
 from torch.utils.data import DataLoader
@@ -170,6 +171,18 @@ def weight_of(members):
 
 def outline_of(members):
     return members["outlines"][weight_of(members)[0]]
+
+
+@pytest.mark.parametrize("member", ["outlines", "tensors"])
+def test_an_index_that_is_not_understood_is_listed_without_a_traceback(job, folder, member):
+    index = folder / "checkpoint_2" / "rank-00000.json"
+    rewrite(index.parent, index.name, lambda members: members.pop(member))
+
+    ended = accel("checkpoint", "list", str(index.parent))
+
+    assert ended.returncode == 1
+    told = f"accel: {index} is damaged: it cannot be understood (KeyError('{member}'))"
+    assert ended.stderr.startswith(told)
 
 
 # -- reading -----------------------------------------------------------------------------------------

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from planning import plan
 
-from accel_core import CheckpointError, flat_range
+from accel_core import CheckpointError, Leaf, flat_range
+from accel_core.checkpoint.layout import Layout
 from accel_core.checkpoint.plan import declare
 
 
@@ -54,3 +57,14 @@ def test_a_tensor_without_elements_that_no_rank_holds_is_refused():
     nowhere = declare(leaf, spread=True)._replace(boxes=(), dtypes=())
     with pytest.raises(CheckpointError, match="held by no rank"):
         plan([{("unit0", "model/w"): nowhere}])
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_a_tensor_without_elements_in_several_boxes_is_indexed_by_all_of_them(order):
+    """One of them may have the shape of the whole tensor."""
+    shards = (((0, 0), torch.empty(4, 0)), ((4, 0), torch.empty(0, 0)))[::order]
+    key, leaf = ("unit0", "model/w"), Leaf(kind="like_param", global_shape=(4, 0), shards=shards)
+    declared = {key: declare(leaf, spread=True)}
+    layout = Layout.of("", declared, plan([declared])[0], {key: leaf})
+    (_, boxes) = json.loads(b"{%b}" % layout.index)["tensors"]["unit0"]["model/w"]
+    assert [(offset, shape) for offset, shape, _ in boxes] == [([0, 0], [4, 0]), ([4, 0], [0, 0])][::order]
