@@ -161,7 +161,8 @@ def _pieces(tensors: Sequence[Tensor]) -> Iterator[slice]:
 def _index(parts: Iterable[tuple[Key, Declared, int, int]]) -> bytes:
     """Return the index of these parts.
 
-    Each is a leaf, the number of the box in it, and its start in the file. Tensors are many, their outlines few, so that each stands there once.
+    Each is a leaf, the number of the box in it, and its start in the file. Tensors are many, their outlines
+    few, so that each stands there once.
     """
     outlines: dict[tuple[Any, ...], int] = {}
     tensors: dict[str, dict[str, list[Any]]] = {}
