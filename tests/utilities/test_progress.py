@@ -229,7 +229,7 @@ def test_saving_loading_verifying_and_exporting_are_shown(soon, capsys, tmp_path
     accelerator.end_training()
 
     told = CliRunner().invoke(checkpoint, ["verify", str(tmp_path / "here")])
-    assert "accel: verifying here: [" in told.stderr
+    assert "accel: verifying here: [" in told.output
     export(tmp_path / "here", tmp_path / "two", None, "1GB", safe=True)
     assert lines_of(capsys) == {"accel: verifying here", f"accel: writing {tmp_path / 'two'}"}
 
