@@ -13,7 +13,7 @@ def whole_number(given: Any, least: float = 0) -> int | None:
 
     None for another value, True and what numpy has masked among them, and for a number below `least`.
     """
-    is_flag = isinstance(given, bool) or str(getattr(given, "dtype", "")) == "torch.bool"
+    is_flag = isinstance(given, bool) or str(getattr(given, "dtype", "")) in ("bool", "torch.bool")
     is_masked = str(getattr(given, "mask", "")) == "True"
     try:
         number = None if is_flag or is_masked else operator.index(given)

@@ -51,7 +51,22 @@ def test_options_by_name_are_a_mapping(arguments):
         Accelerator(cpu=True, **arguments)
 
 
-@pytest.mark.parametrize("flag", [True, torch.tensor(True), np.True_], ids=["bool", "torch", "numpy"])
+class NumbersFlag:
+    """np.True_ of numpy 1, which counts as the number 1."""
+
+    dtype = np.dtype(bool)
+
+    def __index__(self):
+        return 1
+
+    def __repr__(self):
+        return "True"
+
+
+FLAGS = {"bool": True, "torch": torch.tensor(True), "numpy": np.True_, "numpy 1": NumbersFlag()}
+
+
+@pytest.mark.parametrize("flag", FLAGS.values(), ids=FLAGS)
 def test_a_flag_of_any_library_is_no_number(flag):
     with pytest.raises(ConfigError, match="set_seed: the seed is .*True"):
         set_seed(flag)
