@@ -112,7 +112,6 @@ def launch(
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
     from accel_core.launch.rendezvous import require_rendezvous
-    from accel_core.launch.worker import command
 
     planned, words, again = _planned(config, module, target, options)
     planned = planned.allocated()
@@ -121,7 +120,7 @@ def launch(
         require_rendezvous(section.nodes, section.rendezvous)
     if dry_run:
         _describe(planned, words)
-        _preview(planned, again, submits=False)
+        _preview(planned, words, again, submits=False)
         return
     hooks, processes = planned.launcher(), planned.processes()
     # Where no strategy is installed, the script may need none; the worker's error names what to install.
@@ -132,9 +131,7 @@ def launch(
     notes += _alone_by_torchrun() if section.nodes == 1 and planned.allocation is None else []
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
         print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
-    sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
-    worker = command(words, *(sizes if processes else []))
-    with planned.job(worker, processes, again) as job:
+    with planned.job(_worker(planned, words, processes), processes, again) as job:
         code = hooks.launch(job)
     if type(code) is not int:
         raise PluginError(
@@ -168,7 +165,7 @@ def submit(
         )
     if dry_run:
         _describe(planned, words)
-        _preview(planned, again, submits=True)
+        _preview(planned, words, again, submits=True)
         return
     with planned.job((), _asked(planned), again) as job:
         submitted = hooks.submit(job)
@@ -218,12 +215,22 @@ def _asked(planned: Launch) -> int:
     return 0 if asked == "auto" else asked
 
 
-def _preview(planned: Launch, again: Sequence[str], *, submits: bool) -> None:
+def _worker(planned: Launch, words: Sequence[str], processes: int) -> tuple[str, ...]:
+    """Return the command of one worker."""
+    from accel_core.launch.worker import command
+
+    section = planned.config.launch
+    sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
+    return command(words, *(sizes if processes else []))
+
+
+def _preview(planned: Launch, words: Sequence[str], again: Sequence[str], *, submits: bool) -> None:
     """Print the launcher's own description, if it has one."""
     hooks = planned.launcher()
     if hooks.implementations("preview"):
         processes = _asked(planned) if submits else planned.processes()
-        with planned.job((), processes, again) as job:
+        worker = () if submits else _worker(planned, words, processes)
+        with planned.job(worker, processes, again) as job:
             print(hooks.preview(job, submits), flush=True)
 
 

@@ -14,7 +14,8 @@ class Job:
     argv: tuple[str, ...]
     """The command of one worker, interpreter included.
 
-    It runs once per rank, with torchrun's variables and those of `environment`.
+    It runs once per rank, with torchrun's variables and those of `environment`. Empty in `submit`, and in
+    the `preview` of `submit`: such a job runs `command`.
     """
     command: tuple[str, ...] = ()
     """`accel launch` with the flags and the script, to run on other machines.

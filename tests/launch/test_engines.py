@@ -44,7 +44,8 @@ class Plugin:
 
     @implements(hooks.preview)
     def preview(self, job, submits):
-        return f"{'mail' if submits else 'call'} {job.nodes} x {job.processes_per_node}: {job.command[4:]}"
+        kind, worker = "mail" if submits else "call", job.argv[-2:]
+        return f"{kind} {job.nodes} x {job.processes_per_node}: {job.command[4:]}, each {worker}"
 
     @implements(hooks.submit)
     def submit(self, job):
@@ -173,6 +174,16 @@ def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp
     assert "\ncall 1 x 3: " in launched.stdout
     assert "\nmail 1 x 3: " in submitted.stdout
     assert not (tmp_path / "mail").exists()
+
+
+def test_the_preview_of_a_launch_has_the_command_of_a_worker(stable, tmp_path):
+    words = ("--dry-run", "--launcher", "pony", "-n", "3", "train.py", "--lr=1")
+
+    launched = accel("launch", *words, environment=stable, cwd=tmp_path)
+    submitted = accel("submit", *words, environment=stable, cwd=tmp_path)
+
+    assert ", each ('train.py', '--lr=1')" in launched.stdout
+    assert ", each ()" in submitted.stdout  # such a job runs `accel launch`
 
 
 def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(toys, stable, tmp_path):
