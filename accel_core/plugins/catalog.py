@@ -126,6 +126,8 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
     record = discovery.get(kind)
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
         return ""
+    if record is not None and record.fault == "conflict":
+        return f"{kind!r} cannot be used: {record.reason}"
     try:
         import torch
 
@@ -133,12 +135,16 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
     except ImportError:
         return ""  # only torch could say so
     except (RuntimeError, AttributeError):
-        entry, usual = catalog_entry(kind), _data()["devices"].get(kind)
-        if entry is not None and entry.slot == "device":
-            remedy = f"; {install_hint(entry.folder)}"
-        elif usual is not None:
-            remedy = f"; write {usual}, or auto"
-        else:
-            remedy = did_you_mean(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])
+        remedy = _known_devices(kind, discovery)
         return f"{kind!r} is neither an installed device plugin nor a device type of this torch{remedy}"
     return ""
+
+
+def _known_devices(kind: str, discovery: Discovery) -> str:
+    """`; write this` for a device that is not here."""
+    entry, usual = catalog_entry(kind), _data()["devices"].get(kind)
+    if entry is not None and entry.slot == "device":
+        return f"; {install_hint(entry.folder)}"
+    if usual is not None:
+        return f"; write {usual}, or auto"
+    return did_you_mean(kind, ["auto", "cpu", *(record.name for record in discovery.of("device"))])

@@ -314,10 +314,18 @@ def _refuse_clashes(records: Sequence[Record]) -> Iterator[Record]:
         if len(rivals) == 1 or record.fault == "blocked" or record.distribution == CORE:
             yield record
             continue
-        origins = sorted(rival.origin for rival in rivals)
-        loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
-        detail = f"{record.name!r} is provided by {' and '.join(origins)}; uninstall {loser}"
-        yield evolve(record, fault="conflict", detail=detail)
+        yield evolve(record, fault="conflict", detail=_clash(record, rivals))
+
+
+def _clash(record: Record, rivals: Sequence[Record]) -> str:
+    if all(rival.distribution == record.distribution for rival in rivals):
+        slots = " and ".join(sorted(rival.slot for rival in rivals))
+        return (
+            f"{record.origin} calls its {slots} {record.name!r}; names are unique over all slots: rename one"
+        )
+    origins = sorted(rival.origin for rival in rivals)
+    loser = record.distribution if any(rival.distribution == CORE for rival in rivals) else "one of them"
+    return f"{record.name!r} is provided by {' and '.join(origins)}; uninstall {loser}"
 
 
 def _summary(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from toy_distributions import card_source
 from accel_core.contract.card import API_VERSION, Card
 from accel_core.errors import PluginError
 from accel_core.plugins import timeout
+from accel_core.plugins.catalog import unknown_device
 from accel_core.plugins.discovery import Record, discover, load
 
 
@@ -244,6 +245,22 @@ def test_names_are_one_space_over_all_slots(toy_distribution):
         )
 
     assert [r.status for r in discover({}).records if r.name == "pony"] == ["conflict", "conflict"]
+
+
+def test_one_package_with_one_name_for_two_plugins_is_told_to_rename(toy_distribution):
+    toy_distribution(
+        "accel-pony",
+        entry_points={
+            f"accel_core.{slot}": {"pony": f"toy_pony_{slot}:CARD"} for slot in ("command", "device")
+        },
+        modules={f"toy_pony_{slot}": card_source("pony", slot) for slot in ("command", "device")},
+        version="0.1",
+    )
+    discovery = discover({})
+    clash = "accel-pony 0.1 calls its command and device 'pony'; names are unique over all slots: rename one"
+
+    assert [record.reason for record in discovery.records if record.name == "pony"] == [clash, clash]
+    assert unknown_device("pony", discovery) == f"'pony' cannot be used: {clash}"
 
 
 def test_a_stranger_cannot_take_a_name_of_core(toy_distribution):
