@@ -7,6 +7,7 @@ machine may be a login node; the workers choose.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
 import signal
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load, outside
-from accel_core.config.sources import WORKER_CONFIG_VARIABLE, ConfigProblem
+from accel_core.config.sources import GUESSES_VARIABLE, WORKER_CONFIG_VARIABLE, ConfigProblem
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.job import Job
@@ -250,7 +251,8 @@ class Launch:
         for record in self._named():
             wanted.update(environment_of(record, self.config, world))
         yours = os.environ.keys() - inherited
-        return {name: value for name, value in wanted.items() if name not in yours}
+        new = {name: value for name, value in wanted.items() if name not in yours}
+        return {**new, GUESSES_VARIABLE: json.dumps(new)}
 
     @contextmanager
     def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Iterator[Job]:

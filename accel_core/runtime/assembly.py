@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from accel_core.config.sources import GUESSES_VARIABLE
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.hooks import DUTIES
 from accel_core.contract.stack import Chosen
@@ -30,11 +32,13 @@ _users: Counter[str] = Counter()
 def apply_launch_environment(run: Run) -> list[str]:
     """Set variables that vendor libraries read at import, until the run ends.
 
-    Settings that exist already win; the result lists them.
+    Settings that exist already win, but for a launcher's; the result lists them.
     """
-    notes = []
+    notes, guesses = [], json.loads(os.environ.get(GUESSES_VARIABLE, "{}"))
     for chosen in run.stack.members():
         for name, value in environment_of(chosen.record, run.config, run.world).items():
+            if not _users[name] and name in guesses and os.environ.get(name) == guesses[name]:
+                del os.environ[name]
             if _users[name] or name not in os.environ:
                 run.environment.append(name)
                 _users[name] += 1

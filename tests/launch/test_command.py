@@ -52,6 +52,17 @@ def test_what_a_device_wants_in_the_environment_does_not_replace_what_the_user_s
     assert ended.stdout == "1 oats\n"
 
 
+@pytest.mark.parametrize(("own", "guessed"), [({}, "hay"), ({"PONY_NEEDS": "oats"}, None)])
+def test_workers_know_which_variables_the_launcher_set_for_plugins(pony, tmp_path, own, guessed):
+    show = "import json, os; print(json.loads(os.environ['ACCEL_LAUNCH_VARIABLES']).get('PONY_NEEDS'))"
+    (tmp_path / "train.py").write_text(show)
+
+    words = ("launch", "--device", "pony", "-n", "1", "train.py")
+    ended = accel(*words, environment={**pony, **own}, cwd=tmp_path)
+
+    assert ended.stdout == f"{guessed}\n"
+
+
 def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_path):
     ended = accel("launch", "--device", "pony", "-n", "3", "train.py", environment=pony, cwd=tmp_path)
 

@@ -219,6 +219,21 @@ def test_the_users_own_variable_wins_and_is_told(run_with, monkeypatch):
     assert "TOY_MODE=slow is yours; one would have set fast" in accelerator.explain()
 
 
+def test_a_variable_that_the_launcher_guessed_gives_way_to_what_the_run_asks_for(run_with, monkeypatch):
+    monkeypatch.setenv("TOY_MODE", "slow")
+    monkeypatch.setenv("ACCEL_LAUNCH_VARIABLES", '{"TOY_MODE": "slow"}')
+    accelerator = run_with(one=extension("one"))
+    assert os.environ["TOY_MODE"] == "fast"
+    assert "TOY_MODE" not in accelerator.explain()
+
+
+def test_a_variable_that_the_script_set_over_the_launchers_wins(run_with, monkeypatch):
+    monkeypatch.setenv("TOY_MODE", "exact")
+    monkeypatch.setenv("ACCEL_LAUNCH_VARIABLES", '{"TOY_MODE": "slow"}')
+    accelerator = run_with(one=extension("one"))
+    assert "TOY_MODE=exact is yours; one would have set fast" in accelerator.explain()
+
+
 @pytest.mark.parametrize(
     "fault", ["raise RuntimeError('no driver')", "import sys; sys.exit(3)", "import nowhere"]
 )
