@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
+from inspect import signature
 
 import inspect_jobs as jobs
 import pytest
@@ -23,9 +24,12 @@ from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest,
 from accel_core.cli import accel
 from accel_testing import run_processes
 
+# click 8.1 joins both streams unless it is told not to; later ones keep them apart, and take no argument.
+APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
+
 
 def command(*words):
-    return CliRunner().invoke(accel, ["checkpoint", *map(str, words)])
+    return CliRunner(**APART).invoke(accel, ["checkpoint", *map(str, words)])
 
 
 def diff(*words):
