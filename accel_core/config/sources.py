@@ -19,7 +19,10 @@ from accel_core.errors import ConfigError
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 """Variable that names the file with a launcher's config for its workers."""
 GUESSES_VARIABLE: Final = "ACCEL_LAUNCH_VARIABLES"
-"""Variable with those that a launcher has set for plugins, before the script has chosen options: JSON."""
+"""Variable with those that a launcher has set for plugins, as JSON.
+
+The script has not chosen options then.
+"""
 
 _AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
 
