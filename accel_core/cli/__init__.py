@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import gc
 import io
 import os
@@ -64,7 +63,6 @@ class Group(click.Group):
         if record is not None and record.card is not None:
             from accel_core.plugins.discovery import load
 
-            atexit.unregister(gc.freeze)  # Python's last search closes the files that a plugin has left open
             command: click.Command = load(record, record.card.implementation or "")
             return command
         from accel_core.plugins.catalog import catalog_entry, install_hint
@@ -153,7 +151,7 @@ def _stdout_fails() -> bool:
 def main() -> None:
     """Run the console script; print errors of ours without a traceback."""
     _open_standard_streams()
-    atexit.register(gc.freeze)  # a process that ends need not search what it has imported for garbage
+    gc.freeze()  # what is imported lives to the end of the process, and is searched in vain
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
