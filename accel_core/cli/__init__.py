@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import io
 import os
 import sys
@@ -151,7 +150,6 @@ def _stdout_fails() -> bool:
 def main() -> None:
     """Run the console script; print errors of ours without a traceback."""
     _open_standard_streams()
-    gc.freeze()  # what is imported lives to the end of the process, and is searched in vain
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

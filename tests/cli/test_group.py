@@ -81,45 +81,6 @@ def test_what_only_talks_imports_no_torch(words):
     assert ended.returncode == 0, ended.stderr
 
 
-def test_what_the_console_script_has_imported_is_not_searched_for_garbage():
-    code = "import atexit, gc, sys; from accel_core.cli import main; sys.argv = ['accel', '--help']\n"
-    code += "atexit.register(lambda: print(gc.get_freeze_count() > 1000)); main()"
-
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-
-    assert ended.stdout.splitlines()[-1] == "True", ended.stderr
-
-
-DIARY = """
-import click
-
-class Log:
-    def __init__(self, path):
-        self.file = open(path, "w")
-        self.say = self.file.write
-        self.own = self
-
-    def __del__(self):
-        self.file.close()
-
-@click.command()
-@click.argument("path")
-def diary(path):
-    global log
-    log = Log(path)
-    log.say("written")
-"""
-
-
-def test_a_file_that_a_plugins_command_leaves_open_is_written_to_its_end(toys, tmp_path):
-    environment = toys("hello", "command", implementation="'toy_diary:diary'", modules={"toy_diary": DIARY})
-
-    ended = accel("hello", str(tmp_path / "log"), environment=environment)
-
-    assert (ended.returncode, ended.stderr) == (0, "")
-    assert (tmp_path / "log").read_text() == "written"
-
-
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
 def test_what_only_talks_imports_of_installed_backends_the_cards_alone(tmp_path, words):
     names = generate_backends(tmp_path, count=2)
