@@ -161,6 +161,7 @@ def test_a_trainjob_leaves_the_place_of_its_pods_to_kubeflow():
 
 def test_accels_variables_travel_and_paths_of_this_machine_do_not(monkeypatch, tmp_path):
     monkeypatch.setenv("ACCEL_CONFIG", "/here/accel.yaml")
+    monkeypatch.setenv("ACCEL_LAUNCH_VARIABLES", '{"TOY_MODE": "slow"}')
     monkeypatch.setenv("ACCEL__SEED", "7")
     monkeypatch.chdir(tmp_path)
     config = f"--config={Path.cwd()}/conf/accel.yaml"
@@ -171,6 +172,7 @@ def test_accels_variables_travel_and_paths_of_this_machine_do_not(monkeypatch, t
     (container,) = _pods(text)["containers"]
     assert {"name": "ACCEL__SEED", "value": "7"} in container["env"]
     assert "ACCEL_CONFIG" not in text
+    assert "ACCEL_LAUNCH_VARIABLES" not in text
     mine = ["--config=conf/accel.yaml", "train.py", config]
     assert container["command"][4:] == mine  # the last is the script's
 

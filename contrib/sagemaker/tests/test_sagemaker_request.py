@@ -82,10 +82,12 @@ def test_a_file_that_is_not_sent_is_refused(words):
 
 def test_accels_variables_travel_and_paths_of_this_machine_do_not(monkeypatch):
     monkeypatch.setenv("ACCEL_CONFIG", "/here/accel.yaml")
+    monkeypatch.setenv("ACCEL_LAUNCH_VARIABLES", '{"TOY_MODE": "slow"}')
     monkeypatch.setenv("ACCEL__SEED", "7")
 
-    assert request(job("train.py"), SageMakerConfig(**LEAST)).trainer["environment"]["ACCEL__SEED"] == "7"
-    assert "ACCEL_CONFIG" not in request(job("train.py"), SageMakerConfig(**LEAST)).trainer["environment"]
+    told = request(job("train.py"), SageMakerConfig(**LEAST)).trainer["environment"]
+    assert told["ACCEL__SEED"] == "7"
+    assert {"ACCEL_CONFIG", "ACCEL_LAUNCH_VARIABLES"}.isdisjoint(told)
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,8 @@ Document = dict[str, Any]
 GROUP: Final = "node"
 """Name of the pods' job and of their container, as in Kubeflow's runtimes."""
 INDEX: Final = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
-STAYS_HERE: Final = ("ACCEL_CONFIG", "ACCEL_LAUNCH_CONFIG")
-"""Variables with paths of this machine."""
+STAYS_HERE: Final = ("ACCEL_CONFIG", "ACCEL_LAUNCH_CONFIG", "ACCEL_LAUNCH_VARIABLES")
+"""Variables with paths of this machine, and what a launcher set here."""
 FLAGS: Final = 4
 """Place of the first flag in `Job.command`, which is --config if there is a file."""
 ENDING_SECONDS: Final = 60

@@ -127,8 +127,11 @@ def _within(folder: Path, file: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    """Return the user's variables for accel-core, without paths of this machine."""
-    stays = {"ACCEL_CONFIG", "ACCEL_LAUNCH_CONFIG"}
+    """Return the user's variables for accel-core.
+
+    Without paths of this machine, and what a launcher set here.
+    """
+    stays = {"ACCEL_CONFIG", "ACCEL_LAUNCH_CONFIG", "ACCEL_LAUNCH_VARIABLES"}
     if "ACCEL_LAUNCH_CONFIG" in os.environ:  # a rank hands no run's name on
         stays.add("ACCEL_RUN_ID")
     names = sorted(name for name in os.environ if name.startswith(("ACCEL_", "ACCELERATE_")))
