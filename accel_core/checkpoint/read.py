@@ -146,7 +146,7 @@ class Checkpoint(CheckpointFiles):
         for rank, (data, index) in files.shares.items():
             with understanding(data.path.with_suffix(".json")):
                 cut |= _add_tensors(tensors, rank, files)
-                del index["outlines"], index["tensors"]  # which take more memory than what is made of them
+                del index["outlines"], index["tensors"]  # what is made of them holds all that they say
                 ranks[rank] = index["state"]
         with understanding(files.folder / MANIFEST):
             for unit, key in cut if not files.absent else ():
