@@ -8,11 +8,45 @@ a test finds what is defined there.
 
 from __future__ import annotations
 
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parent
 FILES = [file for tests in ("tests", "*/*/tests") for file in ROOT.glob(f"{tests}/**/*.py")]
 
 # Folders without tests are not for everybody: they hold stand-ins for vendors' libraries, for example.
 sys.path[:0] = sorted({str(file.parent) for file in FILES if file.name.startswith(("test_", "conftest"))})
+
+STARTS = {"process", "command", "hosts", "kit"}
+"""Marks of tests that start processes; the fixtures of accel-testing set them."""
+PYTHON = re.compile(r"python|accel|torchrun|pytest")
+_starts_nothing: list[str] = []
+"""The running test, if it has none of these marks."""
+
+
+def watch(event: str, about: tuple[Any, ...]) -> None:
+    """Refuse a Python that a test starts without a fixture, and so without a mark."""
+    if event == "subprocess.Popen" and _starts_nothing and PYTHON.match(Path(str(about[0])).name):
+        raise AssertionError(
+            f"{_starts_nothing[0]} starts {about[0]} and has no mark for it\n"
+            "take run_command, start_command or accel: fixtures of accel-testing, which mark the test"
+        )
+
+
+sys.addaudithook(watch)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note a test without such a mark while it runs."""
+    if STARTS.isdisjoint(mark.name for mark in item.iter_markers()):
+        _starts_nothing.append(item.nodeid)
+    try:
+        return (yield)
+    finally:
+        _starts_nothing.clear()

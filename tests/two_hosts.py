@@ -7,19 +7,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
-from accel_command import ACCEL, clean_environment
 
 from accel_testing import hosts as made
-
-NEEDED = [pytest.mark.multinode, pytest.mark.skipif(bool(made.missing()), reason=made.missing())]
-"""Marks of tests that use them."""
+from accel_testing.commands import ACCEL, clean_environment
+from accel_testing.patience import patience
 
 # The second node's address sorts before the first's, so that an order by address would show.
 ADDRESSES = {"host-a": "10.77.0.9", "host-b": "10.77.0.10"}
-SECONDS = 150
-"""Patience, on a busy machine too."""
+SECONDS = patience(150)
 
 
 class Host:
@@ -66,9 +64,9 @@ class Host:
 
 
 @contextmanager
-def two_hosts(folder: Path) -> Iterator[Sequence[Host]]:
+def two_hosts(make_hosts: Callable[..., Any], folder: Path) -> Iterator[Sequence[Host]]:
     """Give two hosts; what is left on them is killed."""
-    with made.make_hosts(ADDRESSES) as namespaces:
+    with make_hosts(ADDRESSES) as namespaces:
         hosts = [Host(host, node, folder) for node, host in enumerate(namespaces.values())]
         try:
             yield hosts

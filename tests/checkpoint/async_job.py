@@ -23,6 +23,7 @@ from accel_core.checkpoint import pending_save, save
 from accel_core.checkpoint.manifest import read_manifest
 from accel_core.checkpoint.votes import Votes
 from accel_core.distributed import progress
+from accel_testing.patience import patience
 
 
 class Job:
@@ -65,7 +66,7 @@ def writers_wait():
     gate, write = threading.Event(), pending_save.write_file
 
     def gated(path, parts):
-        assert gate.wait(30)
+        assert gate.wait(patience(30))
         return write(path, parts)
 
     pending_save.write_file = gated

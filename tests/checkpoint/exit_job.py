@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import textwrap
 
@@ -21,8 +20,8 @@ SCRIPT = """
 """
 
 
-def at_exit(tmp_path, trouble="pass", last="pass"):
+def at_exit(run_command, tmp_path, trouble="pass", last="pass"):
     tests = async_job.__file__.rpartition("/")[0]
     script = textwrap.dedent(SCRIPT).format(tests=tests, folder=str(tmp_path), trouble=trouble, last=last)
     command = [sys.executable, "-c", script]
-    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return run_command(command, check=False, capture_output=True, text=True, timeout=60)

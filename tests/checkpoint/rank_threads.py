@@ -12,8 +12,9 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 from accel_core import Accelerator, Leaf, Topology
+from accel_testing.patience import patience
 
-SECONDS = 20
+SECONDS = patience(20)
 
 
 class Barred:

@@ -13,7 +13,6 @@ from exit_job import at_exit
 from accel_core import CheckpointError
 from accel_core.checkpoint import pending_save
 from accel_core.distributed.tensor_bytes import bytes_of
-from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def job():
     made.accelerator.end_training()
 
 
-def run(function, folder, *args, world=2):
+def run(run_processes, function, folder, *args, world=2):
     return run_processes(function, str(folder), *args, world=world, timeout=60)
 
 
@@ -139,28 +138,28 @@ def test_any_tensor_is_copied(tmp_path, dtype):
     accelerator.end_training()
 
 
-def test_a_script_that_ends_waits_for_its_last_save(tmp_path):
+def test_a_script_that_ends_waits_for_its_last_save(tmp_path, run_command):
     slow = "async_job.pending_save.write_file = async_job.slow"
-    ended = at_exit(tmp_path, slow)
+    ended = at_exit(run_command, tmp_path, slow)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 
 
-def test_a_script_that_fails_does_too(tmp_path):
-    ended = at_exit(tmp_path, last="raise SystemError('oh')")
+def test_a_script_that_fails_does_too(tmp_path, run_command):
+    ended = at_exit(run_command, tmp_path, last="raise SystemError('oh')")
     assert ended.returncode == 1
     assert (tmp_path / "here" / "manifest.json").exists()
 
 
-def test_a_script_whose_last_save_failed_has_failed(tmp_path):
-    ended = at_exit(tmp_path, "async_job.pending_save.write_file = async_job.full")
+def test_a_script_whose_last_save_failed_has_failed(tmp_path, run_command):
+    ended = at_exit(run_command, tmp_path, "async_job.pending_save.write_file = async_job.full")
     assert ended.returncode == 1
     assert "rank 0: OSError: [Errno 28] No space left on device" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
-def test_a_copy_is_all_the_memory_it_takes(tmp_path):
-    ((waiting, first, second),) = run(async_job.memory, tmp_path, world=1)
+def test_a_copy_is_all_the_memory_it_takes(tmp_path, run_processes):
+    ((waiting, first, second),) = run(run_processes, async_job.memory, tmp_path, world=1)
     assert waiting < 0.2
     assert first < 1.2
     assert second < 0.1
@@ -168,8 +167,8 @@ def test_a_copy_is_all_the_memory_it_takes(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="mounts a small disk")
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_full_disk_costs_that_save_only(tmp_path, wait):
-    (found,) = run(async_job.disk_full, tmp_path, wait, world=1)
+def test_a_full_disk_costs_that_save_only(tmp_path, wait, run_processes):
+    (found,) = run(run_processes, async_job.disk_full, tmp_path, wait, world=1)
     if not found:
         pytest.skip("this user may not mount a disk")
     said, left, value = found
@@ -182,31 +181,31 @@ def test_a_full_disk_costs_that_save_only(tmp_path, wait):
 
 @pytest.mark.together
 @pytest.mark.parametrize("how", ["wait", "next", "ask", "end"])
-def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how):
-    for said, *_, left in run(async_job.one_fails, tmp_path, how):
+def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how, run_processes):
+    for said, *_, left in run(run_processes, async_job.one_fails, tmp_path, how):
         assert "rank 1: OSError: [Errno 28] No space left on device" in said
         assert "rank 0" not in said
         assert left == "here"
 
 
 @pytest.mark.together
-def test_a_rank_that_died_is_named(tmp_path):
-    ((said, left),) = run(async_job.one_dies, tmp_path, world=1)
+def test_a_rank_that_died_is_named(tmp_path, run_processes):
+    ((said, left),) = run(run_processes, async_job.one_dies, tmp_path, world=1)
     assert "rank 1: no vote within 3 s; it died or hangs" in said
     assert left == ["here", "said"]
 
 
 @pytest.mark.together
-def test_only_a_new_layout_is_planned_and_by_all_ranks(tmp_path):
-    for found in run(async_job.plans, tmp_path):
+def test_only_a_new_layout_is_planned_and_by_all_ranks(tmp_path, run_processes):
+    for found in run(run_processes, async_job.plans, tmp_path):
         assert found[:4] == [1, 1, 2, 2]
         assert "optimizer/0.weight/exp_avg: its parts have several dtypes, float32, float64" in found[4]
 
 
 @pytest.mark.together
 @pytest.mark.parametrize("when", ["first", "later"])
-def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path, when):
-    for said in run(async_job.drifted, tmp_path, when):
+def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path, when, run_processes):
+    for said in run(run_processes, async_job.drifted, tmp_path, when):
         for each in said:
             assert "unit0: model/0.bias [0:8]: rank(s) 0 differ from rank(s) 1" in each
             assert "0.weight" not in each
@@ -214,20 +213,20 @@ def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path,
 
 
 @pytest.mark.together
-def test_buffers_may_differ(tmp_path):
-    assert run(async_job.drifted, tmp_path, "buffer") == [("nothing", "nothing")] * 2
+def test_buffers_may_differ(tmp_path, run_processes):
+    assert run(run_processes, async_job.drifted, tmp_path, "buffer") == [("nothing", "nothing")] * 2
 
 
 @pytest.mark.together
-def test_votes_are_small_and_leave_nothing_in_the_store(tmp_path):
-    for left, largest in run(async_job.pair_saves, tmp_path, 3):
+def test_votes_are_small_and_leave_nothing_in_the_store(tmp_path, run_processes):
+    for left, largest in run(run_processes, async_job.pair_saves, tmp_path, 3):
         assert left == 0
         assert largest < 1024
 
 
 @pytest.mark.together
-def test_a_terminal_shows_how_much_of_a_save_is_written_while_it_is_waited_for(tmp_path):
-    first, second = run(async_job.waited_for_on_a_terminal, tmp_path)
+def test_a_terminal_shows_how_much_of_a_save_is_written_while_it_is_waited_for(tmp_path, run_processes):
+    first, second = run(run_processes, async_job.waited_for_on_a_terminal, tmp_path)
     assert "accel: writing here: " in first
     assert first.endswith(" \r")  # wiped at the end
     assert second == ""

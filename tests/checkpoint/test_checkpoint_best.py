@@ -17,7 +17,7 @@ from series_job import Job
 from accel_core import CheckpointError, ConfigError, ProjectConfiguration
 from accel_core.checkpoint.metrics import best_first
 from accel_core.cli import accel
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError
 
 
 def saved(job, *values, name="val_loss"):
@@ -208,14 +208,14 @@ def save_on_two(folder, values):
 
 
 @pytest.mark.together
-def test_two_ranks_keep_the_same(tmp_path):
+def test_two_ranks_keep_the_same(tmp_path, run_processes):
     run_processes(save_on_two, str(tmp_path), [(0.7, 0.7), (0.3, 0.3), (0.9, 0.9), (math.nan, math.nan)])
 
     assert left(tmp_path) == [1, 3]
 
 
 @pytest.mark.together
-def test_ranks_that_measured_otherwise_are_told(tmp_path):
+def test_ranks_that_measured_otherwise_are_told(tmp_path, run_processes):
     with pytest.raises(ProcessError, match=r"rank 0 has the metrics .*0.7.*, rank 1 has .*0.6"):
         run_processes(save_on_two, str(tmp_path), [(0.7, 0.6)])
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 import weakref
 
 import pytest
 import ranks_job
 import torch
-from accel_command import accel
 from safetensors.torch import load_file
 from torch import nn
 
@@ -20,7 +18,6 @@ from accel_core.checkpoint import export as exporting
 from accel_core.checkpoint.manifest import _with_checksum
 from accel_core.checkpoint.read import Stored
 from accel_core.errors import CheckpointError
-from accel_testing.processes import run_processes
 
 COMMAND = """
 import click
@@ -69,7 +66,7 @@ def flip(path):
 # -- list ----------------------------------------------------------------------------------------
 
 
-def test_checkpoints_of_a_project_are_listed(project):
+def test_checkpoints_of_a_project_are_listed(project, accel):
     (project / "checkpoints" / ".at_5.0123-4567.partial").mkdir()
     (project / "checkpoints" / "notes").mkdir()
 
@@ -81,7 +78,7 @@ def test_checkpoints_of_a_project_are_listed(project):
         assert re.match(rf"at_{step} +{step} +\d+ (s|min) +\d+ kB +1 +native \+ single \+ fp32 +yes$", line)
 
 
-def test_a_damaged_one_is_listed_with_its_damage(project):
+def test_a_damaged_one_is_listed_with_its_damage(project, accel):
     damaged = project / "checkpoints" / "at_4" / "state.json"
     flip(damaged)
 
@@ -94,7 +91,7 @@ def test_a_damaged_one_is_listed_with_its_damage(project):
     assert [row["step"] for row in found] == [3, 4]
 
 
-def test_of_one_checkpoint_the_parameters_are_listed(project):
+def test_of_one_checkpoint_the_parameters_are_listed(project, accel):
     folder = project / "checkpoints" / "at_3"
 
     shown = accel("checkpoint", "list", str(folder)).stdout
@@ -105,14 +102,14 @@ def test_of_one_checkpoint_the_parameters_are_listed(project):
     assert len(found["parameters"]) == 8
 
 
-def test_where_there_is_none_it_says_so(tmp_path):
+def test_where_there_is_none_it_says_so(tmp_path, accel):
     assert accel("checkpoint", "list", cwd=tmp_path).stdout == "no checkpoint in .\n"
 
 
 # -- verify --------------------------------------------------------------------------------------
 
 
-def test_all_that_is_whole_is_said_to_be(project):
+def test_all_that_is_whole_is_said_to_be(project, accel):
     ended = accel("checkpoint", "verify", str(project))
 
     assert ended.returncode == 0
@@ -120,7 +117,7 @@ def test_all_that_is_whole_is_said_to_be(project):
     assert ended.stderr == ""
 
 
-def test_a_folder_without_a_checkpoint_is_not_passed_over_beside_one_with(project, tmp_path):
+def test_a_folder_without_a_checkpoint_is_not_passed_over_beside_one_with(project, tmp_path, accel):
     (tmp_path / "lost").mkdir()
 
     ended = accel("checkpoint", "verify", str(project), str(tmp_path / "lost"))
@@ -129,7 +126,7 @@ def test_a_folder_without_a_checkpoint_is_not_passed_over_beside_one_with(projec
     assert f"no checkpoint in {tmp_path / 'lost'}\n" in ended.stderr
 
 
-def test_every_damaged_file_is_named(project):
+def test_every_damaged_file_is_named(project, accel):
     folder = project / "checkpoints" / "at_3"
     flip(folder / "rank-00000.safetensors")
     flip(folder / "rank-00000.json")
@@ -145,7 +142,7 @@ def test_every_damaged_file_is_named(project):
     assert lines[3].endswith("at_4: every byte is what was written")
 
 
-def test_a_damaged_manifest_is_named(project):
+def test_a_damaged_manifest_is_named(project, accel):
     flip(project / "checkpoints" / "at_3" / "manifest.json")
 
     ended = accel("checkpoint", "verify", "--json", str(project))
@@ -156,7 +153,7 @@ def test_a_damaged_manifest_is_named(project):
     assert good == []
 
 
-def test_a_manifest_cannot_point_out_of_its_folder(project):
+def test_a_manifest_cannot_point_out_of_its_folder(project, accel):
     path = project / "checkpoints" / "at_3" / "manifest.json"
     members = json.loads(path.read_text())
     members.pop("checksum")
@@ -169,12 +166,12 @@ def test_a_manifest_cannot_point_out_of_its_folder(project):
 
 
 @pytest.mark.parametrize("words", [["list"], ["verify"]], ids=" ".join)
-def test_looking_imports_no_torch(project, words):
+def test_looking_imports_no_torch(project, words, run_command):
     code = "import sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     command = [sys.executable, "-c", code, "checkpoint", *words, str(project / "checkpoints" / "at_3")]
 
-    ended = subprocess.run(command, capture_output=True, text=True, check=False)
+    ended = run_command(command, capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr
 
@@ -182,7 +179,7 @@ def test_looking_imports_no_torch(project, words):
 # -- export --------------------------------------------------------------------------------------
 
 
-def test_the_weights_of_each_unit_are_exported_whole(project):
+def test_the_weights_of_each_unit_are_exported_whole(project, accel):
     ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), str(project / "out"))
 
     assert ended.stdout.splitlines() == [str(project / "out" / unit) for unit in ("unit0", "unit1")]
@@ -192,7 +189,7 @@ def test_the_weights_of_each_unit_are_exported_whole(project):
     assert sorted(load_file(project / "out" / "unit1" / "model.safetensors")) == ["bias", "weight"]
 
 
-def test_each_model_of_a_unit_is_exported_under_its_own_names_in_the_order_of_prepare(tmp_path):
+def test_each_model_of_a_unit_is_exported_under_its_own_names_in_the_order_of_prepare(tmp_path, accel):
     accelerator = Accelerator(device="cpu")
     generator, critic = nn.Sequential(nn.Linear(2, 3)), nn.Sequential(nn.Linear(3, 4), nn.Linear(2, 3))
     critic[1].weight = generator[0].weight
@@ -211,7 +208,7 @@ def test_each_model_of_a_unit_is_exported_under_its_own_names_in_the_order_of_pr
         }
 
 
-def test_weights_that_are_there_are_replaced_only_by_force(project):
+def test_weights_that_are_there_are_replaced_only_by_force(project, accel):
     (project / "out").mkdir()
     mine = project / "out" / "model.safetensors"
     mine.write_text("mine")
@@ -236,7 +233,7 @@ def test_weights_that_are_there_are_replaced_only_by_force(project):
 
 @pytest.mark.parametrize("size", ["10GB", "1kB"])
 @pytest.mark.parametrize("before", ["safetensors", "torch"])
-def test_by_force_weights_of_another_format_go_once_the_new_ones_are_there(project, before, size):
+def test_by_force_weights_of_another_format_go_once_the_new_ones_are_there(project, before, size, accel):
     at_3, out = str(project / "checkpoints" / "at_3"), project / "out"
     export = ("checkpoint", "export", at_3, str(out), "--unit", "unit0", "--max-shard-size", size)
     after = {"safetensors": "torch", "torch": "safetensors"}[before]
@@ -255,7 +252,7 @@ def test_by_force_weights_of_another_format_go_once_the_new_ones_are_there(proje
 
 
 @pytest.mark.parametrize("outside", ["../outside", ".."])
-def test_a_unit_whose_name_is_not_that_of_a_folder_is_exported_alone(tmp_path, outside):
+def test_a_unit_whose_name_is_not_that_of_a_folder_is_exported_alone(tmp_path, outside, accel):
     accelerator = Accelerator(cpu=True)
     for name in (outside, "inside"):
         model = torch.nn.Linear(1, 1)
@@ -281,13 +278,13 @@ def test_a_unit_whose_name_is_not_that_of_a_folder_is_exported_alone(tmp_path, o
         ("export", ".", "nowhere://b/c"),
     ],
 )
-def test_a_url_that_no_plugin_serves_is_refused_by_name(words):
+def test_a_url_that_no_plugin_serves_is_refused_by_name(words, accel):
     ended = accel("checkpoint", *words)
     assert ended.returncode == 1
     assert "no plugin here reads and writes nowhere: URLs" in ended.stderr
 
 
-def test_one_unit_can_be_chosen_and_torchs_own_format(project):
+def test_one_unit_can_be_chosen_and_torchs_own_format(project, accel):
     accel(
         *("checkpoint", "export", str(project / "checkpoints" / "at_4"), str(project / "out")),
         *("--unit", "unit0", "--format", "torch", "--max-shard-size", "1kB"),
@@ -302,7 +299,7 @@ def test_one_unit_can_be_chosen_and_torchs_own_format(project):
     other.load_state_dict({name: tensor for file in files for name, tensor in file.items()})
 
 
-def test_nothing_of_a_damaged_checkpoint_is_exported(project):
+def test_nothing_of_a_damaged_checkpoint_is_exported(project, accel):
     flip(project / "checkpoints" / "at_3" / "rank-00000.safetensors")
 
     ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), str(project / "out"))
@@ -312,7 +309,7 @@ def test_nothing_of_a_damaged_checkpoint_is_exported(project):
     assert not (project / "out").exists()
 
 
-def test_a_target_that_cannot_be_written_is_not_damage_of_the_checkpoint(project):
+def test_a_target_that_cannot_be_written_is_not_damage_of_the_checkpoint(project, accel):
     (project / "file").touch()
 
     ended = accel(
@@ -325,7 +322,7 @@ def test_a_target_that_cannot_be_written_is_not_damage_of_the_checkpoint(project
     assert "damaged" not in ended.stderr
 
 
-def test_a_unit_that_is_not_there_is_named(project):
+def test_a_unit_that_is_not_there_is_named(project, accel):
     ended = accel("checkpoint", "export", str(project / "checkpoints" / "at_3"), "out", "--unit", "unit3")
 
     assert ended.returncode == 1
@@ -333,7 +330,7 @@ def test_a_unit_that_is_not_there_is_named(project):
 
 
 @pytest.mark.together
-def test_what_several_ranks_saved_in_parts_is_exported_whole(tmp_path):
+def test_what_several_ranks_saved_in_parts_is_exported_whole(tmp_path, run_processes):
     expected = run_processes(ranks_job.save_it, str(tmp_path), "rows", world=3, timeout=60)[0]
 
     exporting.export(tmp_path / "here", tmp_path / "out", None, "10GB", safe=True)
@@ -380,7 +377,7 @@ def test_weights_that_only_a_plugin_can_read_are_refused(tmp_path):
 # -- formats of plugins --------------------------------------------------------------------------
 
 
-def test_a_plugins_format_is_given_source_target_and_its_own_options(project, toys):
+def test_a_plugins_format_is_given_source_target_and_its_own_options(project, toys, accel):
     environment = toys(
         "checkpoint-toy", "command", implementation="'toy_form:form'", modules={"toy_form": COMMAND}
     )
@@ -393,20 +390,20 @@ def test_a_plugins_format_is_given_source_target_and_its_own_options(project, to
     assert "checkpoint-toy" not in accel("--help", environment=environment).stdout
 
 
-def test_a_format_that_is_not_installed_is_named(project):
+def test_a_format_that_is_not_installed_is_named(project, accel):
     ended = accel("checkpoint", "import", "--format", "toy", str(project), "out")
 
     assert ended.returncode == 1
     assert ended.stderr.startswith("accel: no command 'checkpoint-toy' is installed")
 
 
-def test_an_option_that_nobody_has_is_refused(project):
+def test_an_option_that_nobody_has_is_refused(project, accel):
     ended = accel("checkpoint", "export", str(project), "out", "--loud")
 
     assert ended.returncode == 2
     assert "No such option: --loud" in ended.stderr
 
 
-def test_the_checkpoint_that_is_the_working_directory_has_its_name(project, monkeypatch):
+def test_the_checkpoint_that_is_the_working_directory_has_its_name(project, monkeypatch, accel):
     monkeypatch.chdir(project / "checkpoints" / "at_3")
     assert json.loads(accel("checkpoint", "list", "--json").stdout)["name"] == "at_3"

@@ -8,7 +8,6 @@ import torch
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.checkpoint.reader import CheckpointFiles
-from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -106,7 +105,7 @@ def test_what_is_no_plain_data_is_refused_by_its_path(saved, tmp_path):
 
 
 @pytest.mark.together
-def test_what_several_ranks_saved_stays_theirs(tmp_path):
+def test_what_several_ranks_saved_stays_theirs(tmp_path, run_processes):
     run_processes(ranks_job.save_it, str(tmp_path), "rows", world=2, timeout=60)
     expected = run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60)
 

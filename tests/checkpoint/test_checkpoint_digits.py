@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 from digits_job import SAVE_EVERY, train
 
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError
 
 STEPS = 70  # one process: an epoch has 57 batches, two: 29
 
 
-def run(folder: Path, world: int, accumulate: int, kill_at: int | None = None) -> list[dict[int, str]]:
+def run(
+    run_processes, folder: Path, world: int, accumulate: int, kill_at: int | None = None
+) -> list[dict[int, str]]:
     return run_processes(_train, str(folder), kill_at, accumulate, world=world, timeout=90)
 
 
@@ -23,12 +25,12 @@ def _train(folder: str, kill_at: int | None, accumulate: int) -> dict[int, str]:
 
 @pytest.mark.together
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
-def test_digits_killed_and_resumed_is_bitwise_the_same(tmp_path, world, accumulate):
-    whole = run(tmp_path / "whole", world, accumulate)
+def test_digits_killed_and_resumed_is_bitwise_the_same(tmp_path, world, accumulate, run_processes):
+    whole = run(run_processes, tmp_path / "whole", world, accumulate)
     kill_at = random.Random(f"{world} {accumulate}").randrange(2 * SAVE_EVERY * accumulate, STEPS)
     with pytest.raises(ProcessError):
-        run(tmp_path / "killed", world, accumulate, kill_at)
-    resumed = run(tmp_path / "killed", world, accumulate)
+        run(run_processes, tmp_path / "killed", world, accumulate, kill_at)
+    resumed = run(run_processes, tmp_path / "killed", world, accumulate)
     for rank in range(world):
         start = min(resumed[rank])
         assert 0 < start <= kill_at, "it went on, instead of starting anew"

@@ -20,7 +20,6 @@ import page_reader
 import pytest
 import torch
 import xxhash
-from accel_command import accel
 from series_job import Job
 from torch import nn
 from torch.utils.data import DataLoader
@@ -31,7 +30,6 @@ from accel_core.checkpoint.export import export
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.read import Checkpoint
 from accel_core.errors import CheckpointError
-from accel_testing.processes import run_processes
 
 FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "state.json"]
 
@@ -174,7 +172,7 @@ def outline_of(members):
 
 
 @pytest.mark.parametrize("member", ["outlines", "tensors"])
-def test_an_index_that_is_not_understood_is_listed_without_a_traceback(job, folder, member):
+def test_an_index_that_is_not_understood_is_listed_without_a_traceback(job, folder, member, accel):
     index = folder / "checkpoint_2" / "rank-00000.json"
     rewrite(index.parent, index.name, lambda members: members.pop(member))
 
@@ -302,7 +300,7 @@ def save_where_nobody_may_write(folder: str) -> tuple[str, list[str], float]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gives up a capability as Linux has it")
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
-def test_a_folder_that_has_become_read_only(world, tmp_path):
+def test_a_folder_that_has_become_read_only(world, tmp_path, run_processes):
     for said, left, value in run_processes(save_where_nobody_may_write, str(tmp_path), world=world):
         assert "Permission denied" in said
         assert "checkpoint_1" in said

@@ -15,7 +15,7 @@ from exit_job import at_exit
 
 from accel_core import Accelerator, CheckpointError, GeneralTracker
 from accel_core.checkpoint import commit, layout, pending_save
-from accel_testing.processes import run_processes
+from accel_testing.patience import patience
 
 
 @pytest.fixture
@@ -124,28 +124,28 @@ def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path):
+def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path, run_command):
     # Whoever starts the tests in the background has Ctrl-C ignored.
     trouble = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"
     trouble += "; async_job.pending_save.write_file = async_job.interrupting"
-    ended = at_exit(tmp_path, trouble, "job.accelerator.end_training()")
+    ended = at_exit(run_command, tmp_path, trouble, "job.accelerator.end_training()")
     assert "KeyboardInterrupt" in ended.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 
 
-def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path):
+def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path, run_command):
     last = "import gc, time; saver = job.accelerator.run.checkpoints._saver; thread = saver._pending._thread"
     last += "; thread.join(); del saver, thread, job; gc.collect()"
-    ended = at_exit(tmp_path, "async_job.pending_save.write_file = async_job.full", last)
+    ended = at_exit(run_command, tmp_path, "async_job.pending_save.write_file = async_job.full", last)
     assert ended.returncode == 1
     assert "No space left on device" in ended.stderr
 
 
-def test_a_fork_says_nothing_of_its_parents_save(tmp_path):
+def test_a_fork_says_nothing_of_its_parents_save(tmp_path, run_command):
     slow = "async_job.pending_save.write_file = async_job.slow"
     fork = "import os, warnings; warnings.simplefilter('ignore')"  # newer Pythons warn of threads
     fork += "; child = os.fork(); child or sys.exit(0); assert os.waitpid(child, 0)[1] == 0"
-    ended = at_exit(tmp_path, slow, fork)
+    ended = at_exit(run_command, tmp_path, slow, fork)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert (tmp_path / "here" / "manifest.json").exists()
 
@@ -252,7 +252,7 @@ def fork_and_end(folder):
     return os.WTERMSIG(ended)
 
 
-def test_a_forked_child_is_ended_by_the_signal(tmp_path):
+def test_a_forked_child_is_ended_by_the_signal(tmp_path, run_processes):
     assert run_processes(fork_and_end, str(tmp_path), world=1, timeout=60) == [signal.SIGTERM]
 
 
@@ -295,7 +295,7 @@ def test_any_of_the_signals_that_were_named_is_heard(job, tmp_path, number):
     before = [signal.getsignal(each) for each in signals]
     assert not job.accelerator.save_on_preemption(tmp_path / "here", signals=signals)
     os.kill(os.getpid(), number)
-    assert job.accelerator.run.checkpoints._preemption._agreed.wait(30)
+    assert job.accelerator.run.checkpoints._preemption._agreed.wait(patience(30))
     assert job.accelerator.save_on_preemption(tmp_path / "here")
     assert (tmp_path / "here" / "manifest.json").exists()
     job.accelerator.end_training()

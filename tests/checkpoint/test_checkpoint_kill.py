@@ -8,8 +8,6 @@ from pathlib import Path
 import kill_job
 import pytest
 
-from accel_testing.processes import run_processes
-
 
 @pytest.fixture
 def folder():
@@ -29,12 +27,12 @@ def report(capsys, request):
 
 
 HOW = ["same name", "same name, async", "numbered", "numbered, async"]
-MANY = pytest.mark.slow
+MANY = pytest.mark.full
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(100, marks=MANY)])
 @pytest.mark.parametrize("how", HOW)
-def test_one_rank_killed_at_random(folder, report, how, kills):
+def test_one_rank_killed_at_random(folder, report, how, kills, run_processes):
     (found,) = run_processes(kill_job.kill_at_random, folder, how, kills, world=1, timeout=110)
     report(found)
     assert found["leftovers"] > 3, "the kills missed the saves"
@@ -44,7 +42,7 @@ def test_one_rank_killed_at_random(folder, report, how, kills):
 @pytest.mark.together
 @pytest.mark.parametrize("kills", [5, pytest.param(25, marks=MANY)])
 @pytest.mark.parametrize("how", ["same name", "numbered, async"])
-def test_two_ranks_killed_at_random(folder, report, how, kills):
+def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
     (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, kills, world=1, timeout=110)
     report(found)
     assert found["leftovers"] > 0, "the kills missed the saves"
@@ -55,7 +53,7 @@ def test_two_ranks_killed_at_random(folder, report, how, kills):
     ("how", "exchange"),
     [("same name", True), ("same name", False), ("same name, async", True), ("numbered", True)],
 )
-def test_killed_at_each_point(folder, report, how, exchange, fresh):
+def test_killed_at_each_point(folder, report, how, exchange, fresh, run_processes):
     if exchange and not kill_job.exchange_works():
         pytest.skip("this system cannot exchange two names")
     (found,) = run_processes(kill_job.kill_at_each_point, folder, how, exchange, fresh, world=1, timeout=110)

@@ -9,23 +9,22 @@ import preemption_job
 import pytest
 
 from accel_core import Accelerator, CheckpointError
-from accel_testing.processes import run_processes
 
 
-def run(function, folder, *args, world=2):
+def run(run_processes, function, folder, *args, world=2):
     return run_processes(function, str(folder), *args, world=world, timeout=60)
 
 
 @pytest.mark.together
 @pytest.mark.parametrize(("who", "ranks"), [(0, 2), (1, 2), (-1, 2), (2, 3)])
-def test_whoever_is_told_all_ranks_save_after_the_same_step(tmp_path, who, ranks):
-    (ends,) = run(preemption_job.told, tmp_path, who, ranks, who, world=1)
+def test_whoever_is_told_all_ranks_save_after_the_same_step(tmp_path, who, ranks, run_processes):
+    (ends,) = run(run_processes, preemption_job.told, tmp_path, who, ranks, who, world=1)
     assert len({end.pop("steps") for end in ends}) == 1
     assert ends == [{"saved": True, "same": True, "undone": True, "code": 0}] * ranks
 
 
-def test_one_process_saves_and_says_so(tmp_path):
-    ((end,),) = run(preemption_job.told, tmp_path, 0, 1, 7, world=1)
+def test_one_process_saves_and_says_so(tmp_path, run_processes):
+    ((end,),) = run(run_processes, preemption_job.told, tmp_path, 0, 1, 7, world=1)
     assert end["saved"]
     assert end["same"]
 
@@ -76,37 +75,39 @@ def test_signals_may_come_one_by_one_and_be_numbers_of_numpy(tmp_path, of):
     assert all(signal.getsignal(number) is before for number in numbers)
 
 
-def test_inside_a_window_it_waits_for_the_boundary(tmp_path):
-    (said,) = run(preemption_job.window, tmp_path, world=1)
+def test_inside_a_window_it_waits_for_the_boundary(tmp_path, run_processes):
+    (said,) = run(run_processes, preemption_job.window, tmp_path, world=1)
     assert said == [False, False, False, True]
 
 
-def test_a_handler_made_later_may_call_the_one_that_watches(tmp_path):
-    ((forked, heard),) = run(preemption_job.chained, tmp_path, world=1)
+def test_a_handler_made_later_may_call_the_one_that_watches(tmp_path, run_processes):
+    ((forked, heard),) = run(run_processes, preemption_job.chained, tmp_path, world=1)
     assert forked == 1
     assert heard == ["later", "first"] * 2
 
 
-def test_a_handler_made_later_stays_where_the_one_before_raises(tmp_path):
-    (heard,) = run(preemption_job.chained_to_one_that_raises, tmp_path, world=1)
+def test_a_handler_made_later_stays_where_the_one_before_raises(tmp_path, run_processes):
+    (heard,) = run(run_processes, preemption_job.chained_to_one_that_raises, tmp_path, world=1)
     assert heard == ["later", "interrupted"] * 2
 
 
 @pytest.mark.together
-def test_ranks_that_are_steps_apart_meet(tmp_path):
-    first, second = run(preemption_job.apart, tmp_path)
+def test_ranks_that_are_steps_apart_meet(tmp_path, run_processes):
+    first, second = run(run_processes, preemption_job.apart, tmp_path)
     assert first == second
 
 
 @pytest.mark.together
-def test_a_rank_that_has_finished_stops_nobody(tmp_path):
-    assert run(preemption_job.finished, tmp_path) == [False, False]
+def test_a_rank_that_has_finished_stops_nobody(tmp_path, run_processes):
+    assert run(run_processes, preemption_job.finished, tmp_path) == [False, False]
 
 
 @pytest.mark.parametrize(("function", "said"), [("window", "stopped"), ("alone", "watching")])
-def test_a_schedulers_job_learns_whether_it_was_stopped_or_had_ended(function, said, tmp_path, monkeypatch):
+def test_a_schedulers_job_learns_whether_it_was_stopped_or_had_ended(
+    function, said, tmp_path, monkeypatch, run_processes
+):
     file = tmp_path / "stop"
     file.touch()
     monkeypatch.setenv("ACCEL_STOP_FILE", str(file))
-    run(getattr(preemption_job, function), tmp_path, world=1)
+    run(run_processes, getattr(preemption_job, function), tmp_path, world=1)
     assert file.read_text(encoding="utf-8") == said

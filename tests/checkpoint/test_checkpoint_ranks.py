@@ -16,12 +16,11 @@ from accel_core import CollectiveError
 from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.random_state import derived_seed
-from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 
 
-def run(function, folder, *args, world=2):
+def run(run_processes, function, folder, *args, world=2):
     return run_processes(function, str(folder), *args, world=world, timeout=60)
 
 
@@ -29,8 +28,8 @@ def index(folder, rank):
     return json.loads((folder / "here" / f"rank-{rank:05d}.json").read_bytes())
 
 
-def test_replicas_are_written_once_and_spread(tmp_path):
-    run(ranks_job.save_it, tmp_path)
+def test_replicas_are_written_once_and_spread(tmp_path, run_processes):
+    run(run_processes, ranks_job.save_it, tmp_path)
     written = [
         {(unit, key) for unit, keys in index(tmp_path, rank)["tensors"].items() for key in keys}
         for rank in range(2)
@@ -40,21 +39,21 @@ def test_replicas_are_written_once_and_spread(tmp_path):
     assert min(map(len, written)) > 5
 
 
-def test_plain_state_that_ranks_have_alike_is_in_no_ranks_own_file(tmp_path):
-    run(ranks_job.save_it, tmp_path)
+def test_plain_state_that_ranks_have_alike_is_in_no_ranks_own_file(tmp_path, run_processes):
+    run(run_processes, ranks_job.save_it, tmp_path)
     for rank in range(2):
         assert index(tmp_path, rank)["state"].keys() == {"loaders", "plugins", "random", "reader"}
 
 
-def test_buffers_are_those_of_the_first_rank(tmp_path):
-    first, second = run(ranks_job.save_it, tmp_path, "batch norm")
+def test_buffers_are_those_of_the_first_rank(tmp_path, run_processes):
+    first, second = run(run_processes, ranks_job.save_it, tmp_path, "batch norm")
     assert first != second, "batch norm has seen other samples on each rank"
-    (found, _), (other, _) = run(ranks_job.load_it, tmp_path, "batch norm")
+    (found, _), (other, _) = run(run_processes, ranks_job.load_it, tmp_path, "batch norm")
     assert found == other == first
 
 
-def test_a_registered_object_that_differs_by_rank_is_named_once(tmp_path):
-    said = run(ranks_job.save_sums, tmp_path, world=3)
+def test_a_registered_object_that_differs_by_rank_is_named_once(tmp_path, run_processes):
+    said = run(run_processes, ranks_job.save_sums, tmp_path, world=3)
     told = "registered object 1 (Sum) has other values on ranks 1, 2 than on rank 0, whose values are saved"
     assert [len([line for line in lines if told in line]) for lines in said] == [1, 0, 0]
     assert not any("registered object 0" in line for lines in said for line in lines)
@@ -64,11 +63,13 @@ WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3)]
 
 
 @pytest.mark.parametrize("saved", WAYS, ids=str)
-def test_saved_in_any_way_it_loads_in_any_other(tmp_path, saved):
+def test_saved_in_any_way_it_loads_in_any_other(tmp_path, saved, run_processes):
     how, world = saved
-    expected = run(ranks_job.save_it, tmp_path, how, world=world)[0]
+    expected = run(run_processes, ranks_job.save_it, tmp_path, how, world=world)[0]
     for here, ranks in [("whole", 1), ("rows", 2)]:
-        for rank, (found, rate) in enumerate(run(ranks_job.load_it, tmp_path, here, world=ranks)):
+        for rank, (found, rate) in enumerate(
+            run(run_processes, ranks_job.load_it, tmp_path, here, world=ranks)
+        ):
             assert rate == 0.01
             if here == "whole":
                 assert found == expected
@@ -87,26 +88,28 @@ def check_rows(found, expected, rank, ranks):
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 2)])
-def test_data_goes_on_in_the_same_order_at_another_world_size(tmp_path, before, after):
-    whole = run(ranks_job.data_goes_on, tmp_path, 8 // before, False, world=before)
-    resumed = run(ranks_job.data_goes_on, tmp_path, 8 // after, True, world=after)
+def test_data_goes_on_in_the_same_order_at_another_world_size(tmp_path, before, after, run_processes):
+    whole = run(run_processes, ranks_job.data_goes_on, tmp_path, 8 // before, False, world=before)
+    resumed = run(run_processes, ranks_job.data_goes_on, tmp_path, 8 // after, True, world=after)
     expected = sorted(sample for samples in whole for sample in samples)
     assert sorted(sample for samples in resumed for sample in samples) == expected
     assert len(expected) == 64 - 16
 
 
-def test_random_streams_go_on_rank_by_rank(tmp_path):
-    expected = [drawn for drawn, _ in run(ranks_job.random_after_load, tmp_path, False)]
-    found = [drawn for drawn, _ in run(ranks_job.random_after_load, tmp_path, True)]
+def test_random_streams_go_on_rank_by_rank(tmp_path, run_processes):
+    expected = [drawn for drawn, _ in run(run_processes, ranks_job.random_after_load, tmp_path, False)]
+    found = [drawn for drawn, _ in run(run_processes, ranks_job.random_after_load, tmp_path, True)]
     assert found == expected
     assert expected[0] != expected[1]
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_random_streams_in_another_world_follow_the_documented_rule(tmp_path, world):
-    run(ranks_job.random_after_load, tmp_path, False)
+def test_random_streams_in_another_world_follow_the_documented_rule(tmp_path, world, run_processes):
+    run(run_processes, ranks_job.random_after_load, tmp_path, False)
     saved = index(tmp_path, 0)["state"]["random"]
-    for reader, (drawn, logged) in enumerate(run(ranks_job.random_after_load, tmp_path, True, world=world)):
+    for reader, (drawn, logged) in enumerate(
+        run(run_processes, ranks_job.random_after_load, tmp_path, True, world=world)
+    ):
         seed = derived_seed(decode(saved, "random"), reader)
         assert f"random streams start anew, from seed {seed}" in logged
         torch.manual_seed(seed)
@@ -117,9 +120,9 @@ def test_random_streams_in_another_world_follow_the_documented_rule(tmp_path, wo
     assert random == {"exact_at": {"size": 2, "readers": 2}, "elsewhere": "derived"}
 
 
-def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path):
-    run(ranks_job.plugin_entries, tmp_path, False)
-    for rank, found in enumerate(run(ranks_job.plugin_entries, tmp_path, True)):
+def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path, run_processes):
+    run(run_processes, ranks_job.plugin_entries, tmp_path, False)
+    for rank, found in enumerate(run(run_processes, ranks_job.plugin_entries, tmp_path, True)):
         assert found == {
             "all": {"scale": 2.0},
             "stage 0": 0,
@@ -130,9 +133,9 @@ def test_plugins_get_back_what_belongs_to_all_readers_and_ranks(tmp_path):
         }
 
 
-def test_at_another_world_size_plugins_get_only_what_means_something_there(tmp_path):
-    run(ranks_job.plugin_entries, tmp_path, False)
-    (found,) = run(ranks_job.plugin_entries, tmp_path, True, world=1)
+def test_at_another_world_size_plugins_get_only_what_means_something_there(tmp_path, run_processes):
+    run(run_processes, ranks_job.plugin_entries, tmp_path, False)
+    (found,) = run(run_processes, ranks_job.plugin_entries, tmp_path, True, world=1)
     assert found == {"all": {"scale": 2.0}, "stage 0": 0, "stage 1": 1}
 
 
@@ -146,43 +149,45 @@ def test_at_another_world_size_plugins_get_only_what_means_something_there(tmp_p
         ("registered", "rank 1: CheckpointError: registered[0] (Lambda).f cannot be stored"),
     ],
 )
-def test_what_fails_on_one_rank_is_told_on_all_and_the_old_checkpoint_stays(tmp_path, trouble, words):
-    for said, left in run(ranks_job.message_of, tmp_path, trouble):
+def test_what_fails_on_one_rank_is_told_on_all_and_the_old_checkpoint_stays(
+    tmp_path, trouble, words, run_processes
+):
+    for said, left in run(run_processes, ranks_job.message_of, tmp_path, trouble):
         assert said.startswith("CheckpointError")
         assert words in said
         assert left == ["here"]
 
 
-def test_damage_that_one_rank_finds_stops_all(tmp_path):
-    run(ranks_job.save_it, tmp_path)
+def test_damage_that_one_rank_finds_stops_all(tmp_path, run_processes):
+    run(run_processes, ranks_job.save_it, tmp_path)
     path = tmp_path / "here" / "rank-00001.safetensors"
     content = bytearray(path.read_bytes())
     content[-3] ^= 4
     path.write_bytes(content)
-    for said in run(ranks_job.load_damaged, tmp_path):
+    for said in run(run_processes, ranks_job.load_damaged, tmp_path):
         assert "rank-00001.safetensors is damaged: block 0 is not what was written" in said
 
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("here", ["sim", "cpu"])
 @pytest.mark.parametrize("algorithm", ["AdamW", "Adafactor"])
-def test_saved_on_one_device_it_goes_on_on_another(tmp_path, here, algorithm):
-    ((saved, losses),) = run(device_job.steps, tmp_path, "sim", False, algorithm, world=1)
-    ((where, found),) = run(device_job.steps, tmp_path, here, True, algorithm, world=1)
+def test_saved_on_one_device_it_goes_on_on_another(tmp_path, here, algorithm, run_processes):
+    ((saved, losses),) = run(run_processes, device_job.steps, tmp_path, "sim", False, algorithm, world=1)
+    ((where, found),) = run(run_processes, device_job.steps, tmp_path, here, True, algorithm, world=1)
     assert where == {name: "cpu" if name == "step" else here for name in saved}
     assert found == losses
 
 
-def test_a_rank_that_holds_everything_saves_alone(tmp_path):
-    (first, _), (second, _) = run(ranks_job.save_alone, tmp_path)
+def test_a_rank_that_holds_everything_saves_alone(tmp_path, run_processes):
+    (first, _), (second, _) = run(run_processes, ranks_job.save_alone, tmp_path)
 
     assert first == second
     assert json.loads((tmp_path / "here" / "manifest.json").read_text())["world"]["size"] == 1
 
 
-def test_what_any_rank_has_saved_alone_goes_on_in_one_process(tmp_path):
-    _, saved = run(ranks_job.saved_by_rank_1_alone, tmp_path)
-    ((found, taken),) = run(ranks_job.loaded_with_plugin, tmp_path, world=1)
+def test_what_any_rank_has_saved_alone_goes_on_in_one_process(tmp_path, run_processes):
+    _, saved = run(run_processes, ranks_job.saved_by_rank_1_alone, tmp_path)
+    ((found, taken),) = run(run_processes, ranks_job.loaded_with_plugin, tmp_path, world=1)
 
     assert found == saved
     assert taken == {
@@ -194,8 +199,8 @@ def test_what_any_rank_has_saved_alone_goes_on_in_one_process(tmp_path):
     }
 
 
-def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path):
-    (_, said), _ = run(ranks_job.save_alone, tmp_path, "rows")
+def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path, run_processes):
+    (_, said), _ = run(run_processes, ranks_job.save_alone, tmp_path, "rows")
 
     assert "does not hold the whole state" in said
     assert not (tmp_path / "here").exists()

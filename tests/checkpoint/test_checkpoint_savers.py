@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -15,6 +14,7 @@ from saver_job import Saver
 from accel_core.checkpoint import commit, pending_save
 from accel_core.checkpoint.contents import CheckpointContents
 from accel_core.errors import CheckpointError
+from accel_testing.patience import patience
 
 
 def value_in(folder):
@@ -52,7 +52,7 @@ def held(monkeypatch):
     def wait(share, folder):
         if threading.current_thread() is not threading.main_thread():
             begun.set()
-            event.wait(30)
+            event.wait(patience(30))
         return write(share, folder)
 
     monkeypatch.setattr(pending_save.Share, "write", wait)
@@ -65,7 +65,7 @@ def test_two_runs_of_one_process_with_one_id_leave_each_others_saves_alone(saver
     generator, discriminator = savers
     generator.save(tmp_path / "generator", 1)
     generator.save(tmp_path / "generator", 2, wait=False)
-    held.begun.wait(30)
+    held.begun.wait(patience(30))
     discriminator.save(tmp_path / "discriminator", 3)
     held.set()
     generator.accelerator.wait_for_checkpoint()
@@ -89,20 +89,20 @@ Saver().save(Path({folder!r}), 1)
 """
 
 
-def test_two_jobs_with_one_id_leave_each_others_saves_alone(savers, tmp_path):
+def test_two_jobs_with_one_id_leave_each_others_saves_alone(savers, tmp_path, start_command):
     text = STOPS.format(tests=str(Path(__file__).parent), folder=str(tmp_path / "a"))
-    with subprocess.Popen([sys.executable, "-c", text]) as other:  # inherits the id
+    with start_command([sys.executable, "-c", text]) as other:  # inherits the id
         assert os.WIFSTOPPED(os.waitpid(other.pid, os.WUNTRACED)[1])
         savers[0].save(tmp_path / "b", 2)
         other.send_signal(signal.SIGCONT)
-        assert other.wait(60) == 0
+        assert other.wait(patience(60)) == 0
     assert [value_in(tmp_path / name) for name in "ab"] == [1, 2]
 
 
 def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(saver, held, tmp_path):
     saver.save(tmp_path / "here", 1)
     saver.save(tmp_path / "here", 2, wait=False)
-    held.begun.wait(30)
+    held.begun.wait(patience(30))
     (left,) = commit.leftover_ids(tmp_path)
     commit.remove_leftovers(tmp_path, {left}, keep_complete=False)
     held.set()
@@ -130,7 +130,7 @@ def test_what_another_run_has_saved_meanwhile_is_not_replaced(savers, held, tmp_
     first, second = savers
     first.save(tmp_path / "here", 1)
     first.save(tmp_path / "here", 2, wait=False)
-    held.begun.wait(30)
+    held.begun.wait(patience(30))
     second.save(tmp_path / "here", 3)
     held.set()
     with pytest.raises(CheckpointError, match="here has changed while this save was written: another run"):

@@ -18,7 +18,7 @@ from accel_core import Accelerator, ProjectConfiguration
 from accel_core.checkpoint import commit, pending_save, save, writer
 from accel_core.checkpoint.retention import CheckpointSeries
 from accel_core.errors import CheckpointError
-from accel_testing.processes import run_processes
+from accel_testing.patience import patience
 
 
 @pytest.fixture
@@ -294,7 +294,7 @@ def test_what_was_saved_after_the_one_that_is_loaded_counts_as_well(job, folder,
     assert "neither wrote nor resumed from" not in caplog.text
 
 
-def test_the_limit_holds_over_a_chain_of_jobs_with_ids_of_their_own(tmp_path, folder):
+def test_the_limit_holds_over_a_chain_of_jobs_with_ids_of_their_own(tmp_path, folder, run_processes):
     for number in range(4):
         environment = {"TORCHELASTIC_RUN_ID": f"job-{number}"}
         run_processes(resume_and_save, str(tmp_path), world=1, environment=environment)
@@ -357,7 +357,7 @@ def test_what_no_save_wrote_stays_when_a_numbered_checkpoint_is_removed(job, fol
 
 @pytest.mark.together
 @pytest.mark.parametrize("world", [1, 2])
-def test_all_ranks_save_one_checkpoint_and_one_rank_removes(tmp_path, world):
+def test_all_ranks_save_one_checkpoint_and_one_rank_removes(tmp_path, world, run_processes):
     found = run_processes(series_job.save_and_load, str(tmp_path), 4, 2, world=world)
     assert found == [(["checkpoint_2", "checkpoint_3"], 3.0, 4)] * world
 
@@ -433,27 +433,29 @@ job.save(9)
 """
 
 
-def dying(folder, where, how="KILL"):
+def dying(start_command, folder, where, how="KILL"):
     module, name = where.split(".")
     tests = str(Path(__file__).parent)
     text = DIES.format(tests=tests, folder=str(folder), module=module, where=name, how=how)
-    return subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE)
+    return start_command([sys.executable, "-c", text], stdout=subprocess.PIPE)
 
 
 @pytest.mark.parametrize("where", ["pending_save.write_manifest", "commit.publish"])
-def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(job, tmp_path, folder, where):
+def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(
+    job, tmp_path, folder, where, start_command
+):
     job().save(1)
-    with dying(tmp_path, where) as process:
-        process.wait(60)
+    with dying(start_command, tmp_path, where) as process:
+        process.wait(patience(60))
     assert len(names(folder)) == 2
     assert job().load() == 1
     job().save(2)
     assert names(folder) == ["checkpoint_0", "checkpoint_1"]
 
 
-def test_what_a_living_process_of_the_same_run_writes_is_not_touched(job, tmp_path, folder):
+def test_what_a_living_process_of_the_same_run_writes_is_not_touched(job, tmp_path, folder, start_command):
     job().save(1)
-    with dying(tmp_path, "commit.publish", "STOP") as process:
+    with dying(start_command, tmp_path, "commit.publish", "STOP") as process:
         try:
             wait_for(folder, 2)
             second = job()
@@ -467,7 +469,7 @@ def test_what_a_living_process_of_the_same_run_writes_is_not_touched(job, tmp_pa
 
 
 def wait_for(folder, count):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while len(names(folder)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
     time.sleep(0.3)

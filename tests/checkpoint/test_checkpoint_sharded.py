@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import flat_range
-from accel_testing.processes import run_processes
 from accel_testing.simulated import write_distribution
 
 WAYS = [("whole", 1), ("whole", 2), ("shards", 2), ("shards", 3), ("tensor", 2), ("flat", 1), ("flat", 3)]
@@ -32,36 +31,40 @@ def toys(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
 
 
-def run(function, *args, world):
+def run(run_processes, function, *args, world):
     return run_processes(function, *args, world=world, timeout=60)
 
 
-def check_all_pairs(folder, optimizer, ways, exact=1e-6):
+def check_all_pairs(run_processes, folder, optimizer, ways, exact=1e-6):
     """Whichever of the ways, by world size, has saved it: each goes on as the one that saved it does."""
     expected = {}
     for world, here in ways.items():
-        for how, found in run(sharded_job.begin, str(folder), optimizer, here, world=world)[0].items():
+        for how, found in run(run_processes, sharded_job.begin, str(folder), optimizer, here, world=world)[
+            0
+        ].items():
             expected[f"{how}-{world}"] = found
     for world, here in ways.items():
-        for by_pair in run(sharded_job.go_on, str(folder), optimizer, here, list(expected), world=world):
+        for by_pair in run(
+            run_processes, sharded_job.go_on, str(folder), optimizer, here, list(expected), world=world
+        ):
             for (saved, how), found in by_pair.items():
                 assert found == pytest.approx(expected[saved], abs=exact), f"{saved} -> {how}-{world}"
 
 
 @NEEDS_MEANS
-def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path):
+def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path, run_processes):
     ways = {1: ["whole", "flat"], 2: ["whole", "shards", "tensor", "stages"], 3: ["shards", "flat", "stages"]}
-    check_all_pairs(tmp_path, "SGD", ways)
+    check_all_pairs(run_processes, tmp_path, "SGD", ways)
 
 
 @NEEDS_MEANS
 @pytest.mark.parametrize(("optimizer", "exact"), [("AdamW", 1e-6), ("Muon", 1e-3)])  # Muon rounds to bf16
-def test_optimizers_of_dtensors(tmp_path, optimizer, exact):
-    check_all_pairs(tmp_path, optimizer, {1: ["whole"], 2: ["shards"], 3: ["shards"]}, exact)
+def test_optimizers_of_dtensors(tmp_path, optimizer, exact, run_processes):
+    check_all_pairs(run_processes, tmp_path, optimizer, {1: ["whole"], 2: ["shards"], 3: ["shards"]}, exact)
 
 
-def test_a_mesh_of_two_dimensions(tmp_path):
-    assert all(all(found) for found in run(sharded_job.two_dimensions, world=4))
+def test_a_mesh_of_two_dimensions(tmp_path, run_processes):
+    assert all(all(found) for found in run(run_processes, sharded_job.two_dimensions, world=4))
 
 
 @given(st.lists(st.integers(1, 6), max_size=4), st.data())

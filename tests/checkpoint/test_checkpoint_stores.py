@@ -13,7 +13,7 @@ from async_job import start_ends
 
 from accel_core import CheckpointError
 from accel_core.checkpoint import stored
-from accel_testing.processes import run_processes
+from accel_testing.patience import patience
 
 ranks = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
 
@@ -28,25 +28,25 @@ def url(tmp_path: Path) -> str:
     return job.url_of(tmp_path / "store")
 
 
-def run(function: Callable[..., Any], *arguments: Any, world: int, **named: Any) -> list[Any]:
+def run(run_processes, function: Callable[..., Any], *arguments: Any, world: int, **named: Any) -> list[Any]:
     """Call a function here, or in several processes."""
     return [function(*arguments, **named)] if world == 1 else run_processes(function, *arguments, world=world)
 
 
 @ranks
-def test_a_checkpoint_that_may_be_missing_is_loaded_where_it_is_there(url, world):
-    run(job.saved, url, 1, world=world)
-    expected = run(job.saved, url, 2, world=world)
+def test_a_checkpoint_that_may_be_missing_is_loaded_where_it_is_there(url, world, run_processes):
+    run(run_processes, job.saved, url, 1, world=world)
+    expected = run(run_processes, job.saved, url, 2, world=world)
 
-    found = run(job.loaded, url, world=world)
+    found = run(run_processes, job.loaded, url, world=world)
 
     assert [folder for folder, _, _ in found] == [url] * world
     assert [weight for _, weight, _ in found] == expected
 
 
 @ranks
-def test_one_rank_looks_for_all_and_none_is_found(url, world):
-    found = run(job.loaded, url, world=world)
+def test_one_rank_looks_for_all_and_none_is_found(url, world, run_processes):
+    found = run(run_processes, job.loaded, url, world=world)
 
     assert [folder for folder, _, _ in found] == ["None"] * world
     assert [bool(asked) for _, _, asked in found] == [True, False][:world]
@@ -77,7 +77,7 @@ def test_a_file_is_sent_twice_and_a_store_that_is_away_is_an_error(url, tmp_path
 
 
 @ranks
-def test_each_second_is_copied_whole_and_the_nearest_is_loaded(url, tmp_path, world):
+def test_each_second_is_copied_whole_and_the_nearest_is_loaded(url, tmp_path, world, run_processes):
     arguments = str(tmp_path / "a"), url, 5
     if world == 1:
         sums = job.trained(*arguments, store_every=2, total_limit=2)
@@ -95,7 +95,7 @@ def test_each_second_is_copied_whole_and_the_nearest_is_loaded(url, tmp_path, wo
     local = sorted(each.name for each in (tmp_path / "a/checkpoints").iterdir())
     assert local == ["checkpoint_3", "checkpoint_4"]
     for folder in ("a", "another machine"):
-        for where, found in run(job.resumed, str(tmp_path / folder), url, world=world):
+        for where, found in run(run_processes, job.resumed, str(tmp_path / folder), url, world=world):
             assert where.endswith("checkpoint_4")
             assert found == sums[4]
 
@@ -105,8 +105,10 @@ def every_second(folder: str, url: str, saves: int) -> list[float]:
 
 
 @ranks
-def test_a_copy_that_failed_is_made_by_the_next_save_and_not_once_more(url, tmp_path, world):
-    found = run(job.trained_while_it_is_away, str(tmp_path / "a"), url, 5, (0, 1), 4, world=world)
+def test_a_copy_that_failed_is_made_by_the_next_save_and_not_once_more(url, tmp_path, world, run_processes):
+    found = run(
+        run_processes, job.trained_while_it_is_away, str(tmp_path / "a"), url, 5, (0, 1), 4, world=world
+    )
 
     first = ["checkpoint_0"]
     assert [copied for copied, _ in found] == [[[], [], first, first, [*first, "checkpoint_4"]]] * world
@@ -127,7 +129,7 @@ def test_a_save_that_is_not_due_does_not_wait_for_a_copy(url, tmp_path):
 
     def wait(hook: str, name: str) -> bool:
         if hook == "send":
-            may_go_on.wait(10)
+            may_go_on.wait(patience(10))
             over.append(name)
         return False
 

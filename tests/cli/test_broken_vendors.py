@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from accel_command import accel
 from toy_distributions import card_source, write_distribution
 
 FAULTS = {
@@ -64,7 +63,7 @@ def host(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 @pytest.mark.parametrize(("where", "status"), [("card", "broken"), ("probe", "unavailable")])
 def test_each_is_listed_with_what_is_wrong(
-    host: Callable[[str], dict[str, str]], where: str, status: str
+    host: Callable[[str], dict[str, str]], where: str, status: str, accel
 ) -> None:
     ended = accel("plugins", environment=host(where))
 
@@ -77,7 +76,9 @@ def test_each_is_listed_with_what_is_wrong(
 
 
 @pytest.mark.parametrize("name", FAULTS.keys() - {"interrupts"})  # there it is the user's Ctrl-C
-def test_the_doctor_says_where_the_import_ends(host: Callable[[str], dict[str, str]], name: str) -> None:
+def test_the_doctor_says_where_the_import_ends(
+    host: Callable[[str], dict[str, str]], name: str, accel
+) -> None:
     patience = ("--timeout", "5") if name == "hangs" else ()
     ended = accel("plugins", "doctor", name, *patience, environment=host("implementation"))
 
@@ -88,8 +89,10 @@ def test_the_doctor_says_where_the_import_ends(host: Callable[[str], dict[str, s
 
 
 # A card that breaks is listed above, and passed over as one whose probe breaks is.
-@pytest.mark.parametrize("where", [pytest.param("card", marks=pytest.mark.slow), "probe", "implementation"])
-def test_auto_trains_on_what_works(host: Callable[[str], dict[str, str]], tmp_path: Path, where: str) -> None:
+@pytest.mark.parametrize("where", [pytest.param("card", marks=pytest.mark.full), "probe", "implementation"])
+def test_auto_trains_on_what_works(
+    host: Callable[[str], dict[str, str]], tmp_path: Path, where: str, accel
+) -> None:
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(TRAIN)
 
@@ -101,7 +104,7 @@ def test_auto_trains_on_what_works(host: Callable[[str], dict[str, str]], tmp_pa
 
 @pytest.mark.parametrize("name", ["so", "quits"])
 def test_who_names_one_is_told_why_it_cannot_be(
-    host: Callable[[str], dict[str, str]], tmp_path: Path, name: str
+    host: Callable[[str], dict[str, str]], tmp_path: Path, name: str, accel
 ) -> None:
     pytest.importorskip("torch")
     (tmp_path / "train.py").write_text(TRAIN)

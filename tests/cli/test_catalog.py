@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -18,10 +17,8 @@ GENERATOR = Path(__file__).parents[2] / "tools" / "catalog.py"
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="the generator reads TOML with the standard library")
-def test_it_lists_the_workspaces_plugins_as_they_are():
-    ended = subprocess.run(
-        [sys.executable, GENERATOR, "--check"], capture_output=True, text=True, check=False
-    )
+def test_it_lists_the_workspaces_plugins_as_they_are(run_command):
+    ended = run_command([sys.executable, GENERATOR, "--check"], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stdout + ended.stderr
 

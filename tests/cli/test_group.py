@@ -9,20 +9,21 @@ import sys
 from pathlib import Path
 
 import pytest
-from accel_command import ACCEL, accel, clean_environment
 from generated_backends import generate_backends
+
+from accel_testing.commands import ACCEL, clean_environment
 
 HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a plugin')\n"
 
 
-def test_help_lists_the_built_in_commands():
+def test_help_lists_the_built_in_commands(accel):
     shown = accel("--help").stdout
 
     for command in ("launch", "config", "checkpoint", "plugins", "env"):
         assert f"\n  {command}" in shown
 
 
-def test_a_plugins_command_is_listed_by_its_summary_and_not_imported(toys):
+def test_a_plugins_command_is_listed_by_its_summary_and_not_imported(toys, accel):
     environment = toys(
         "hello",
         "command",
@@ -37,7 +38,7 @@ def test_a_plugins_command_is_listed_by_its_summary_and_not_imported(toys):
     assert ended.returncode == 0
 
 
-def test_a_plugins_command_runs(toys):
+def test_a_plugins_command_runs(toys, accel):
     environment = toys(
         "hello", "command", implementation="'toy_command:hello'", modules={"toy_command": HELLO}
     )
@@ -45,7 +46,7 @@ def test_a_plugins_command_runs(toys):
     assert accel("hello", environment=environment).stdout == "hello from a plugin\n"
 
 
-def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys):
+def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys, accel):
     environment = toys("hello", "command", implementation="'toy_command:hello'", modules={"toy_command": ""})
 
     ended = accel("hello", environment=environment)
@@ -58,12 +59,10 @@ def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no such device")
 @pytest.mark.parametrize("buffered", ["", "1"])
 @pytest.mark.parametrize("words", [["--help"], ["plugins"]], ids=" ".join)
-def test_output_that_cannot_be_written_is_said_without_a_traceback(words, buffered):
+def test_output_that_cannot_be_written_is_said_without_a_traceback(words, buffered, run_command):
     variables = clean_environment({"PYTHONUNBUFFERED": buffered})
     with Path("/dev/full").open("w") as full:
-        ended = subprocess.run(
-            [ACCEL, *words], env=variables, stdout=full, stderr=subprocess.PIPE, check=False
-        )
+        ended = run_command([ACCEL, *words], env=variables, stdout=full, stderr=subprocess.PIPE, check=False)
 
     assert ended.returncode == 1
     assert re.fullmatch(
@@ -72,22 +71,22 @@ def test_output_that_cannot_be_written_is_said_without_a_traceback(words, buffer
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
-def test_what_only_talks_imports_no_torch(words):
+def test_what_only_talks_imports_no_torch(words, run_command):
     code = "import sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
 
-    ended = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    ended = run_command([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)
-def test_what_only_talks_imports_of_installed_backends_the_cards_alone(tmp_path, words):
+def test_what_only_talks_imports_of_installed_backends_the_cards_alone(tmp_path, words, run_command):
     names = generate_backends(tmp_path, count=2)
     code = "import atexit, sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
 
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", code, *words],
         env=clean_environment({"PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path[1:]])}),
         capture_output=True,

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from accel_command import accel
 
-from accel_testing import conform
 from accel_testing.new import RENDERED, render
 from accel_testing.simulated import write_distribution
 
 
 @pytest.mark.parametrize("slot", RENDERED)
-def test_it_writes_a_distribution_with_all_that_belongs_to_one(tmp_path: Path, slot: str):
+def test_it_writes_a_distribution_with_all_that_belongs_to_one(tmp_path: Path, slot: str, accel):
     ended = accel("plugins", "new", "my-own", "--slot", slot, cwd=tmp_path)
 
     made = {str(path.relative_to(tmp_path)) for path in tmp_path.glob("**/*") if path.is_file()}
@@ -48,14 +45,14 @@ def test_what_it_writes_is_code_that_fits_its_lines(slot: str):
         ("testing", "accel-testing is installed"),
     ],
 )
-def test_a_name_that_cannot_be_had_is_refused(tmp_path: Path, name: str, said: str):
+def test_a_name_that_cannot_be_had_is_refused(tmp_path: Path, name: str, said: str, accel):
     ended = accel("plugins", "new", name, "--slot", "device", cwd=tmp_path)
 
     assert said in ended.stderr
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_exists_is_left_alone(tmp_path: Path):
+def test_a_folder_that_exists_is_left_alone(tmp_path: Path, accel):
     (tmp_path / "accel-acme").mkdir()
 
     ended = accel("plugins", "new", "acme", "--slot", "device", cwd=tmp_path)
@@ -80,7 +77,7 @@ MARKS = {"device": pytest.mark.simulated}
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("slot", [pytest.param(it, marks=MARKS.get(it, ())) for it in RENDERED])
-def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str):
+def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, accel, conform):
     pytest.importorskip("torch")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
     points = f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n"
@@ -95,10 +92,10 @@ def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str):
     assert "0 failed, 0 xfailed" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("slot", RENDERED)
-def test_what_it_writes_installs_and_passes_its_own_tests(tmp_path: Path, slot: str):
+def test_what_it_writes_installs_and_passes_its_own_tests(tmp_path: Path, slot: str, accel, run_command):
     for needed in ("uv", "torch", "accel_ddp"):
         pytest.importorskip(needed)
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
@@ -106,13 +103,13 @@ def test_what_it_writes_installs_and_passes_its_own_tests(tmp_path: Path, slot: 
     empty.mkdir()
     uv = [sys.executable, "-m", "uv", "--quiet"]
     build = ("build", "--wheel", "--out-dir", str(tmp_path), str(tmp_path / "accel-acme"))
-    subprocess.run([*uv, *build], check=True)
+    run_command([*uv, *build], check=True)
     (wheel,) = tmp_path.glob("*.whl")
-    subprocess.run([*uv, "pip", "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
+    run_command([*uv, "pip", "install", "--no-deps", "--target", str(site), str(wheel)], check=True)
 
     tests = str(tmp_path / "accel-acme/tests")
     path = [str(site), *filter(None, [os.environ.get("PYTHONPATH")])]
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", tests],
         cwd=empty,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from accel_command import accel
 from toy_distributions import card_source, write_distribution
 
 PLUGIN = "class Plugin:\n    def __init__(self, config, run): ...\n"
@@ -15,7 +14,7 @@ def row(output: str, name: str) -> str:
     return next(line for line in output.splitlines() if line.startswith(f"{name} "))
 
 
-def test_an_available_plugin_is_a_row_with_distribution_and_summary(toys):
+def test_an_available_plugin_is_a_row_with_distribution_and_summary(toys, accel):
     shown = accel("plugins", environment=toys("pony", "strategy")).stdout
 
     assert row(shown, "pony").split(maxsplit=5) == [
@@ -32,7 +31,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_a_plugin_that_cannot_be_used_is_a_row_with_its_reason(toys, case):
+def test_a_plugin_that_cannot_be_used_is_a_row_with_its_reason(toys, case, accel):
     arguments, status, reason = BROKEN[case]
 
     ended = accel("plugins", environment=toys("pony", "strategy", **arguments))
@@ -43,13 +42,13 @@ def test_a_plugin_that_cannot_be_used_is_a_row_with_its_reason(toys, case):
     assert " available " in row(ended.stdout, "native")
 
 
-def test_a_blocked_plugin_is_a_row(toys):
+def test_a_blocked_plugin_is_a_row(toys, accel):
     environment = {**toys("pony", "strategy"), "ACCEL_PLUGINS_BLOCK": "pony"}
 
     assert " blocked " in row(accel("plugins", environment=environment).stdout, "pony")
 
 
-def test_json_holds_what_the_table_shows_and_the_capabilities(toys):
+def test_json_holds_what_the_table_shows_and_the_capabilities(toys, accel):
     listed = json.loads(
         accel("plugins", "--json", environment=toys("pony", "strategy", offers="{'join'}")).stdout
     )
@@ -58,7 +57,7 @@ def test_json_holds_what_the_table_shows_and_the_capabilities(toys):
     assert (pony["status"], pony["distribution"], pony["offers"]) == ("available", "accel-pony", ["join"])
 
 
-def test_why_says_what_auto_would_take_and_why_not_the_others(toys):
+def test_why_says_what_auto_would_take_and_why_not_the_others(toys, accel):
     toys("absent", "device", priority="100", probe="lambda: 'no driver'")
     environment = toys("here", "device", priority="50")
 
@@ -69,14 +68,14 @@ def test_why_says_what_auto_would_take_and_why_not_the_others(toys):
     assert "native (accel-core 0.1.0, priority 0): usable, of lower priority" in told
 
 
-def test_why_shows_the_traceback_of_a_broken_plugin(toys):
+def test_why_shows_the_traceback_of_a_broken_plugin(toys, accel):
     told = accel("plugins", "--why", environment=toys("pony", "strategy", source="1 / 0")).stdout
 
     assert "pony (accel-pony 1.0) is broken: ZeroDivisionError" in told
     assert "line 1, in <module>" in told
 
 
-def test_why_names_the_rivals_of_a_tie_and_what_decides(toys):
+def test_why_names_the_rivals_of_a_tie_and_what_decides(toys, accel):
     toys("left", "device", priority="50")
     environment = toys("right", "device", priority="50")
 
@@ -91,7 +90,7 @@ LONG = "-".join(["long"] * 60)
 
 
 @pytest.mark.parametrize("words", ["", "--json", "--why", "doctor"])
-def test_a_plugin_with_a_name_of_300_letters_is_listed_as_any_other(tmp_path, words):
+def test_a_plugin_with_a_name_of_300_letters_is_listed_as_any_other(tmp_path, words, accel):
     write_distribution(
         tmp_path / "site",
         "accel-long",
@@ -117,7 +116,7 @@ WRONG = {
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("slot", ["launcher", "strategy"])
 def test_a_plugin_that_cannot_be_built_is_an_error_that_says_how_for_doctor_and_launch(
-    toys, tmp_path, slot, wrong
+    toys, tmp_path, slot, wrong, accel
 ):
     environment = toys("pony", slot, implementation="'toy_parts:Plugin'", modules={"toy_parts": WRONG[wrong]})
     said = (
@@ -134,7 +133,7 @@ def test_a_plugin_that_cannot_be_built_is_an_error_that_says_how_for_doctor_and_
         assert (launched.returncode, said in launched.stderr) == (1, True), launched.stderr
 
 
-def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys):
+def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys, accel):
     environment = toys(
         "pony",
         "strategy",
@@ -159,7 +158,7 @@ AILING = {
 
 
 @pytest.mark.parametrize("case", AILING)
-def test_the_doctor_finds_out_what_a_listing_cannot(toys, case):
+def test_the_doctor_finds_out_what_a_listing_cannot(toys, case, accel):
     source, finding = AILING[case]
     environment = toys(
         "pony",
@@ -175,21 +174,21 @@ def test_the_doctor_finds_out_what_a_listing_cannot(toys, case):
     assert finding in ended.stdout
 
 
-def test_the_doctor_does_not_know_a_plugin_that_is_not_there():
+def test_the_doctor_does_not_know_a_plugin_that_is_not_there(accel):
     ended = accel("plugins", "doctor", "nativ")
 
     assert ended.returncode == 1
     assert "no plugin 'nativ' is installed; did you mean 'native'?" in ended.stderr
 
 
-def test_check_refuses_a_stack_of_unknown_plugins():
+def test_check_refuses_a_stack_of_unknown_plugins(accel):
     ended = accel("plugins", "check", "native+pony")
 
     assert ended.returncode == 1
     assert "no plugin 'pony' is installed" in ended.stderr
 
 
-def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
+def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys, accel):
     pytest.importorskip("torch")
     source = "class Plugin:\n    def __init__(self, config, run): ...\n"
     source += "    def environment_report(self): return {'driver': '7.1'}\n"
@@ -204,7 +203,7 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys):
     assert "secret" not in ended.stdout
 
 
-def test_env_survives_a_plugin_that_quits(toys):
+def test_env_survives_a_plugin_that_quits(toys, accel):
     pytest.importorskip("torch")
     environment = toys(
         "pony", "device", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}

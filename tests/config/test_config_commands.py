@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,7 +19,7 @@ asks_torch = pytest.mark.skipif(find_spec("torch") is None, reason="only torch k
 
 
 @pytest.fixture
-def accel(tmp_path):
+def accel(tmp_path, run_command):
     """Run `accel config ...` in an empty folder, with a device plugin that this machine cannot use."""
     info = tmp_path / "site" / "toy_far_away-0.1.dist-info"
     info.mkdir(parents=True)
@@ -42,7 +41,7 @@ def accel(tmp_path):
 
     def call(*arguments, answers="", torch=True, **variables):
         hidden = "" if torch else "import sys; sys.modules['torch'] = None; "
-        return subprocess.run(
+        return run_command(
             [sys.executable, "-c", f"{hidden}from accel_core.cli import main; main()", "config", *arguments],
             cwd=tmp_path,
             env=environment | {"PYTHONPATH": os.pathsep.join(paths)} | variables,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -20,31 +19,29 @@ def test_no_plugin_may_be_named_like_an_option_or_section_of_core():
     assert options | {"all", "auto", "config", "env", "no", "plugins", "schema"} == RESERVED_NAMES
 
 
-def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path):
+def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path, run_command):
     code = (
         "import sys; from accel_core.config.resolve import load;"
         "from accel_core.plugins.discovery import discover;"
         "found = load(discovery=discover(), environment={}); found.with_proposals(['single']);"
         "print(sorted({'cattrs', 'torch', 'yaml'} & set(sys.modules)))"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_the_import_takes_no_library_that_only_some_runs_need():
+def test_the_import_takes_no_library_that_only_some_runs_need(run_command):
     pytest.importorskip("torch")
     code = (
         "import sys, torch; before = {*sys.modules}; from accel_core import Accelerator;"
         "print(sorted({'cattrs', 'click', 'rich', 'safetensors', 'xxhash', 'yaml'}"
         " & (set(sys.modules) - before)))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
 
 
-def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path):
+def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path, run_command):
     code = (
         "import sys; from accel_core.config.resolve import load;"
         "from accel_core.plugins.discovery import discover;"
@@ -52,9 +49,7 @@ def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path):
         " environment={});"
         "print(found.config.device, found.config.gradient_accumulation_steps, 'yaml' in sys.modules)"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    done = run_command([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert done.stdout == "cpu 8 False\n"
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from accel_command import accel
 from attrs import frozen
 from config_toys import record
 
@@ -88,7 +86,7 @@ def test_names_of_secrets():
     )
 
 
-def test_env_and_show_mask_secrets_and_ask_devices_only(tmp_path):
+def test_env_and_show_mask_secrets_and_ask_devices_only(tmp_path, accel):
     secrets = {
         "ACCEL_TOKEN": SECRET,
         "TORCHHUB_TOKEN": SECRET,
@@ -102,9 +100,9 @@ def test_env_and_show_mask_secrets_and_ask_devices_only(tmp_path):
     assert not re.search(r"^ddp \.\.\. ", done.stdout, re.MULTILINE)
 
 
-def test_help_of_the_world_prints_no_environment():
+def test_help_of_the_world_prints_no_environment(run_command):
     code = "import pydoc, accel_core; print(pydoc.render_doc(accel_core.World))"
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", code],
         env={**os.environ, "MY_TOKEN": SECRET},
         capture_output=True,

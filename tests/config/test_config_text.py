@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from datetime import timedelta
@@ -204,9 +203,9 @@ def test_a_large_file_is_indexed_once(monkeypatch, resolve):
     assert len(set(looked)) == 1
 
 
-def test_a_terminal_that_cannot_spell_a_key_gets_it_escaped(tmp_path):
+def test_a_terminal_that_cannot_spell_a_key_gets_it_escaped(tmp_path, run_command):
     (tmp_path / "accel.yaml").write_text("straße: 1\n", encoding="utf-8")
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", "from accel_core.cli import main; main()", "config", "check"],
         cwd=tmp_path,
         env={"PATH": os.environ["PATH"], "LC_ALL": "POSIX", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},

@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator
 from accel_core.data.ahead import keep
-from accel_testing.processes import run_processes
 
 
 class Pair(NamedTuple):
@@ -130,7 +129,7 @@ def one_buffer_on_a_device():
 
 
 @pytest.mark.simulated
-def test_one_buffer_on_a_device_gives_each_batch():
+def test_one_buffer_on_a_device_gives_each_batch(run_processes):
     """A device is not waited for: its memory is copied, not compared."""
     assert run_processes(one_buffer_on_a_device, world=1) == [[0, 1, 2, 3, 4]]
 

@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError, DataLoaderConfiguration
-from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 
@@ -51,13 +50,13 @@ def read(stop_after, folder=None, *, resume=False):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_the_world_reads_what_one_process_of_plain_pytorch_reads(world):
+def test_the_world_reads_what_one_process_of_plain_pytorch_reads(world, run_processes):
     expected = [flat(epoch) for epoch in plain_epochs(2)]
     assert run_processes(read, None, world=world) == [expected] * world
 
 
 @pytest.mark.parametrize(("old", "new"), [(1, 2), (2, 1), (2, 2)])
-def test_an_epoch_and_those_after_it_go_on_in_another_world(tmp_path, old, new):
+def test_an_epoch_and_those_after_it_go_on_in_another_world(tmp_path, old, new, run_processes):
     first, second = [flat(epoch) for epoch in plain_epochs(2)]
     before = run_processes(read, 2, str(tmp_path / "saved"), world=old)[0][0]
     for rest, following in run_processes(resumed, str(tmp_path / "saved"), world=new):
@@ -77,7 +76,7 @@ def peeked():
     return str(found.value)
 
 
-def test_one_rank_that_peeks_at_a_batch_is_named_on_all():
+def test_one_rank_that_peeks_at_a_batch_is_named_on_all(run_processes):
     for message in run_processes(peeked, world=2):
         assert "rank 0: the order of the next epoch (dataloader of list)" in message
         assert "rank 1: gather" in message
@@ -107,7 +106,7 @@ def read_after_a_peek(peeks):
     return read
 
 
-def test_one_rank_that_peeks_does_not_read_another_order_than_the_others():
+def test_one_rank_that_peeks_does_not_read_another_order_than_the_others(run_processes):
     first, second = run_processes(read_after_a_peek, False, world=2)
     assert sorted(first + second) == list(range(12))
     for message in run_processes(read_after_a_peek, True, world=2):
@@ -137,7 +136,7 @@ def loaded(folder):
     return torch.equal(model.weight, again.weight) and len(mine) == 12
 
 
-def test_what_fits_is_loaded_beside_other_data(tmp_path):
+def test_what_fits_is_loaded_beside_other_data(tmp_path, run_processes):
     assert run_processes(loaded, str(tmp_path / "saved"), world=2) == [True, True]
 
 
@@ -159,7 +158,7 @@ def asked_in_a_worker(context):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
-def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context):
+def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context, run_processes):
     assert run_processes(asked_in_a_worker, context, world=2) == [True, True]
 
 
@@ -178,7 +177,7 @@ def asked_in_a_fork():
     return status
 
 
-def test_an_accelerator_made_in_a_fork_is_refused_at_once():
+def test_an_accelerator_made_in_a_fork_is_refused_at_once(run_processes):
     assert run_processes(asked_in_a_fork, world=2) == [7, 7]
 
 
@@ -229,7 +228,7 @@ def gathered_of_whole_batches(options):
 
 
 @pytest.mark.parametrize("dispatches", [True, False])
-def test_of_batches_that_a_dataset_makes_no_sample_is_lost(dispatches):
+def test_of_batches_that_a_dataset_makes_no_sample_is_lost(dispatches, run_processes):
     for gathered in run_processes(gathered_of_whole_batches, {"dispatch_batches": dispatches}, world=3):
         assert gathered == {kind: list(range(21)) for kind in gathered}
 
@@ -241,7 +240,9 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("kind", [BatchSampler, OwnBatches])
 @pytest.mark.parametrize("drop_last", [False, True])
-def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(kind, drop_last, options):
+def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(
+    kind, drop_last, options, run_processes
+):
     (alone,) = run_processes(gathered_of_batch_sampler, kind, drop_last, {}, world=1)
     assert [len(epoch) for epoch in alone] == [20 if drop_last else 21] * 2
     if drop_last and not options.get("split_batches"):
@@ -288,7 +289,7 @@ def trained_on(folder):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_a_random_iterable_dataset_goes_on_beside_dropout(tmp_path, world):
+def test_a_random_iterable_dataset_goes_on_beside_dropout(tmp_path, world, run_processes):
     whole = run_processes(trained, None, None, world=world)
     rounds = len(whole[0][0]) // 2
     for stop in (1, rounds, rounds + 2):

@@ -14,7 +14,6 @@ from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, rea
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from accel_core import Accelerator, CollectiveError, ConfigError, DataLoaderConfiguration
-from accel_testing.processes import run_processes
 
 
 class OfSize(BatchSampler):
@@ -209,7 +208,7 @@ def structures(dispatch):
 
 @pytest.mark.together
 @pytest.mark.parametrize("world", [2, 3])
-def test_whatever_pickles_arrives_as_it_was_read(world):
+def test_whatever_pickles_arrives_as_it_was_read(world, run_processes):
     assert run_processes(structures, True, world=world) == run_processes(structures, False, world=world)
 
 
@@ -233,7 +232,7 @@ def read_into_one_buffer(data):
 
 @pytest.mark.together
 @pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_each_rank_gets_its_own_batch_of_those_that_are_read_into_one_buffer(kind):
+def test_each_rank_gets_its_own_batch_of_those_that_are_read_into_one_buffer(kind, run_processes):
     """All ranks got the one that was read last."""
     own, other = run_processes(read_into_one_buffer, kind(12))
     assert own == [[0, 1], [4, 5], [8, 9]]
@@ -257,7 +256,7 @@ def metrics(options):
 @pytest.mark.together
 @pytest.mark.parametrize("dispatch", [None, False, True])
 @pytest.mark.parametrize("split", [False, True])
-def test_metrics_are_exact_however_the_data_is_read(split, dispatch):
+def test_metrics_are_exact_however_the_data_is_read(split, dispatch, run_processes):
     for found in run_processes(metrics, {"split_batches": split, "dispatch_batches": dispatch}):
         for length, tensors, objects in found:
             assert tensors == list(range(length))
@@ -288,7 +287,7 @@ def failing(workers):
 
 @pytest.mark.together
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers):
+def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers, run_processes):
     reader, other, another = run_processes(failing, workers, world=3)
     assert (reader[1], other[1], another[1]) == (ValueError, CollectiveError, CollectiveError)
     assert "sample 5 is damaged" in reader[2]
@@ -323,7 +322,7 @@ def interrupted():
 
 
 @pytest.mark.together
-def test_ctrl_c_where_it_is_read_is_told_to_all_ranks():
+def test_ctrl_c_where_it_is_read_is_told_to_all_ranks(run_processes):
     reader, other = run_processes(interrupted)
     assert reader[0] is KeyboardInterrupt
     assert other[0] is CollectiveError
@@ -347,7 +346,7 @@ def leaving_for_the_next_epoch():
 
 
 @pytest.mark.together
-def test_a_rank_that_begins_the_next_epoch_alone_is_named():
+def test_a_rank_that_begins_the_next_epoch_alone_is_named(run_processes):
     for message in run_processes(leaving_for_the_next_epoch):
         assert "rank 0: the next batch (dispatch_batches), round 0 of epoch 1" in message
         assert "rank 1: the next batch (dispatch_batches), round 1 of epoch 0" in message
@@ -370,7 +369,7 @@ def leaving():
 
 
 @pytest.mark.together
-def test_a_rank_that_leaves_the_loop_alone_is_named():
+def test_a_rank_that_leaves_the_loop_alone_is_named(run_processes):
     for message in run_processes(leaving):
         assert "rank 0: the next batch (dispatch_batches)" in message
         assert "rank 1: gather of (1,) float32" in message
@@ -393,14 +392,14 @@ def running_out(dispatch):
 
 
 @pytest.mark.together
-def test_ranks_with_unequal_batches_are_told_apart_by_their_place_in_the_data():
+def test_ranks_with_unequal_batches_are_told_apart_by_their_place_in_the_data(run_processes):
     for message in run_processes(running_out, False):
         assert "rank 0: gather_for_metrics in batch 3 of epoch 0" in message
         assert "rank 1: gather_for_metrics in batch 1 of epoch 1" in message
 
 
 @pytest.mark.together
-def test_a_rank_that_has_run_out_is_waited_for_by_name_where_another_reads_for_it():
+def test_a_rank_that_has_run_out_is_waited_for_by_name_where_another_reads_for_it(run_processes):
     for message in run_processes(running_out, True):
         assert "rank 0: gather_for_metrics in batch 3 of epoch 0" in message
         assert "rank 1: the next batch" in message

@@ -12,7 +12,6 @@ from accel_core.data import loader as loading
 from accel_core.data import prefetch
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.nested import can_pin
-from accel_testing.processes import run_processes
 
 
 def recorded(monkeypatch, data, *, workers, **options):
@@ -140,7 +139,7 @@ def on_a_simulated_device(workers):
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("workers", [0, 1])
-def test_on_a_device_with_streams(workers):
+def test_on_a_device_with_streams(workers, run_processes):
     assert run_processes(on_a_simulated_device, workers, world=1) == [[float(each) for each in range(7)]]
 
 

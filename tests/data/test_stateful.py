@@ -15,7 +15,6 @@ from accel_core import Accelerator, CheckpointError, ConfigError, DataLoaderConf
 from accel_core.data.loader import prepare_loader
 from accel_core.data.sharding import Sharding
 from accel_core.data.stateful import ShardedIterable
-from accel_testing.processes import run_processes
 
 pytestmark = [
     pytest.mark.together,
@@ -349,7 +348,7 @@ def train(folder, resume):
     return seen
 
 
-def test_a_checkpoint_holds_its_state(tmp_path):
+def test_a_checkpoint_holds_its_state(tmp_path, run_processes):
     whole = run_processes(train, str(tmp_path / "saved"), False)
     assert [seen[12:] for seen in whole] == run_processes(train, str(tmp_path / "saved"), True)
     assert len(whole[0]) == 23

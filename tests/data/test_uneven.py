@@ -8,7 +8,6 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration
-from accel_testing.processes import run_processes
 
 
 def uneven():
@@ -32,7 +31,7 @@ def uneven():
 
 
 @pytest.mark.together
-def test_batches_are_not_padded_inside_and_padded_again_after():
+def test_batches_are_not_padded_inside_and_padded_again_after(run_processes):
     assert run_processes(uneven) == [[3, 4], [2, 4]]
 
 
@@ -52,7 +51,7 @@ def zipped():
 
 
 @pytest.mark.together
-def test_two_loaders_that_ran_out_together_leave_training_allowed():
+def test_two_loaders_that_ran_out_together_leave_training_allowed(run_processes):
     assert run_processes(zipped) == [2, 1]
 
 

@@ -46,33 +46,33 @@ def checkout(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def write(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def write(run_command, *arguments: str | Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(TOOL), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return run_command(command, capture_output=True, text=True, timeout=60, check=False)
 
 
 def texts(checkout: Path) -> dict[str, str]:
     return {page: (checkout / page).read_text() for page in PAGES}
 
 
-def test_the_pages_are_as_the_tool_writes_them() -> None:
-    checked = write("--check")
+def test_the_pages_are_as_the_tool_writes_them(run_command) -> None:
+    checked = write(run_command, "--check")
 
     assert checked.returncode == 0, checked.stdout
 
 
-def test_while_there_is_no_run_each_page_says_so(checkout: Path) -> None:
+def test_while_there_is_no_run_each_page_says_so(checkout: Path, run_command) -> None:
     before = texts(checkout)
 
-    assert write("--root", checkout).returncode == 0
+    assert write(run_command, "--root", checkout).returncode == 0
 
     if not (ROOT / "benchmarks/gpu.json").exists():
         assert texts(checkout) == before
     assert all("**No GPU run yet**" in text for text in texts(checkout).values())
 
 
-def test_a_run_is_in_each_page_with_its_device_and_its_failures(checkout: Path) -> None:
-    assert write("--root", checkout, proof(checkout)).returncode == 0
+def test_a_run_is_in_each_page_with_its_device_and_its_failures(checkout: Path, run_command) -> None:
+    assert write(run_command, "--root", checkout, proof(checkout)).returncode == 0
 
     found = texts(checkout)
     for text in found.values():
@@ -83,50 +83,50 @@ def test_a_run_is_in_each_page_with_its_device_and_its_failures(checkout: Path) 
     assert "\n".join(["**Llama**", "", *TABLE]) in found["docs/tested.md"]
 
 
-def test_what_it_has_written_it_writes_again_without_the_file(checkout: Path) -> None:
+def test_what_it_has_written_it_writes_again_without_the_file(checkout: Path, run_command) -> None:
     given = proof(checkout)
-    write("--root", checkout, given)
+    write(run_command, "--root", checkout, given)
     first = texts(checkout)
     given.unlink()
 
-    assert write("--root", checkout).returncode == 0
+    assert write(run_command, "--root", checkout).returncode == 0
 
     assert texts(checkout) == first
-    assert write("--root", checkout, "--check").returncode == 0
+    assert write(run_command, "--root", checkout, "--check").returncode == 0
 
 
-def test_several_runs_of_one_device_are_one_proof(checkout: Path) -> None:
+def test_several_runs_of_one_device_are_one_proof(checkout: Path, run_command) -> None:
     first, second = checkout / "first", checkout / "second"
     for folder in (first, second):
         folder.mkdir()
     begun = proof(first, parts=[part("Llama", "out of time"), part("a step", "ok")])
     later = proof(second, parts=[part("Llama", "ok", tables=tuple(TABLE)), part("a step", "out of time")])
 
-    assert write("--root", checkout, begun, later).returncode == 0
+    assert write(run_command, "--root", checkout, begun, later).returncode == 0
 
     assert "of 2 parts 2 ok" in texts(checkout)["README.md"].replace("\n", " ")
 
 
-def test_runs_of_two_devices_follow_each_other(checkout: Path) -> None:
+def test_runs_of_two_devices_follow_each_other(checkout: Path, run_command) -> None:
     other = checkout / "other"
     other.mkdir()
 
     given = proof(checkout), proof(other, device="NVIDIA A100", parts=[part("Llama", "ok")])
-    assert write("--root", checkout, *given).returncode == 0
+    assert write(run_command, "--root", checkout, *given).returncode == 0
 
     for text in texts(checkout).values():
         words = text.replace("\n", " ")
         assert words.index("NVIDIA H200") < words.index("of 3 parts") < words.index("NVIDIA A100")
         assert words.index("NVIDIA A100") < words.index("of 1 parts 1 ok")
-    assert write("--root", checkout, "--check").returncode == 0
+    assert write(run_command, "--root", checkout, "--check").returncode == 0
 
 
-def test_a_page_that_was_edited_is_stale(checkout: Path) -> None:
-    write("--root", checkout, proof(checkout))
+def test_a_page_that_was_edited_is_stale(checkout: Path, run_command) -> None:
+    write(run_command, "--root", checkout, proof(checkout))
     page = checkout / "README.md"
     page.write_text(page.read_text().replace("NVIDIA H200", "NVIDIA H300"))
 
-    checked = write("--root", checkout, "--check")
+    checked = write(run_command, "--root", checkout, "--check")
 
     assert checked.returncode == 1
     assert "README.md is stale" in checked.stdout
@@ -145,10 +145,12 @@ def test_a_page_that_was_edited_is_stale(checkout: Path) -> None:
         ({"parts": [part("Llama", "out of time"), part("float8", "not here")]}, "of 2 parts none ran"),
     ],
 )
-def test_what_shows_nothing_of_a_gpu_is_refused(checkout: Path, about: dict[str, Any], words: str) -> None:
+def test_what_shows_nothing_of_a_gpu_is_refused(
+    checkout: Path, about: dict[str, Any], words: str, run_command
+) -> None:
     before = texts(checkout)
 
-    refused = write("--root", checkout, proof(checkout, **about))
+    refused = write(run_command, "--root", checkout, proof(checkout, **about))
 
     assert refused.returncode == 1
     assert words in refused.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -119,10 +118,10 @@ def test_what_strangers_report_is_no_row(tool: ModuleType, tmp_path: Path) -> No
     assert tool.reported(tmp_path.glob("*.json")) == {}
 
 
-def test_the_check_says_which_result_is_stale(tmp_path: Path) -> None:
+def test_the_check_says_which_result_is_stale(tmp_path: Path, run_command) -> None:
     report(tmp_path, "native", "failed")
 
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, str(TOOL), "--check", str(tmp_path)], capture_output=True, text=True, check=False
     )
 

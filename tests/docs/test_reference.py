@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 
 from snippets import ROOT
@@ -16,9 +15,9 @@ from accel_core.contract.options import options_of
 from accel_core.plugins.discovery import discover
 
 
-def test_hooks_md_the_readmes_diff_and_the_stub_are_fresh():
+def test_hooks_md_the_readmes_diff_and_the_stub_are_fresh(run_command):
     command = [sys.executable, ROOT / "tools" / "reference.py", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
 
     assert result.returncode == 0, result.stdout + result.stderr
 

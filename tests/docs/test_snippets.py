@@ -70,7 +70,7 @@ def test_links_lead_somewhere(document: Path):
         assert (document.parent / target).exists(), target
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1800)
 @needs_everything
 @pytest.mark.parametrize("document", documents(), ids=by_path)

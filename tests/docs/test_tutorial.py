@@ -41,7 +41,7 @@ def lines_of_core() -> dict[Path, list[bytes]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(
     not all(map(find_spec, ("uv", "accel_ddp"))), reason="the page builds a wheel, and names a strategy"

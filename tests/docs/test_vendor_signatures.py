@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,34 +18,39 @@ tool = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(tool)
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(run_command, folder: Path, *arguments: str) -> str:
     identity = ("-c", "user.name=a", "-c", "user.email=a@b.example")
     command = ["git", "-C", str(folder), *identity, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return run_command(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 @pytest.fixture
-def clone(tmp_path: Path) -> Path:
+def clone(tmp_path: Path, run_command) -> Path:
     """A vendor's repository with one commit."""
     folder = tmp_path / "vendor"
     folder.mkdir()
-    git(folder, "init", "--quiet")
+    git(run_command, folder, "init", "--quiet")
     (folder / "device.py").write_text("def set_device(device: int, *, late: bool = False) -> None: ...\n")
-    git(folder, "add", ".")
-    git(folder, "commit", "--quiet", "-m", "first")
+    git(run_command, folder, "add", ".")
+    git(run_command, folder, "commit", "--quiet", "-m", "first")
     return folder
 
 
-def record(clone: Path, **changed: Any) -> Path:
+def record(run_command, clone: Path, **changed: Any) -> Path:
     file = clone.parent / "vendor.json"
     functions = {"device.py": {"set_device": ""}}
-    about = {"commit": git(clone, "rev-parse", "HEAD"), "functions": functions, "texts": {}, **changed}
+    about = {
+        "commit": git(run_command, clone, "rev-parse", "HEAD"),
+        "functions": functions,
+        "texts": {},
+        **changed,
+    }
     file.write_text(json.dumps(about))
     return file
 
 
-def test_parameters_are_recorded_without_annotations(clone: Path) -> None:
-    file = record(clone, texts={"device.py": ["late: bool"]})
+def test_parameters_are_recorded_without_annotations(clone: Path, run_command) -> None:
+    file = record(run_command, clone, texts={"device.py": ["late: bool"]})
 
     assert tool.main([str(file), str(clone)]) == 0
 
@@ -54,8 +58,8 @@ def test_parameters_are_recorded_without_annotations(clone: Path) -> None:
     assert tool.main(["--check", str(file), str(clone)]) == 0
 
 
-def test_a_signature_that_is_not_as_recorded_is_stale(clone: Path) -> None:
-    assert tool.main(["--check", str(record(clone)), str(clone)]) == 1
+def test_a_signature_that_is_not_as_recorded_is_stale(clone: Path, run_command) -> None:
+    assert tool.main(["--check", str(record(run_command, clone)), str(clone)]) == 1
 
 
 @pytest.mark.parametrize(
@@ -66,6 +70,8 @@ def test_a_signature_that_is_not_as_recorded_is_stale(clone: Path) -> None:
         ({"functions": {"moved.py": {"set_device": ""}}}, "moved.py"),
     ],
 )
-def test_what_the_vendor_has_not_is_told(clone: Path, changed: dict[str, Any], said: str) -> None:
+def test_what_the_vendor_has_not_is_told(
+    clone: Path, changed: dict[str, Any], said: str, run_command
+) -> None:
     with pytest.raises(SystemExit, match=said):
-        tool.main([str(record(clone, **changed)), str(clone)])
+        tool.main([str(record(run_command, clone, **changed)), str(clone)])

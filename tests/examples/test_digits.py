@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from accel_testing.patience import patience
+
 pytest.importorskip("sklearn")
 pytestmark = pytest.mark.together
 
@@ -21,12 +23,12 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture
-def start(tmp_path: Path):
+def start(tmp_path: Path, start_command):
     """`start(*command)`: in an empty folder, as the leader of a process group that ends with the test."""
     started: list[subprocess.Popen[str]] = []
 
     def run(*command: object) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
+        process = start_command(
             list(map(str, command)),
             cwd=tmp_path,
             env=ENVIRONMENT,
@@ -49,7 +51,7 @@ def start(tmp_path: Path):
 def train(start):
     def finished(*command: object) -> str:
         process = start(*command)
-        output, errors = process.communicate(timeout=100)
+        output, errors = process.communicate(timeout=patience(100))
         assert process.returncode == 0, errors
         assert re.fullmatch(r"(accel 0\.1: .*\n)?", errors)  # no progress where nobody watches
         return output

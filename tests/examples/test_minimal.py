@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,9 +13,9 @@ pytest.importorskip("torch")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-def printed(script: str, folder: Path) -> str:
+def printed(run_command, script: str, folder: Path) -> str:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "ACCEL__DEVICE": "cpu"}
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, EXAMPLES / script],
         cwd=folder,
         env=environment,
@@ -27,8 +26,8 @@ def printed(script: str, folder: Path) -> str:
     return result.stdout
 
 
-def test_one_process_prints_what_plain_pytorch_prints(tmp_path: Path):
-    lines = printed("minimal.py", tmp_path)
+def test_one_process_prints_what_plain_pytorch_prints(tmp_path: Path, run_command):
+    lines = printed(run_command, "minimal.py", tmp_path)
 
     assert lines.count("epoch") == 4
-    assert lines == printed("minimal_plain.py", tmp_path)
+    assert lines == printed(run_command, "minimal_plain.py", tmp_path)

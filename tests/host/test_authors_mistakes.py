@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -34,8 +33,8 @@ def test_a_set_is_written_in_one_order():
     assert plain(frozenset("qkvo")) == ["k", "o", "q", "v"]
 
 
-def test_python_runs_the_package():
-    done = subprocess.run(
+def test_python_runs_the_package(run_command):
+    done = run_command(
         [sys.executable, "-m", "accel_core", "--version"], capture_output=True, text=True, check=True
     )
     assert done.stdout.startswith("accel, version")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from accel_core.errors import PluginError
 from accel_core.plugins import timeout
 from accel_core.plugins.catalog import unknown_device
 from accel_core.plugins.discovery import Record, discover, load
+from accel_testing.patience import patience
 
 
 def test_a_usable_plugin_is_available_under_its_distribution_and_version(toy_plugin):
@@ -77,7 +77,7 @@ def test_a_module_that_still_hangs_stays_broken(toy_plugin, monkeypatch):
     assert discover({}).get("mule").status == "broken"
 
 
-def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribution, tmp_path):
+def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribution, tmp_path, run_command):
     toy_distribution(
         "accel-pony",
         entry_points={"accel_core.device": {"pony": "toy_pony:CARD"}},
@@ -87,7 +87,7 @@ def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribu
         "from accel_core.plugins.discovery import discover; r = discover().get('pony');"
         "print(r.status, r.reason)"
     )
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", script],
         env={"PYTHONPATH": ":".join([str(tmp_path / "site"), *filter(None, sys.path)])},
         capture_output=True,
@@ -150,7 +150,7 @@ def test_one_thread_imports_all_cards_and_ends(toy_distribution):
     assert records.get("quits").reason == "SystemExit: no licence"
     thread = sys.modules["toy_ass"].THREAD
     assert sys.modules["toy_zebra"].THREAD is thread is not threading.main_thread()
-    thread.join(10)
+    thread.join(patience(10))
     assert not thread.is_alive()
 
 
@@ -172,7 +172,7 @@ def test_cards_after_one_that_hangs_are_found_in_another_thread(toy_distribution
     assert sys.modules["toy_ass"].THREAD is hung
     assert sys.modules["toy_pony"].THREAD is sys.modules["toy_zebra"].THREAD is not hung
     sys.toy_released.set()
-    hung.join(10)
+    hung.join(patience(10))
     assert not hung.is_alive()
 
 
@@ -187,7 +187,7 @@ def test_ctrl_c_leaves_the_cards_that_are_still_to_be_imported(toy_distribution,
     finally:
         signal.signal(signal.SIGINT, before)
     sys.toy_released.set()
-    sys.modules["toy_ass"].THREAD.join(10)
+    sys.modules["toy_ass"].THREAD.join(patience(10))
     assert "toy_zebra" not in sys.modules
 
 

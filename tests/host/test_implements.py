@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -57,13 +56,13 @@ CONFIG = "[mypy]\nstrict = true\ndisable_error_code = empty-body\n[mypy-torch.*]
 
 
 @pytest.fixture(scope="module")
-def errors(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, list[str]]:
+def errors(tmp_path_factory: pytest.TempPathFactory, run_command) -> Mapping[str, list[str]]:
     """What mypy says of each file."""
     folder: Path = tmp_path_factory.mktemp("typed")
     for name, method in METHODS.items():
         (folder / f"{name}.py").write_text(HEAD + method)
     (folder / "mypy.ini").write_text(CONFIG)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-m", "mypy", "--follow-imports=silent", *(f"{name}.py" for name in METHODS)],
         cwd=folder,
         env={**os.environ, "MYPY_CACHE_DIR": str(folder / "cache")},

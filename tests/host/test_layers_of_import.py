@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -16,9 +15,9 @@ for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
 """
 
 
-def torch_after(script: str) -> bool:
+def torch_after(run_command, script: str) -> bool:
     """Whether a fresh process has imported torch after `script`."""
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", f"{script}\nimport sys; print('torch' in sys.modules)"],
         capture_output=True,
         text=True,
@@ -29,9 +28,9 @@ def torch_after(script: str) -> bool:
     return done.stdout.split()[-1] == "True"
 
 
-def test_this_test_can_see_torch():
+def test_this_test_can_see_torch(run_command):
     pytest.importorskip("torch")
-    assert torch_after("import torch")
+    assert torch_after(run_command, "import torch")
 
 
 @pytest.mark.parametrize(
@@ -44,23 +43,24 @@ def test_this_test_can_see_torch():
         "accel_core.defaults",
     ],
 )
-def test_the_host_imports_no_torch(module):
-    assert not torch_after(f"import {module}")
+def test_the_host_imports_no_torch(module, run_command):
+    assert not torch_after(run_command, f"import {module}")
 
 
 @pytest.mark.parametrize("package", ["accel_core.config", "accel_core.cli"])
-def test_no_module_of_what_the_command_line_uses_imports_torch(package):
-    assert not torch_after(EACH_OF.format(package))
+def test_no_module_of_what_the_command_line_uses_imports_torch(package, run_command):
+    assert not torch_after(run_command, EACH_OF.format(package))
 
 
-def test_discovery_and_every_probe_import_no_torch():
+def test_discovery_and_every_probe_import_no_torch(run_command):
     assert not torch_after(
+        run_command,
         "from accel_core.plugins.discovery import discover\n"
-        "assert [record.status for record in discover().records if record.distribution == 'accel-core']"
+        "assert [record.status for record in discover().records if record.distribution == 'accel-core']",
     )
 
 
-def test_what_plugins_are_written_with_imports_no_torch():
+def test_what_plugins_are_written_with_imports_no_torch(run_command):
     assert not torch_after(
-        "from accel_core import Card, PluginError, Unit, World, hooks, implements, no_op, option"
+        run_command, "from accel_core import Card, PluginError, Unit, World, hooks, implements, no_op, option"
     )

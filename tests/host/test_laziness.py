@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import attrs
@@ -68,9 +67,9 @@ print(*(name for name in sys.modules if name.startswith("accel_core.")), "decima
 """
 
 
-def test_a_start_imports_no_more_than_it_needs():
+def test_a_start_imports_no_more_than_it_needs(run_command):
     pytest.importorskip("torch")
-    child = subprocess.run([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True)
+    child = run_command([sys.executable, "-c", STARTED], capture_output=True, text=True, check=True)
     *started, has_decimal = child.stdout.split()
     later = ("accel_core.data.", "accel_core.checkpoint.codec", "accel_core.training.prepare")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pkgutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -29,8 +28,8 @@ def light_modules() -> list[str]:
     return found
 
 
-def without_torch(code: str) -> str:
-    ended = subprocess.run(
+def without_torch(run_command, code: str) -> str:
+    ended = run_command(
         [sys.executable, "-I", "-c", f"import sys; sys.modules['torch'] = None\n{code}"],
         capture_output=True,
         text=True,
@@ -42,12 +41,14 @@ def without_torch(code: str) -> str:
 
 
 @pytest.mark.parametrize("module", light_modules())
-def test_a_module_used_before_workers_start_imports_without_torch(module):
-    without_torch(f"import {module}")
+def test_a_module_used_before_workers_start_imports_without_torch(module, run_command):
+    without_torch(run_command, f"import {module}")
 
 
-def test_the_command_explains_itself_without_torch():
-    listed = without_torch("from accel_core.cli import main; sys.argv = ['accel', '--help']; main()")
+def test_the_command_explains_itself_without_torch(run_command):
+    listed = without_torch(
+        run_command, "from accel_core.cli import main; sys.argv = ['accel', '--help']; main()"
+    )
 
     assert "launch" in listed
     assert "plugins" in listed

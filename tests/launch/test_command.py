@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import zipapp
 
 import pytest
-from accel_command import accel, clean_environment
 
 from accel_core import ConfigError
 from accel_core.launch.plan import plan
+from accel_testing.commands import clean_environment
 
 DEVICE = """
 class Launch:
@@ -37,14 +36,14 @@ def pony(toys, tmp_path):
     )
 
 
-def test_auto_is_one_worker_a_device_of_the_kind_asked_for(pony, tmp_path):
+def test_auto_is_one_worker_a_device_of_the_kind_asked_for(pony, tmp_path, accel):
     ended = accel("launch", "--device", "pony", "train.py", environment=pony, cwd=tmp_path)
 
     assert ended.stderr == "accel 0.1: 2 processes, device pony, no config file\n"
     assert ended.stdout == "2 hay\n"
 
 
-def test_what_a_device_wants_in_the_environment_does_not_replace_what_the_user_set(pony, tmp_path):
+def test_what_a_device_wants_in_the_environment_does_not_replace_what_the_user_set(pony, tmp_path, accel):
     environment = {**pony, "PONY_NEEDS": "oats"}
 
     ended = accel("launch", "--device", "pony", "-n", "1", "train.py", environment=environment, cwd=tmp_path)
@@ -53,7 +52,7 @@ def test_what_a_device_wants_in_the_environment_does_not_replace_what_the_user_s
 
 
 @pytest.mark.parametrize(("own", "guessed"), [({}, "hay"), ({"PONY_NEEDS": "oats"}, None)])
-def test_workers_know_which_variables_the_launcher_set_for_plugins(pony, tmp_path, own, guessed):
+def test_workers_know_which_variables_the_launcher_set_for_plugins(pony, tmp_path, own, guessed, accel):
     show = "import json, os; print(json.loads(os.environ['ACCEL_LAUNCH_VARIABLES']).get('PONY_NEEDS'))"
     (tmp_path / "train.py").write_text(show)
 
@@ -63,7 +62,7 @@ def test_workers_know_which_variables_the_launcher_set_for_plugins(pony, tmp_pat
     assert ended.stdout == f"{guessed}\n"
 
 
-def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_path):
+def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_path, accel):
     ended = accel("launch", "--device", "pony", "-n", "3", "train.py", environment=pony, cwd=tmp_path)
 
     assert ended.returncode == 1
@@ -73,7 +72,7 @@ def test_more_processes_than_devices_is_an_error_not_fewer_processes(pony, tmp_p
     )
 
 
-def test_a_device_that_trains_in_one_process_refuses_two(toys, tmp_path):
+def test_a_device_that_trains_in_one_process_refuses_two(toys, tmp_path, accel):
     (tmp_path / "train.py").write_text("")
 
     ended = accel(
@@ -88,7 +87,7 @@ def test_a_device_that_trains_in_one_process_refuses_two(toys, tmp_path):
 # -- dry run ---------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_starts_nothing_and_says_where_each_value_comes_from(tmp_path):
+def test_a_dry_run_starts_nothing_and_says_where_each_value_comes_from(tmp_path, accel):
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     (tmp_path / "accel.yaml").write_text("mixed_precision: bf16\n")
 
@@ -123,7 +122,7 @@ SPELLINGS = [
 
 
 @pytest.mark.parametrize("words", SPELLINGS, ids=" ".join)
-def test_a_flag_may_be_spelt_in_several_ways_and_behind_the_script_it_is_the_scripts(tmp_path, words):
+def test_a_flag_may_be_spelt_in_several_ways_and_behind_the_script_it_is_the_scripts(tmp_path, words, accel):
     (tmp_path / "train.py").write_text("")
 
     told = accel("launch", "--dry-run", *words, cwd=tmp_path).stdout.splitlines()
@@ -146,17 +145,17 @@ finally:
 """
 
 
-def test_a_dry_run_imports_no_torch_and_counts_nothing(tmp_path):
+def test_a_dry_run_imports_no_torch_and_counts_nothing(tmp_path, run_command):
     (tmp_path / "train.py").write_text("")
 
     words, environment = [sys.executable, "-c", NO_TORCH], clean_environment()
-    ended = subprocess.run(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    ended = run_command(words, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
 
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.startswith("accel 0.1: auto processes, no config file\n")
 
 
-def test_a_dry_run_on_a_login_node_says_that_the_device_is_not_here(toys, tmp_path):
+def test_a_dry_run_on_a_login_node_says_that_the_device_is_not_here(toys, tmp_path, accel):
     (tmp_path / "train.py").write_text("")
     environment = toys("pony", "device", probe="lambda: 'no driver'")
 
@@ -171,7 +170,7 @@ def test_a_dry_run_on_a_login_node_says_that_the_device_is_not_here(toys, tmp_pa
 # -- refusals --------------------------------------------------------------------------------------
 
 
-def refused(tmp_path, *words, code: int = 1) -> str:
+def refused(accel, tmp_path, *words, code: int = 1) -> str:
     (tmp_path / "train.py").write_text("open('ran', 'w')")
     ended = accel("launch", *words, cwd=tmp_path)
     assert ended.returncode == code
@@ -180,38 +179,38 @@ def refused(tmp_path, *words, code: int = 1) -> str:
     return ended.stderr
 
 
-def test_a_script_that_is_not_there(tmp_path):
-    told = refused(tmp_path, "-n", "2", "trian.py", code=2)
+def test_a_script_that_is_not_there(tmp_path, accel):
+    told = refused(accel, tmp_path, "-n", "2", "trian.py", code=2)
 
     assert told.startswith(f"accel: there is no script trian.py in {tmp_path}\n")
 
 
-def test_an_archive_is_no_script(tmp_path):
+def test_an_archive_is_no_script(tmp_path, accel):
     (tmp_path / "app").mkdir()
     (tmp_path / "app" / "__main__.py").write_text("open('ran', 'w')")
     zipapp.create_archive(tmp_path / "app", tmp_path / "app.pyz", interpreter="python")
 
-    assert refused(tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is not Python source\n")
+    assert refused(accel, tmp_path, "app.pyz", code=2).startswith("accel: app.pyz is not Python source\n")
 
 
-def test_a_script_that_cannot_be_read_is_refused(tmp_path):
+def test_a_script_that_cannot_be_read_is_refused(tmp_path, accel):
     unreadable = "/proc/self/mem"  # not even by root
-    assert refused(tmp_path, unreadable, code=2).startswith(f"accel: {unreadable} cannot be read: ")
+    assert refused(accel, tmp_path, unreadable, code=2).startswith(f"accel: {unreadable} cannot be read: ")
 
 
-def test_nothing_to_launch(tmp_path):
-    assert refused(tmp_path, "-n", "2", code=2).startswith("accel: nothing to launch\n")
+def test_nothing_to_launch(tmp_path, accel):
+    assert refused(accel, tmp_path, "-n", "2", code=2).startswith("accel: nothing to launch\n")
 
 
-def test_a_number_that_is_none(tmp_path):
-    told = refused(tmp_path, "-n", "two", "train.py")
+def test_a_number_that_is_none(tmp_path, accel):
+    told = refused(accel, tmp_path, "-n", "two", "train.py")
 
     assert "--processes-per-node" in told
     assert "expected a whole number or 'auto', got 'two'" in told
 
 
-def test_nodes_without_a_place_to_meet(tmp_path):
-    told = refused(tmp_path, "--device", "cpu", "--nodes", "2", "train.py")
+def test_nodes_without_a_place_to_meet(tmp_path, accel):
+    told = refused(accel, tmp_path, "--device", "cpu", "--nodes", "2", "train.py")
 
     assert (
         told.splitlines()[-1]
@@ -246,13 +245,13 @@ def test_fewer_nodes_will_do_only_if_there_are_fewer_and_restarts(tmp_path, monk
         plan(flags=flags)
 
 
-def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path):
-    told = refused(tmp_path, "--dry-run", "--nodes", "2", "train.py")
+def test_a_dry_run_of_nodes_without_a_place_to_meet_is_refused_too(tmp_path, accel):
+    told = refused(accel, tmp_path, "--dry-run", "--nodes", "2", "train.py")
 
     assert "2 nodes were asked for, without an address at which they meet" in told
 
 
-def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path):
+def test_a_launcher_that_finds_the_place_itself_is_given_none(toys, tmp_path, accel):
     source = "class Launcher:\n    def __init__(self, config, run): pass\n"
     modules = {"toy_other": source}
     environment = toys("herd", "launcher", implementation="'toy_other:Launcher'", modules=modules)
@@ -286,7 +285,7 @@ class Launcher:
 
 
 @pytest.fixture
-def herd(toys, tmp_path):
+def herd(toys, tmp_path, accel):
     """Launches by the launcher `herd`, which does not keep its promises."""
     (tmp_path / "train.py").write_text("print('trains')")
     environment = toys(
@@ -322,7 +321,7 @@ def test_a_launcher_that_starts_a_world_of_another_size_trains_nothing(herd):
 
 
 @pytest.mark.parametrize(("gives", "found"), [("None", "a NoneType"), ("[1]", "1 value(s)")])
-def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, found):
+def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, found, run_command):
     environment = toys(
         "herd", "launcher", implementation="'toy_herds:Launcher'", modules={"toy_herds": LAUNCHER}
     )
@@ -331,7 +330,7 @@ def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, f
     )
     environment = {**environment, "GIVES": gives, "ACCEL__LAUNCH__LAUNCHER": "herd"}
 
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
 
@@ -340,7 +339,7 @@ def test_a_launcher_that_does_not_return_each_ranks_value_is_told(toys, gives, f
 
 
 @pytest.mark.parametrize("place", ["nodes=2, node_rank=2", "nodes=0, node_rank=0"])
-def test_a_place_that_its_engine_cannot_have_given_is_refused(toys, tmp_path, place):
+def test_a_place_that_its_engine_cannot_have_given_is_refused(toys, tmp_path, place, accel):
     source = "from accel_core import Allocation, hooks, implements\n\nclass Launcher:\n"
     source += "    def __init__(self, config, run): pass\n\n    @implements(hooks.allocation)\n"
     source += f"    def allocation(self, launch): return Allocation(job_id='7', {place}, address='gpu01')\n"
@@ -356,28 +355,28 @@ def test_a_place_that_its_engine_cannot_have_given_is_refused(toys, tmp_path, pl
     assert ended.stderr.endswith("or leave it out by --launcher torchrun\n")
 
 
-def test_an_unknown_launcher(tmp_path):
-    told = refused(tmp_path, "--launcher", "torchrn", "train.py")
+def test_an_unknown_launcher(tmp_path, accel):
+    told = refused(accel, tmp_path, "--launcher", "torchrn", "train.py")
 
     assert told.startswith("accel: flag --launcher: launch.launcher: ")
     assert "did you mean 'torchrun'?" in told
 
 
-def test_an_unknown_strategy_is_refused_before_workers_exist(tmp_path):
-    told = refused(tmp_path, "--device", "cpu", "-n", "2", "--strategy", "sinlge", "train.py")
+def test_an_unknown_strategy_is_refused_before_workers_exist(tmp_path, accel):
+    told = refused(accel, tmp_path, "--device", "cpu", "-n", "2", "--strategy", "sinlge", "train.py")
 
     assert told.startswith("accel: flag --strategy: strategy: ")
     assert "did you mean 'single'?" in told
 
 
-def test_a_misspelt_flag(tmp_path):
+def test_a_misspelt_flag(tmp_path, accel):
     assert "--devise is not a flag of accel launch; did you mean '--device'?" in refused(
-        tmp_path, "--devise", "train.py"
+        accel, tmp_path, "--devise", "train.py"
     )
 
 
 @pytest.mark.parametrize(("one", "other"), [("--tee", "--launch.tee"), ("--log-dir", "--launch.log-dir")])
-def test_two_spellings_of_a_flag_with_two_values_are_refused(tmp_path, one, other):
+def test_two_spellings_of_a_flag_with_two_values_are_refused(tmp_path, one, other, accel):
     (tmp_path / "train.py").touch()
     for asked in ((one, "main", other, "all"), (other, "all", one, "main")):
         ended = accel("launch", "--dry-run", *asked, "train.py", cwd=tmp_path)
@@ -387,7 +386,7 @@ def test_two_spellings_of_a_flag_with_two_values_are_refused(tmp_path, one, othe
         assert "give it once" in ended.stderr
 
 
-def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tmp_path):
+def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tmp_path, accel):
     config = "from attrs import frozen\nfrom accel_core import option\n"
     config += "@frozen(kw_only=True)\nclass Config:\n    static_gait: bool = option(False, help='Trot.')\n"
     environment = toys("pony", "strategy", config="'toy_config:Config'", modules={"toy_config": config})
@@ -400,8 +399,8 @@ def test_a_misspelt_dotted_flag_of_a_plugin_is_answered_with_its_option(toys, tm
     assert "static_gait" in ended.stderr.replace("-", "_")
 
 
-def test_a_dotted_flag_without_its_value_is_told_from_a_missing_script(tmp_path):
-    told = refused(tmp_path, "--data.split-batches", "train.py")
+def test_a_dotted_flag_without_its_value_is_told_from_a_missing_script(tmp_path, accel):
+    told = refused(accel, tmp_path, "--data.split-batches", "train.py")
 
     assert "--data.split-batches" in told
     assert "'train.py'" in told
@@ -426,8 +425,8 @@ OLD = {
 
 
 @pytest.mark.parametrize("old", OLD)
-def test_an_old_flag_is_answered_with_what_it_means_here(tmp_path, old):
-    told = refused(tmp_path, *old.split(), "train.py")
+def test_an_old_flag_is_answered_with_what_it_means_here(tmp_path, old, accel):
+    told = refused(accel, tmp_path, *old.split(), "train.py")
 
     assert told.startswith(f"accel: {old.replace('=', ' ').split()[0]} is not a flag of accel launch")
     assert OLD[old] in told
@@ -459,7 +458,7 @@ def trot(toys, tmp_path):
 
 
 def test_the_flag_of_an_extension_that_is_not_chosen_ends_the_run_and_one_more_flag_chooses_it(
-    trot, tmp_path
+    trot, tmp_path, accel
 ):
     words = ["launch", "--device", "cpu", "--trot.size", "2"]
     refused = accel(*words, "train.py", environment=trot, cwd=tmp_path)
@@ -471,7 +470,9 @@ def test_the_flag_of_an_extension_that_is_not_chosen_ends_the_run_and_one_more_f
     assert chosen.stdout == "size 2\n"
 
 
-def test_a_section_of_an_extension_that_is_not_chosen_is_a_note_of_check_dry_run_and_the_run(trot, tmp_path):
+def test_a_section_of_an_extension_that_is_not_chosen_is_a_note_of_check_dry_run_and_the_run(
+    trot, tmp_path, accel
+):
     (tmp_path / "accel.yaml").write_text("device: cpu\ntrot: {size: 2}\n")
     ran = accel("launch", "train.py", environment=trot, cwd=tmp_path)
     told = [
@@ -484,7 +485,7 @@ def test_a_section_of_an_extension_that_is_not_chosen_is_a_note_of_check_dry_run
     assert all("extension trot is not in this" in each and "`extensions: [trot]`" in each for each in told)
 
 
-def test_every_option_of_the_top_level_has_a_flag(tmp_path):
+def test_every_option_of_the_top_level_has_a_flag(tmp_path, accel):
     (tmp_path / "train.py").write_text("")
     words = "--gradient-accumulation-steps 2 --device-placement false --step-scheduler-with-optimizer false"
     words += " --rng-types torch,python --log-with jsonl"
@@ -494,13 +495,13 @@ def test_every_option_of_the_top_level_has_a_flag(tmp_path):
     assert all(f": flag {word}\n" in told.stdout for word in words.split() if word.startswith("--"))
 
 
-def test_help_lists_the_sections_of_core_and_those_of_plugins(trot, tmp_path):
+def test_help_lists_the_sections_of_core_and_those_of_plugins(trot, tmp_path, accel):
     told = accel("launch", "--help", environment=trot).stdout
 
     assert all(f"--{name}.OPTION VALUE" in told for name in ("data", "compile", "process_group", "trot"))
 
 
-def test_a_launch_within_a_worker_reads_its_own_file(tmp_path):
+def test_a_launch_within_a_worker_reads_its_own_file(tmp_path, accel):
     (tmp_path / "inner").mkdir()
     (tmp_path / "accel.yaml").write_text("gradient_accumulation_steps: 2\nlaunch: {processes_per_node: 1}\n")
     (tmp_path / "inner" / "accel.yaml").write_text("gradient_accumulation_steps: 5\n")
@@ -513,7 +514,9 @@ def test_a_launch_within_a_worker_reads_its_own_file(tmp_path):
     assert "5  " in next(line for line in told.splitlines() if line.startswith("gradient_accumulation_steps"))
 
 
-def test_a_launch_with_a_strategy_that_only_its_name_chooses_says_so_before_workers_start(toys, tmp_path):
+def test_a_launch_with_a_strategy_that_only_its_name_chooses_says_so_before_workers_start(
+    toys, tmp_path, accel
+):
     (tmp_path / "train.py").write_text("")
     environment = {**toys("shy", "strategy"), "ACCEL_PLUGINS_BLOCK": "ddp,xla-dp"}
     ended = accel("launch", "--device", "cpu", "-n", "2", "train.py", environment=environment, cwd=tmp_path)

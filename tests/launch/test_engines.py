@@ -11,10 +11,11 @@ import threading
 import time
 
 import pytest
-from accel_command import ACCEL, accel, clean_environment
 
 from accel_core import LaunchError
 from accel_core.launch.meeting import PORTS, agree_on_port
+from accel_testing.commands import ACCEL, clean_environment
+from accel_testing.patience import patience
 
 LAUNCHER = """
 import os
@@ -68,10 +69,10 @@ def stable(toys, tmp_path):
     )
 
 
-def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path):
+def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path, start_command):
     job = f"job-{os.getpid()}"
     nodes = [
-        subprocess.Popen(
+        start_command(
             [ACCEL, "launch", "-n", "2", "train.py"],
             env=clean_environment({**stable, "STABLE": str(node), "STABLE_JOB": job}),
             cwd=tmp_path,
@@ -81,7 +82,7 @@ def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path):
         )
         for node in (0, 1)
     ]
-    ended = [node.communicate(timeout=120) for node in nodes]
+    ended = [node.communicate(timeout=patience(120)) for node in nodes]
 
     assert [node.returncode for node in nodes] == [0, 0], ended
     assert sorted("".join(out for out, _ in ended).splitlines()) == ["0 4", "1 4", "2 4", "3 4"]
@@ -89,7 +90,7 @@ def test_the_machines_of_an_engine_are_taken_without_a_word(stable, tmp_path):
     assert ended[1][1] == ""
 
 
-def test_one_node_that_is_asked_for_among_several_that_are_given_is_an_error(stable, tmp_path):
+def test_one_node_that_is_asked_for_among_several_that_are_given_is_an_error(stable, tmp_path, accel):
     environment = {**stable, "STABLE": "0", "STABLE_JOB": "one"}
     ended = accel("launch", "--nodes", "1", "-n", "1", "train.py", environment=environment, cwd=tmp_path)
 
@@ -98,13 +99,13 @@ def test_one_node_that_is_asked_for_among_several_that_are_given_is_an_error(sta
     assert not ended.stdout
 
 
-def test_without_an_engine_auto_is_torchrun(stable, tmp_path):
+def test_without_an_engine_auto_is_torchrun(stable, tmp_path, accel):
     ended = accel("launch", "-n", "1", "train.py", environment=stable, cwd=tmp_path)
 
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
 
 
-def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
+def test_a_rank_launches_on_its_own_machine(stable, tmp_path, accel):
     within = {**stable, "STABLE": "1", "STABLE_JOB": "j", "RANK": "1", "WORLD_SIZE": "2"}
 
     ended = accel("launch", "-n", "1", "train.py", environment=within, cwd=tmp_path)
@@ -119,14 +120,14 @@ def test_a_rank_launches_on_its_own_machine(stable, tmp_path):
 
 
 @pytest.mark.parametrize(("nodes", "alone"), [("2", True), ("1:4", True), ("1", False)])
-def test_nodes_that_only_torchrun_reads_are_told(stable, tmp_path, nodes, alone):
+def test_nodes_that_only_torchrun_reads_are_told(stable, tmp_path, nodes, alone, accel):
     ended = accel("launch", "-n", "1", "train.py", environment={**stable, "PET_NNODES": nodes}, cwd=tmp_path)
 
     assert (ended.returncode, ended.stdout) == (0, "0 1\n"), ended.stderr
     assert (f"PET_NNODES={nodes} is set, which only torchrun reads" in ended.stderr) == alone
 
 
-def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_path):
+def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_path, accel):
     within = {**stable, "STABLE": "0", "STABLE_JOB": "j", "WORLD_SIZE": "16"}
 
     shown = accel("launch", "--dry-run", "-n", "1", "train.py", environment=within, cwd=tmp_path)
@@ -134,7 +135,7 @@ def test_a_size_that_a_batch_script_exports_does_not_make_a_rank(stable, tmp_pat
     assert shown.stdout.startswith("accel 0.1: 2 nodes x 1 = 2 processes, "), shown.stderr
 
 
-def test_an_allocation_that_is_too_small_is_an_error_before_any_worker(stable, tmp_path):
+def test_an_allocation_that_is_too_small_is_an_error_before_any_worker(stable, tmp_path, accel):
     within = {**stable, "STABLE": "0", "STABLE_JOB": "j"}
 
     ended = accel("launch", "--nodes", "3", "train.py", environment=within, cwd=tmp_path)
@@ -143,7 +144,7 @@ def test_an_allocation_that_is_too_small_is_an_error_before_any_worker(stable, t
     assert ended.stderr == "accel: 3 boxes were asked for, and there are 2\nask for fewer\n"
 
 
-def test_submit_hands_over_accel_launch_with_all_its_flags(stable, tmp_path):
+def test_submit_hands_over_accel_launch_with_all_its_flags(stable, tmp_path, accel, run_command):
     (tmp_path / "accel.yaml").write_text("mixed_precision: bf16\n")
     words = ("--launcher", "pony", "--nodes", "2", "--compile.backend", "eager", "train.py", "--lr", "1")
 
@@ -154,7 +155,7 @@ def test_submit_hands_over_accel_launch_with_all_its_flags(stable, tmp_path):
     assert command[1:5] == ["-m", "accel_core", "launch", f"--config={tmp_path}/accel.yaml"]
     assert sorted(command[5:-3]) == ["--compile.backend=eager", "--launch.launcher=pony", "--launch.nodes=2"]
     assert command[-3:] == ["train.py", "--lr", "1"]
-    shown = subprocess.run(
+    shown = run_command(
         [*command[:4], "--dry-run", *command[4:]],
         env=clean_environment(stable),
         cwd=tmp_path,
@@ -165,7 +166,7 @@ def test_submit_hands_over_accel_launch_with_all_its_flags(stable, tmp_path):
     assert "2 nodes x auto = auto processes, mixed precision bf16" in shown.stdout
 
 
-def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp_path):
+def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp_path, accel):
     words = ("--dry-run", "--launcher", "pony", "-n", "3", "train.py")
 
     launched = accel("launch", *words, environment=stable, cwd=tmp_path)
@@ -176,7 +177,7 @@ def test_a_dry_run_shows_what_the_launcher_would_do_and_does_nothing(stable, tmp
     assert not (tmp_path / "mail").exists()
 
 
-def test_the_preview_of_a_launch_has_the_command_of_a_worker(stable, tmp_path):
+def test_the_preview_of_a_launch_has_the_command_of_a_worker(stable, tmp_path, accel):
     words = ("--dry-run", "--launcher", "pony", "-n", "3", "train.py", "--lr=1")
 
     launched = accel("launch", *words, environment=stable, cwd=tmp_path)
@@ -186,7 +187,9 @@ def test_the_preview_of_a_launch_has_the_command_of_a_worker(stable, tmp_path):
     assert ", each ()" in submitted.stdout  # such a job runs `accel launch`
 
 
-def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(toys, stable, tmp_path):
+def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(
+    toys, stable, tmp_path, accel
+):
     source = "class Launch:\n    def visible_devices(self, config):\n        return 'MULE', 0"
     offers = "{'process_per_device'}"
     toys(
@@ -206,13 +209,13 @@ def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(
     assert named.stdout == "2 x 8\n", named.stderr
 
 
-def test_a_dry_run_counts_the_processes_as_the_launch_would(stable, tmp_path):
+def test_a_dry_run_counts_the_processes_as_the_launch_would(stable, tmp_path, accel):
     words = ("--dry-run", "--launcher", "pony", "--device", "cpu", "train.py")
 
     assert "\ncall 1 x 1: " in accel("launch", *words, environment=stable, cwd=tmp_path).stdout
 
 
-def test_a_job_that_is_handed_over_has_no_number_of_a_node(stable, tmp_path):
+def test_a_job_that_is_handed_over_has_no_number_of_a_node(stable, tmp_path, accel):
     words = ("--launcher", "pony", "--nodes", "2", "--node-rank", "1", "train.py")
 
     ended = accel("submit", *words, environment=stable, cwd=tmp_path)
@@ -222,7 +225,7 @@ def test_a_job_that_is_handed_over_has_no_number_of_a_node(stable, tmp_path):
     assert not (tmp_path / "mail").exists()
 
 
-def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
+def test_a_launcher_that_hands_nothing_over_says_so(tmp_path, accel):
     (tmp_path / "train.py").write_text("")
 
     ended = accel("submit", "train.py", cwd=tmp_path)
@@ -233,7 +236,9 @@ def test_a_launcher_that_hands_nothing_over_says_so(tmp_path):
     )
 
 
-def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_the_time(tmp_path):
+def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_the_time(
+    tmp_path, start_command
+):
     (tmp_path / "train.py").write_text(
         "import os, signal, time\n"
         "told = []\n"
@@ -244,60 +249,58 @@ def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_t
         "time.sleep(2)\n"
         "print('saved', flush=True)\n"
     )
-    process = subprocess.Popen(
+    process = start_command(
         [ACCEL, "launch", "-n", "2", "--device", "cpu", "train.py"],
         env=clean_environment(),
         cwd=tmp_path,
         stdout=subprocess.PIPE,
         text=True,
     )
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while len(list(tmp_path.glob("ready*"))) < 2:
         assert time.monotonic() < deadline
         time.sleep(0.1)
 
     process.send_signal(signal.SIGUSR1)
 
-    assert process.communicate(timeout=60)[0] == "saved\nsaved\n"
+    assert process.communicate(timeout=patience(60))[0] == "saved\nsaved\n"
     assert process.returncode == 0
 
 
-def test_ranks_that_a_warning_ends_do_not_start_again_unwarned(tmp_path):
+def test_ranks_that_a_warning_ends_do_not_start_again_unwarned(tmp_path, start_command):
     (tmp_path / "train.py").write_text(
         "import os, time\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\ntime.sleep(60)\n"
     )
-    process = _started("--max-restarts", "3", cwd=tmp_path)
+    process = _started(start_command, "--max-restarts", "3", cwd=tmp_path)
     assert process.stdout.readline() == "0\n"
 
     process.send_signal(signal.SIGUSR1)
 
-    assert process.communicate(timeout=50)[0] == ""
+    assert process.communicate(timeout=patience(50))[0] == ""
     assert process.returncode == 128 + signal.SIGTERM
 
 
 @pytest.mark.together
-def test_ranks_hear_of_a_warning_that_came_while_their_node_waited_for_another(tmp_path):
+def test_ranks_hear_of_a_warning_that_came_while_their_node_waited_for_another(tmp_path, start_command):
     (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")
     with socket.create_server(("127.0.0.1", 0)) as free:
         place = f"127.0.0.1:{free.getsockname()[1]}"
     meet = ("--nodes", "2", "--rendezvous", place, "--node-rank")
-    first = _started(*meet, "0", cwd=tmp_path, stderr=subprocess.PIPE)
+    first = _started(start_command, *meet, "0", cwd=tmp_path, stderr=subprocess.PIPE)
     while "waits for node 1" not in first.stderr.readline():
         assert first.poll() is None
 
     first.send_signal(signal.SIGUSR1)
-    second = _started(*meet, "1", cwd=tmp_path)
+    second = _started(start_command, *meet, "1", cwd=tmp_path)
 
     for process in (first, second):
-        process.communicate(timeout=50)
+        process.communicate(timeout=patience(50))
         assert process.returncode == 128 + signal.SIGTERM
 
 
-def _started(*flags: str, **given: object) -> subprocess.Popen[str]:
+def _started(start_command, *flags: str, **given: object) -> subprocess.Popen[str]:
     command = [ACCEL, "launch", "-n", "1", "--device", "cpu", *flags, "train.py"]
-    return subprocess.Popen(
-        command, env=clean_environment(), text=True, **{"stdout": subprocess.PIPE, **given}
-    )
+    return start_command(command, env=clean_environment(), text=True, **{"stdout": subprocess.PIPE, **given})
 
 
 def test_nodes_of_two_jobs_meet_their_own_node_0_though_all_knock_at_the_same_doors(monkeypatch):

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from two_hosts import NEEDED, Host, two_hosts, wait_for
+from two_hosts import Host, two_hosts, wait_for
 
-pytestmark = [*NEEDED, pytest.mark.slow, pytest.mark.together]
+pytestmark = [pytest.mark.full, pytest.mark.together]
 
 TIMEOUT = "10"
 """Seconds that ranks wait for each other."""
@@ -52,9 +52,9 @@ accelerator.end_training()
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Sequence[Host]]:
+def hosts(tmp_path: Path, make_hosts) -> Iterator[Sequence[Host]]:
     (tmp_path / "train.py").write_text(TRAIN)
-    with two_hosts(tmp_path) as hosts:
+    with two_hosts(make_hosts, tmp_path) as hosts:
         yield hosts
 
 

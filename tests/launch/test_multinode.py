@@ -11,16 +11,15 @@ from pathlib import Path
 from threading import Thread
 
 import pytest
-from accel_command import ACCEL, clean_environment
-from two_hosts import ADDRESSES, NEEDED
+from two_hosts import ADDRESSES
 
-from accel_testing.hosts import Host, make_hosts
-
-pytestmark = NEEDED
+from accel_testing.commands import ACCEL, clean_environment
+from accel_testing.hosts import Host
+from accel_testing.patience import patience
 
 
 @pytest.fixture
-def nodes() -> Iterator[list[Host]]:
+def nodes(make_hosts) -> Iterator[list[Host]]:
     with make_hosts(ADDRESSES) as hosts:
         yield [*hosts.values()]
 
@@ -43,7 +42,9 @@ def own_lines(printed: str) -> str:
     return "".join(line for line in printed.splitlines(keepends=True) if "peer ranks" not in line)
 
 
-def launch_on(nodes: list[Host], folder: Path, source: str, *flags: str) -> list[tuple[int, str, str]]:
+def launch_on(
+    start_command, nodes: list[Host], folder: Path, source: str, *flags: str
+) -> list[tuple[int, str, str]]:
     """Exit code, output and errors of the launchers on both nodes."""
     (folder / "train.py").write_text(source)
     with ExitStack() as stack:
@@ -53,7 +54,7 @@ def launch_on(nodes: list[Host], folder: Path, source: str, *flags: str) -> list
             words += ["--node-rank", str(rank), "--rendezvous", f"{nodes[0].address}:29511"]
             pipe = subprocess.PIPE
             started[rank] = stack.enter_context(
-                subprocess.Popen(
+                start_command(
                     [*words, *flags, "train.py"],
                     cwd=folder,
                     env=clean_environment(),
@@ -63,12 +64,12 @@ def launch_on(nodes: list[Host], folder: Path, source: str, *flags: str) -> list
                 )
             )
             stack.callback(started[rank].kill)
-        told = [started[rank].communicate(timeout=240) for rank in (0, 1)]
+        told = [started[rank].communicate(timeout=patience(240)) for rank in (0, 1)]
         return [(started[rank].returncode, own_lines(told[rank][0]), told[rank][1]) for rank in (0, 1)]
 
 
-def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path):
-    first, second = launch_on(nodes, tmp_path, SUMS)
+def test_two_nodes_form_one_world_and_keep_their_numbers(nodes, tmp_path, start_command):
+    first, second = launch_on(start_command, nodes, tmp_path, SUMS)
 
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert first[1].split()[:3] == ["0", "0", "6"]
@@ -98,8 +99,8 @@ dist.destroy_process_group()
 """
 
 
-def test_two_nodes_restart_together_and_keep_their_numbers(nodes, tmp_path):
-    first, second = launch_on(nodes, tmp_path, ONCE, "--max-restarts", "2")
+def test_two_nodes_restart_together_and_keep_their_numbers(nodes, tmp_path, start_command):
+    first, second = launch_on(start_command, nodes, tmp_path, ONCE, "--max-restarts", "2")
 
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert (first[1], second[1]) == ("0 1 6\n", "1 1 6\n")
@@ -117,8 +118,8 @@ for step in range(1000):
 """
 
 
-def test_a_failure_mid_step_has_its_traceback_on_its_own_node(nodes, tmp_path):
-    first, second = launch_on(nodes, tmp_path, MID_STEP)
+def test_a_failure_mid_step_has_its_traceback_on_its_own_node(nodes, tmp_path, start_command):
+    first, second = launch_on(start_command, nodes, tmp_path, MID_STEP)
 
     assert second[0] == 1
     assert first[0] in (1, 128 + signal.SIGABRT)  # gloo now and then aborts for want of a peer
@@ -148,7 +149,7 @@ for step in range(1000):
 """
 
 
-def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path):
+def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path, start_command):
     def cut():
         while not (tmp_path / "training").exists():
             time.sleep(0.1)
@@ -157,14 +158,14 @@ def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path):
     cutting = Thread(target=cut, daemon=True)
     cutting.start()
 
-    first, second = launch_on(nodes, tmp_path, CUT)
+    first, second = launch_on(start_command, nodes, tmp_path, CUT)
 
     assert (first[0], second[0]) == (1, 1)
     assert "rank 2 (local 0) failed" in second[2] or "rank 3 (local 1) failed" in second[2]
 
 
-def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes, tmp_path):
-    first, second = launch_on(nodes, tmp_path, AT_START + SUMS)
+def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes, tmp_path, start_command):
+    first, second = launch_on(start_command, nodes, tmp_path, AT_START + SUMS)
 
     assert (first[0], second[0]) == (1, 1)
     assert first[2].splitlines()[-2:] == [
@@ -182,8 +183,10 @@ time.sleep(60)
 
 
 @pytest.mark.parametrize("stopped", [0, 1])
-def test_a_node_that_is_stopped_ends_the_other_whatever_restarts_are_left(nodes, tmp_path, stopped):
-    ended = launch_on(nodes, tmp_path, STOPS.format(2 * stopped), "--max-restarts", "2")
+def test_a_node_that_is_stopped_ends_the_other_whatever_restarts_are_left(
+    nodes, tmp_path, stopped, start_command
+):
+    ended = launch_on(start_command, nodes, tmp_path, STOPS.format(2 * stopped), "--max-restarts", "2")
 
     assert ended[stopped][0] == 143
     assert ended[1 - stopped][0] == 1
@@ -207,18 +210,18 @@ for _ in range(1000):
 """
 
 
-@pytest.mark.slow
-def test_a_node_goes_on_without_another(nodes, tmp_path):
+@pytest.mark.full
+def test_a_node_goes_on_without_another(nodes, tmp_path, start_command):
     flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
-    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(nodes[1].address), *flags)
+    first, second = launch_on(start_command, nodes, tmp_path, LOSES_A_NODE.format(nodes[1].address), *flags)
 
     assert (first[0], second[0]) == (0, -signal.SIGKILL), first[2]
 
 
-@pytest.mark.slow
-def test_no_node_goes_on_without_the_one_that_served_the_meeting(nodes, tmp_path):
+@pytest.mark.full
+def test_no_node_goes_on_without_the_one_that_served_the_meeting(nodes, tmp_path, start_command):
     flags = ("-n", "1", "--min-nodes", "1", "--max-restarts", "2")
-    first, second = launch_on(nodes, tmp_path, LOSES_A_NODE.format(nodes[0].address), *flags)
+    first, second = launch_on(start_command, nodes, tmp_path, LOSES_A_NODE.format(nodes[0].address), *flags)
 
     assert (first[0], second[0]) == (-signal.SIGKILL, 1), second[2]
     assert "node 1 of 2 could not meet the others at 10.77.0.9:29511" in second[2]

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
-from accel_command import ACCEL, accel, clean_environment
 
 from accel_core.contract.job import Job
 from accel_core.launch.launcher import TorchrunLauncher
 from accel_core.launch.output import _Followed, _new_attempt, _object, _Sink, _tagged
+from accel_testing.commands import ACCEL, clean_environment
 
 SCRIPT = """\
 import os, sys, time
@@ -60,7 +59,7 @@ class Launcher:
 
 
 @pytest.fixture
-def launch(tmp_path):
+def launch(tmp_path, accel):
     """Launch a script on two workers."""
 
     def run(text, *flags):
@@ -119,7 +118,7 @@ def test_the_traceback_of_the_first_failure_is_still_printed(launch):
     assert len(re.findall("ValueError: bad luck", ended.stderr)) >= 1
 
 
-def test_a_launcher_without_it_refuses(toys):
+def test_a_launcher_without_it_refuses(toys, accel):
     modules = {"toy_own": LAUNCHER}
     environment = toys("mine", "launcher", implementation="'toy_own:Launcher'", modules=modules)
 
@@ -270,14 +269,14 @@ def test_an_object_is_one_line_of_ascii_for_terminals_and_readers_of_any_kind():
 
 
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
-def test_workers_of_a_caller_that_closed_its_standard_streams_start(tmp_path, closed):
+def test_workers_of_a_caller_that_closed_its_standard_streams_start(tmp_path, closed, run_command):
     (tmp_path / "train.py").write_text(
         "import os, pathlib\n"
         "os.write(2, b'from a library')\n"
         "pathlib.Path('rank' + os.environ['RANK']).touch()\n"
     )
 
-    ended = subprocess.run(
+    ended = run_command(
         ["sh", "-c", f'"$0" launch -n 2 train.py {closed}', ACCEL],
         env=clean_environment(),
         cwd=tmp_path,

@@ -12,9 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
-from accel_command import ACCEL, accel, clean_environment
 
 from accel_core.launch.worker import command
+from accel_testing.commands import ACCEL, clean_environment
+from accel_testing.patience import patience
 from accel_testing.processes import reserved_port
 
 ALL_SEE = """
@@ -28,7 +29,7 @@ print(f"rank {os.environ['RANK']} was here")
 
 
 def launch(
-    folder: Path, source: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str
+    accel, folder: Path, source: str, *flags: str, arguments: tuple[str, ...] = (), **environment: str
 ) -> subprocess.CompletedProcess[str]:
     (folder / "train.py").write_text(source)
     words = ("launch", "--device", "cpu", "-n", "2", *flags, "train.py", *arguments)
@@ -39,8 +40,8 @@ def seen(folder: Path) -> list[dict[str, object]]:
     return [json.loads((folder / f"seen{rank}").read_text()) for rank in (0, 1)]
 
 
-def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path):
-    ended = launch(tmp_path, ALL_SEE, arguments=("--lr", "0.1", "-n", "7"))
+def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path, accel):
+    ended = launch(accel, tmp_path, ALL_SEE, arguments=("--lr", "0.1", "-n", "7"))
 
     assert ended.returncode == 0
     assert ended.stderr == "accel 0.1: 2 processes, device cpu, no config file\n"
@@ -55,29 +56,29 @@ def test_a_script_runs_in_each_worker_as_under_plain_python(tmp_path):
         assert worker["torch"] is False  # the script decides when to pay for it
 
 
-def test_lines_of_workers_stay_whole_though_output_is_unbuffered(tmp_path):
+def test_lines_of_workers_stay_whole_though_output_is_unbuffered(tmp_path, accel):
     halves = "import time; print('here ', end=''); time.sleep(0.5); print('I am')"
 
-    ended = launch(tmp_path, halves, PYTHONUNBUFFERED="1")
+    ended = launch(accel, tmp_path, halves, PYTHONUNBUFFERED="1")
 
     assert ended.stdout == "here I am\n" * 2
 
 
-def test_all_ranks_have_the_same_run_id(tmp_path):
-    launch(tmp_path, ALL_SEE)
+def test_all_ranks_have_the_same_run_id(tmp_path, accel):
+    launch(accel, tmp_path, ALL_SEE)
 
     first, second = seen(tmp_path)
     assert first["ACCEL_RUN_ID"]
     assert first["ACCEL_RUN_ID"] == second["ACCEL_RUN_ID"]
 
 
-def test_a_run_id_of_the_user_is_kept(tmp_path):
-    launch(tmp_path, ALL_SEE, ACCEL_RUN_ID="mine")
+def test_a_run_id_of_the_user_is_kept(tmp_path, accel):
+    launch(accel, tmp_path, ALL_SEE, ACCEL_RUN_ID="mine")
 
     assert {worker["ACCEL_RUN_ID"] for worker in seen(tmp_path)} == {"mine"}
 
 
-def test_a_job_that_a_worker_launches_has_a_run_id_of_its_own(tmp_path):
+def test_a_job_that_a_worker_launches_has_a_run_id_of_its_own(tmp_path, accel):
     (tmp_path / "inner.py").write_text("import os\nopen('inner', 'w').write(os.environ['ACCEL_RUN_ID'])")
     outer = """
 import os, subprocess, sys
@@ -85,12 +86,12 @@ open("outer", "w").write(os.environ["ACCEL_RUN_ID"])
 accel = os.path.join(os.path.dirname(sys.executable), "accel")
 subprocess.run([accel, "launch", "--device", "cpu", "-n", "1", "inner.py"], check=True)
 """
-    launch(tmp_path, outer, "-n", "1")
+    launch(accel, tmp_path, outer, "-n", "1")
 
     assert (tmp_path / "inner").read_text() != (tmp_path / "outer").read_text()
 
 
-def test_a_module_runs_with_its_package_importable(tmp_path):
+def test_a_module_runs_with_its_package_importable(tmp_path, accel):
     (tmp_path / "pony").mkdir()
     (tmp_path / "pony" / "__init__.py").write_text("")
     (tmp_path / "pony" / "gait.py").write_text("WORD = 'trot'")
@@ -103,7 +104,7 @@ def test_a_module_runs_with_its_package_importable(tmp_path):
     assert (ended.returncode, ended.stdout) == (0, "trot --fast\n")
 
 
-def test_spawned_children_of_a_worker_find_the_scripts_functions(tmp_path):
+def test_spawned_children_of_a_worker_find_the_scripts_functions(tmp_path, accel):
     source = """
 import multiprocessing
 def double(x): return 2 * x
@@ -126,10 +127,10 @@ print(resolved.config.device, resolved.config.strategy)
 """
 
 
-def test_workers_get_the_merged_config_with_its_origins_and_auto_stays_auto(tmp_path):
+def test_workers_get_the_merged_config_with_its_origins_and_auto_stays_auto(tmp_path, accel):
     (tmp_path / "accel.yaml").write_text("gradient_accumulation_steps: 4\n")
 
-    ended = launch(tmp_path, MERGED, "-n", "1", "--data.split-batches", "true")
+    ended = launch(accel, tmp_path, MERGED, "-n", "1", "--data.split-batches", "true")
 
     assert ended.stderr.startswith("accel 0.1: 1 process, device cpu, config accel.yaml\n")
     assert ended.stdout.splitlines()[0].startswith("4 ")
@@ -141,7 +142,7 @@ def test_workers_get_the_merged_config_with_its_origins_and_auto_stays_auto(tmp_
 # -- failures --------------------------------------------------------------------------------------
 
 
-def test_the_first_failing_rank_is_named_and_only_its_traceback_shown(tmp_path):
+def test_the_first_failing_rank_is_named_and_only_its_traceback_shown(tmp_path, accel):
     source = """
 import os, time
 if os.environ["RANK"] == "0":
@@ -150,7 +151,7 @@ if os.environ["RANK"] == "0":
     raise RuntimeError("the peer is gone")
 raise ValueError("bad batch\\nmore")
 """
-    ended = launch(tmp_path, source)
+    ended = launch(accel, tmp_path, source)
 
     assert ended.returncode == 1
     assert ended.stderr == (
@@ -163,7 +164,7 @@ raise ValueError("bad batch\\nmore")
     )
 
 
-def test_the_rank_that_failed_first_is_named_though_it_takes_longest_to_end(tmp_path):
+def test_the_rank_that_failed_first_is_named_though_it_takes_longest_to_end(tmp_path, accel):
     source = """
 import os, threading, time
 if os.environ["RANK"] == "0":
@@ -173,48 +174,48 @@ if os.environ["RANK"] == "0":
 threading.Thread(target=threading.Event().wait).start()  # which its process waits for
 raise ValueError("bad batch")
 """
-    ended = launch(tmp_path, source)
+    ended = launch(accel, tmp_path, source)
 
     assert ended.returncode == 1
     assert "accel: rank 1 (local 1) failed: ValueError: bad batch\n" in ended.stderr
     assert "the peer is gone" not in ended.stderr
 
 
-def test_an_error_of_ours_is_shown_without_our_own_frames(tmp_path):
+def test_an_error_of_ours_is_shown_without_our_own_frames(tmp_path, accel):
     source = """
 from accel_core.contract.world import World
 World.from_environment({"RANK": "0"})
 """
-    ended = launch(tmp_path, source, "-n", "1")
+    ended = launch(accel, tmp_path, source, "-n", "1")
 
     assert "accel_core/contract/world.py" not in ended.stderr
     assert "line 3, in <module>" in ended.stderr
     assert "rank 0 (local 0) failed: LaunchError: the launcher's variable" in ended.stderr
 
 
-def test_a_script_that_does_not_compile_is_told_like_any_failure(tmp_path):
-    ended = launch(tmp_path, "def f(:\n")
+def test_a_script_that_does_not_compile_is_told_like_any_failure(tmp_path, accel):
+    ended = launch(accel, tmp_path, "def f(:\n")
 
     assert ended.returncode == 1
     assert ended.stderr.count("SyntaxError") == 2  # where the rank is named, and in the traceback
 
 
-def test_the_scripts_own_excepthook_hears_of_the_failure(tmp_path):
+def test_the_scripts_own_excepthook_hears_of_the_failure(tmp_path, accel):
     source = "import sys\nsys.excepthook = lambda *about: print('heard', about[1])\nraise ValueError('bad')"
 
-    assert launch(tmp_path, source, "-n", "1").stdout == "heard bad\n"
+    assert launch(accel, tmp_path, source, "-n", "1").stdout == "heard bad\n"
 
 
-def test_exit_codes_pass_through(tmp_path):
-    ended = launch(tmp_path, "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)")
+def test_exit_codes_pass_through(tmp_path, accel):
+    ended = launch(accel, tmp_path, "import os, sys\nsys.exit(3 if os.environ['RANK'] == '1' else 0)")
 
     assert ended.returncode == 3
     assert ended.stderr.splitlines()[1:] == ["accel: rank 1 (local 1) exited with code 3"]
 
 
 @pytest.mark.parametrize(("asked", "code"), [(-1, 255), (-9, 247), (256, 0), (2**40 + 5, 5)])
-def test_an_exit_code_is_what_the_system_makes_of_it(tmp_path, asked, code):
-    ended = launch(tmp_path, f"import sys\nsys.exit({asked})", "-n", "1")
+def test_an_exit_code_is_what_the_system_makes_of_it(tmp_path, asked, code, accel):
+    ended = launch(accel, tmp_path, f"import sys\nsys.exit({asked})", "-n", "1")
 
     assert ended.returncode == code
     assert ended.stderr.splitlines()[1:] == (
@@ -222,7 +223,7 @@ def test_an_exit_code_is_what_the_system_makes_of_it(tmp_path, asked, code):
     )
 
 
-def test_a_script_behind_a_link_imports_from_where_the_link_leads(tmp_path):
+def test_a_script_behind_a_link_imports_from_where_the_link_leads(tmp_path, accel):
     (tmp_path / "project").mkdir()
     (tmp_path / "project" / "helper.py").write_text("print('helped')")
     (tmp_path / "project" / "main.py").write_text("import helper")
@@ -231,7 +232,7 @@ def test_a_script_behind_a_link_imports_from_where_the_link_leads(tmp_path):
     assert accel("launch", "--device", "cpu", "-n", "1", "link.py", cwd=tmp_path).stdout == "helped\n"
 
 
-def test_the_current_folder_stands_in_for_no_module_of_the_library(tmp_path):
+def test_the_current_folder_stands_in_for_no_module_of_the_library(tmp_path, accel):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "train.py").write_text("import json; print(json.dumps(1))")
     for name in ("json", "signal", "types", "traceback", "pathlib", "runpy"):
@@ -242,18 +243,19 @@ def test_the_current_folder_stands_in_for_no_module_of_the_library(tmp_path):
     assert (ended.stdout, ended.returncode) == ("1\n", 0), ended.stderr
 
 
-def test_a_script_finds_what_python_gives_a_main_module(tmp_path):
+def test_a_script_finds_what_python_gives_a_main_module(tmp_path, accel, run_command):
     source = "print(type(__loader__).__name__, __cached__, __annotations__, __spec__, __package__)"
     (tmp_path / "plain.py").write_text(source)
-    plain = subprocess.run(
+    plain = run_command(
         [sys.executable, "plain.py"], cwd=tmp_path, capture_output=True, text=True, check=True
     )
 
-    assert launch(tmp_path, source, "-n", "1").stdout == plain.stdout
+    assert launch(accel, tmp_path, source, "-n", "1").stdout == plain.stdout
 
 
-def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path):
+def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path, accel):
     ended = launch(
+        accel,
         tmp_path,
         "import os\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\nimport time; time.sleep(30)",
     )
@@ -280,8 +282,8 @@ import time; time.sleep(30)
 """
 
 
-def test_a_mapped_file_that_was_cut_is_named(tmp_path):
-    ended = launch(tmp_path, CUT)
+def test_a_mapped_file_that_was_cut_is_named(tmp_path, accel):
+    ended = launch(accel, tmp_path, CUT)
 
     assert ended.returncode == 128 + signal.SIGBUS
     report = ended.stderr[ended.stderr.index("accel: rank") :]
@@ -303,15 +305,15 @@ for step in range(1000):
 """
 
 
-def test_a_worker_that_dies_mid_step_is_blamed_not_the_peer_that_misses_it(tmp_path):
-    ended = launch(tmp_path, MID_STEP)
+def test_a_worker_that_dies_mid_step_is_blamed_not_the_peer_that_misses_it(tmp_path, accel):
+    ended = launch(accel, tmp_path, MID_STEP)
 
     assert ended.returncode == 7
     assert ended.stderr.splitlines()[-1] == "accel: rank 1 (local 1) exited with code 7"
     assert "Traceback" not in ended.stderr
 
 
-def test_a_restart_is_told_with_the_reason_and_keeps_the_run_id(tmp_path):
+def test_a_restart_is_told_with_the_reason_and_keeps_the_run_id(tmp_path, accel):
     source = (
         ALL_SEE
         + """
@@ -320,7 +322,7 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     raise ValueError("once")
 """
     )
-    ended = launch(tmp_path, source, "--max-restarts", "1")
+    ended = launch(accel, tmp_path, source, "--max-restarts", "1")
 
     assert ended.returncode == 0
     assert "accel: rank 1 (local 1) failed: ValueError: once; restart 1 of 1" in ended.stderr
@@ -330,8 +332,10 @@ if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
 HELP = "You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOAD=0."
 
 
-def test_a_launcher_that_cannot_import_torch_ends_with_the_variable_that_helps(half_installed, tmp_path):
-    ended = launch(tmp_path, "open('ran', 'w')", **half_installed)
+def test_a_launcher_that_cannot_import_torch_ends_with_the_variable_that_helps(
+    half_installed, tmp_path, accel
+):
+    ended = launch(accel, tmp_path, "open('ran', 'w')", **half_installed)
 
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[1:] == [
@@ -343,11 +347,11 @@ def test_a_launcher_that_cannot_import_torch_ends_with_the_variable_that_helps(h
 
 
 def test_a_worker_whose_script_cannot_import_torch_ends_with_the_variable_that_helps(
-    half_installed, tmp_path
+    half_installed, tmp_path, run_command
 ):
     (tmp_path / "train.py").write_text("import torch")
 
-    ended = subprocess.run(
+    ended = run_command(
         command(["train.py"]),
         cwd=tmp_path, env=clean_environment(half_installed), capture_output=True, text=True, check=False,
     )  # fmt: skip
@@ -357,8 +361,8 @@ def test_a_worker_whose_script_cannot_import_torch_ends_with_the_variable_that_h
     assert ended.stderr.splitlines()[-1].endswith(HELP)
 
 
-def test_with_that_variable_set_the_script_runs(half_installed, tmp_path):
-    ended = launch(tmp_path, ALL_SEE, **half_installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
+def test_with_that_variable_set_the_script_runs(half_installed, tmp_path, accel):
+    ended = launch(accel, tmp_path, ALL_SEE, **half_installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
     assert (ended.returncode, len(seen(tmp_path))) == (0, 2)
 
@@ -369,17 +373,17 @@ def test_with_that_variable_set_the_script_runs(half_installed, tmp_path):
 @pytest.mark.parametrize(
     "others", ["", "import time; time.sleep(60)"], ids=["the others end well", "the others go on"]
 )
-def test_a_rank_whose_process_ends_before_its_script_fails_the_job(tmp_path, others):
+def test_a_rank_whose_process_ends_before_its_script_fails_the_job(tmp_path, others, accel):
     leaves = f"import os\nif os.environ['RANK'] == '1': os._exit(0)\n{others}"
 
-    ended = launch(tmp_path, leaves)
+    ended = launch(accel, tmp_path, leaves)
 
     assert ended.returncode == 1
     assert "rank 1 (local 1) ended, with exit code 0, before its script" in ended.stderr
     assert ended.stderr.endswith("sys.exit(0) ends a script well\n")
 
 
-def test_so_does_a_module_and_a_restart_may_end_well(tmp_path):
+def test_so_does_a_module_and_a_restart_may_end_well(tmp_path, accel):
     (tmp_path / "tool.py").write_text(
         "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(0)"
     )
@@ -405,8 +409,9 @@ ENDS_WELL = {
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_scripts_end_well_in_many_ways(tmp_path):
+def test_scripts_end_well_in_many_ways(tmp_path, accel):
     ended = launch(
+        accel,
         tmp_path,
         f"import os; exec({[*ENDS_WELL.values()]}[int(os.environ['RANK'])])",
         "-n",
@@ -416,10 +421,10 @@ def test_scripts_end_well_in_many_ways(tmp_path):
     assert (ended.returncode, ended.stderr.count("\n")) == (0, 1), ended.stderr
 
 
-def test_a_script_that_removes_what_the_launcher_keeps_of_it_ends_well(tmp_path):
+def test_a_script_that_removes_what_the_launcher_keeps_of_it_ends_well(tmp_path, accel):
     removes = "import os, shutil; shutil.rmtree(os.path.dirname(os.environ['TORCHELASTIC_ERROR_FILE']))"
 
-    ended = launch(tmp_path, removes)
+    ended = launch(accel, tmp_path, removes)
 
     assert (ended.returncode, ended.stderr.count("\n")) == (0, 1), ended.stderr
 
@@ -435,16 +440,16 @@ time.sleep(60)
 
 
 @pytest.fixture
-def waiting(tmp_path):
+def waiting(tmp_path, start_command):
     """A launcher whose two workers wait, and the pids of worker, child, worker, child."""
     (tmp_path / "train.py").write_text(WAITS)
     words = [ACCEL, "launch", "--device", "cpu", "-n", "2", "train.py"]
-    with subprocess.Popen(
+    with start_command(
         words, cwd=tmp_path, env=clean_environment(), stderr=subprocess.PIPE, text=True
     ) as launcher:
         try:
             files = [tmp_path / "pids0", tmp_path / "pids1"]
-            deadline = time.monotonic() + 60
+            deadline = time.monotonic() + patience(60)
             while not all(file.exists() and file.read_text().endswith("end") for file in files):
                 assert time.monotonic() < deadline
                 assert launcher.poll() is None
@@ -463,7 +468,7 @@ def alive(pid: int) -> bool:
 
 
 def gone(pids: list[int]) -> bool:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + patience(10)
     while time.monotonic() < deadline:
         if not any(map(alive, pids)):
             return True
@@ -477,7 +482,7 @@ def test_a_stopped_launcher_takes_its_workers_and_their_children_along(waiting, 
     launcher, pids = waiting
 
     launcher.send_signal(number)
-    _, told = launcher.communicate(timeout=30)
+    _, told = launcher.communicate(timeout=patience(30))
 
     assert launcher.returncode == code
     assert gone(pids)
@@ -496,12 +501,12 @@ for _ in range(600):
 
 
 @pytest.fixture
-def stuck(tmp_path):
+def stuck(tmp_path, start_command):
     """A launcher whose worker takes notice of no signal, with a folder of temporary files of its own."""
     place = tmp_path / "tmp"
     place.mkdir()
     (tmp_path / "train.py").write_text(STUCK)
-    with subprocess.Popen(
+    with start_command(
         [ACCEL, "launch", "--device", "cpu", "-n", "1", "train.py"],
         cwd=tmp_path,
         env=clean_environment({"TMPDIR": str(place)}),
@@ -515,7 +520,7 @@ def stuck(tmp_path):
 
 
 def comes(condition) -> bool:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + patience(60)
     while not condition() and time.monotonic() < deadline:
         time.sleep(0.01)
     return bool(condition())
@@ -531,7 +536,7 @@ def test_a_rank_that_does_not_end_is_told_of_and_a_second_ctrl_c_kills_it(stuck,
     stuck.send_signal(signal.SIGINT)
 
     assert told == "accel: told to stop; waiting up to 29 s for rank 0 to end (another Ctrl-C kills)\n"
-    assert stuck.wait(timeout=60) == 130
+    assert stuck.wait(timeout=patience(60)) == 130
     assert not (tmp_path / "asked again").exists()
 
 
@@ -541,7 +546,10 @@ def test_a_launcher_that_is_stopped_before_its_workers_exist_leaves_no_folder(st
 
     stuck.send_signal(signal.SIGTERM)
 
-    assert stuck.wait(timeout=60) in (-signal.SIGTERM, 128 + signal.SIGTERM)  # before, or just after
+    assert stuck.wait(timeout=patience(60)) in (
+        -signal.SIGTERM,
+        128 + signal.SIGTERM,
+    )
     assert [*tmp_path.glob("tmp/*")] == []
 
 
@@ -550,31 +558,33 @@ def test_no_worker_outlives_a_launcher_that_is_killed(waiting):
     launcher, pids = waiting
 
     launcher.kill()
-    launcher.wait(timeout=30)
+    launcher.wait(timeout=patience(30))
     for pid in pids[1::2]:  # children of the script's own, which nothing binds to their parent
         os.kill(pid, signal.SIGKILL)
 
     assert gone(pids)
 
 
-def test_a_failing_worker_leaves_no_folder_behind(tmp_path):
+def test_a_failing_worker_leaves_no_folder_behind(tmp_path, accel):
     place = tmp_path / "tmp"
     place.mkdir()
 
-    launch(tmp_path, "raise ValueError", TMPDIR=str(place))
+    launch(accel, tmp_path, "raise ValueError", TMPDIR=str(place))
 
     assert list(place.iterdir()) == []
 
 
-def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_node(tmp_path):
+def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_node(
+    tmp_path, run_command, start_command
+):
     container = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child"]
-    if shutil.which("unshare") is None or subprocess.run([*container, "true"], check=False).returncode:
+    if shutil.which("unshare") is None or run_command([*container, "true"], check=False).returncode:
         pytest.skip("this user may not make a namespace of processes")
     with reserved_port() as port:
         place = f"127.0.0.1:{port}"
     flags = ["--nodes", "2", "--node-rank", "1", "--rendezvous", place, "-n", "1", "--device", "cpu"]
     (tmp_path / "train.py").touch()
-    launcher = subprocess.Popen(
+    launcher = start_command(
         [*container, ACCEL, "launch", *flags, "train.py"],
         env=clean_environment({}),
         cwd=tmp_path,
@@ -585,14 +595,16 @@ def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_
         assert any("waits for node 0" in line for line in launcher.stderr)
         first = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()[0]
         os.kill(int(first), signal.SIGTERM)
-        assert launcher.wait(30) == 128 + signal.SIGTERM
+        assert launcher.wait(patience(30)) == 128 + signal.SIGTERM
     finally:
         launcher.kill()
         launcher.communicate()
 
 
 @pytest.mark.parametrize(("first", "kept"), [("", True), ("import torch", False)], ids=["alone", "within"])
-def test_a_process_that_does_nothing_but_launch_never_searches_torch_for_garbage(tmp_path, first, kept):
+def test_a_process_that_does_nothing_but_launch_never_searches_torch_for_garbage(
+    tmp_path, first, kept, run_command
+):
     (tmp_path / "train.py").touch()
     program = f"""
 {first}
@@ -604,7 +616,7 @@ try:
 finally:
     print(gc.isenabled(), gc.get_freeze_count() > 50_000)
 """
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", program],
         env=clean_environment(),
         cwd=tmp_path,

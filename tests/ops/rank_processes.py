@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from accel_core import Accelerator, InitProcessGroupKwargs
-from accel_testing import run_processes
 
 
-def ranks(body, *args, world=2, timeout=None, **options):
+def ranks(run_processes, body, *args, world=2, timeout=None, **options):
     """What `body(accelerator, *args)` returns on each rank. `timeout`: of collectives, in seconds."""
     if timeout:
         options["kwargs_handlers"] = [InitProcessGroupKwargs(timeout=timeout)]

@@ -71,8 +71,8 @@ def gather_what_is_mine(accelerator, brought):
         "no tensor",
     ],
 )
-def test_what_differs_is_shown_of_each_rank_on_all_ranks(brought, found):
-    for message, operation, seen in ranks(gather_what_is_mine, brought):
+def test_what_differs_is_shown_of_each_rank_on_all_ranks(brought, found, run_processes):
+    for message, operation, seen in ranks(run_processes, gather_what_is_mine, brought):
         assert (operation, seen) == ("gather", found)
         assert f"rank 1: {found[1]}" in message
         assert message.splitlines()[-1].startswith("call it on all ranks alike")
@@ -104,7 +104,7 @@ def call_all_pairs(accelerator, pairs):
     return seen
 
 
-def test_different_operations_raise_on_all_ranks():
+def test_different_operations_raise_on_all_ranks(run_processes):
     texts = {
         "gather": "gather of (2,) float32",
         "reduce": "reduce (sum) of (2,) float32",
@@ -118,14 +118,14 @@ def test_different_operations_raise_on_all_ranks():
     }
     pairs = [(one, other) for one in texts for other in texts if one != other]
 
-    for seen in ranks(call_all_pairs, pairs):
+    for seen in ranks(run_processes, call_all_pairs, pairs):
         for pair, (one, other) in zip(pairs, seen, strict=True):
             assert (texts[pair[0]].startswith(one), texts[pair[1]].startswith(other)) == (True, True), pair
 
 
-def test_padding_compares_structures():
+def test_padding_compares_structures(run_processes):
     found = ("pad_across_processes of (2,) float32", "pad_across_processes of list; [0] (2,) float32")
-    assert ranks(call_all_pairs, [("pad", "pad of a list")]) == [[found]] * 2
+    assert ranks(run_processes, call_all_pairs, [("pad", "pad of a list")]) == [[found]] * 2
 
 
 class Closed:
@@ -171,8 +171,8 @@ def gather_unlike_objects(accelerator):
     return messages
 
 
-def test_objects_that_cannot_be_joined_are_refused_and_none_is_lost():
-    of_ranks = ranks(gather_unlike_objects)
+def test_objects_that_cannot_be_joined_are_refused_and_none_is_lost(run_processes):
+    of_ranks = ranks(run_processes, gather_unlike_objects)
     assert of_ranks[0] == of_ranks[1]
     for (message, found), (*_, expected) in zip(of_ranks[0], OBJECTS, strict=True):
         assert found == f"gather_object{expected}"
@@ -191,13 +191,13 @@ def gather_like_objects(accelerator):
     ]
 
 
-def test_objects_that_are_alike_are_joined():
+def test_objects_that_are_alike_are_joined(run_processes):
     expected = [{"a": [0, 1], "b": [0, 1]}, {"a": [0, 1]}, ["other", "one"], [None, "text"], [None]]
-    assert ranks(gather_like_objects) == [expected, expected]
+    assert ranks(run_processes, gather_like_objects) == [expected, expected]
 
 
-def test_what_one_rank_cannot_do_is_told_to_the_others():
-    told, raised = ranks(refuse_on_one_rank)
+def test_what_one_rank_cannot_do_is_told_to_the_others(run_processes):
+    told, raised = ranks(run_processes, refuse_on_one_rank)
     assert [text for text, _ in told] == [
         "I stay here",
         "reduce: no mean of torch.int64",
@@ -214,8 +214,8 @@ def refuse_on_all_ranks(accelerator):
     return str(raised.value)
 
 
-def test_what_no_rank_can_do_is_each_ones_own_error():
-    for message in ranks(refuse_on_all_ranks):
+def test_what_no_rank_can_do_is_each_ones_own_error(run_processes):
+    for message in ranks(run_processes, refuse_on_all_ranks):
         assert message.startswith("gather takes nested tensors, but ['a'][1] is a str\nuse gather_object")
 
 
@@ -226,8 +226,8 @@ def gather_distributed_tensors(accelerator):
     return str(raised.value)
 
 
-def test_distributed_and_sparse_tensors_are_refused_with_the_way_out():
-    for message in ranks(gather_distributed_tensors):
+def test_distributed_and_sparse_tensors_are_refused_with_the_way_out(run_processes):
+    for message in ranks(run_processes, gather_distributed_tensors):
         assert message.startswith("gather takes nested tensors, but ['weight'] is a DTensor\ngive")
         assert ".full_tensor()" in message
 
@@ -246,15 +246,15 @@ def gather_odd_tensors(accelerator):
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's, of quantized and of nested tensors
-def test_quantized_nested_and_sparse_tensors_are_refused_by_their_place():
+def test_quantized_nested_and_sparse_tensors_are_refused_by_their_place(run_processes):
     expected = ["quantized Tensor", "nested Tensor", "Tensor of layout torch.sparse_coo"]
-    for said in ranks(gather_odd_tensors):
+    for said in ranks(run_processes, gather_odd_tensors):
         assert said == [f"gather takes nested tensors, but ['a'] is a {kind}" for kind in expected]
 
 
-def test_different_depths_and_many_ranks():
+def test_different_depths_and_many_ranks(run_processes):
     brought = [TENSOR, TENSOR, [TENSOR]]
-    for _, _, found in ranks(gather_what_is_mine, brought, world=3):
+    for _, _, found in ranks(run_processes, gather_what_is_mine, brought, world=3):
         assert found == (*["gather of (2,) float32"] * 2, "gather of list; [0] (2,) float32")
 
 
@@ -277,8 +277,8 @@ def wait_in_another_group(accelerator):
         accelerator.run.collectives("control").barrier()
 
 
-def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here():
-    first, _, third = ranks(one_rank_stays_away, be_late, world=3, timeout=3)
+def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here(run_processes):
+    first, _, third = ranks(run_processes, one_rank_stays_away, be_late, world=3, timeout=3)
     for rank, lines in ((0, first), (2, third)):
         assert lines[0] == (
             "gather of ['logits'] (4, 2) float32; ['ids'] (4,) int64:"
@@ -287,7 +287,7 @@ def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here():
         assert lines[-1].endswith("process_group.timeout says how long the others wait")
 
 
-def test_what_the_missing_rank_does_instead_is_told_if_it_is_known():
-    first, _ = ranks(one_rank_stays_away, wait_in_another_group, timeout=3)
+def test_what_the_missing_rank_does_instead_is_told_if_it_is_known(run_processes):
+    first, _ = ranks(run_processes, one_rank_stays_away, wait_in_another_group, timeout=3)
     assert first[0].endswith("rank 0 waited for rank(s) 1 of 2, which did not come")
     assert first[1] == "  rank 1 waits in barrier"

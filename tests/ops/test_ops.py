@@ -76,9 +76,9 @@ def gather_odd_tensors(accelerator):
 
 
 @pytest.mark.together
-def test_gather_of_scalars_empty_strided_and_differentiable_tensors():
+def test_gather_of_scalars_empty_strided_and_differentiable_tensors(run_processes):
     expected = ([0, 1], (0, 3), [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]], False, "Point")
-    assert ranks(gather_odd_tensors) == [expected, expected]
+    assert ranks(run_processes, gather_odd_tensors) == [expected, expected]
 
 
 def count_of_gathers(accelerator):
@@ -96,8 +96,8 @@ def count_of_gathers(accelerator):
 
 
 @pytest.mark.together
-def test_small_operations_cost_one_collective_and_large_ones_one_more_a_dtype_at_most():
-    assert ranks(count_of_gathers)[0] == (
+def test_small_operations_cost_one_collective_and_large_ones_one_more_a_dtype_at_most(run_processes):
+    assert ranks(run_processes, count_of_gathers)[0] == (
         ["all_gather"],
         ["all_gather", "all_gather"],
         ["all_gather", "all_reduce", "all_reduce"],
@@ -112,8 +112,8 @@ def gather_large(accelerator):
 
 
 @pytest.mark.together
-def test_gather_of_what_does_not_travel_with_the_check():
-    assert ranks(gather_large, world=3) == [True] * 3
+def test_gather_of_what_does_not_travel_with_the_check(run_processes):
+    assert ranks(run_processes, gather_large, world=3) == [True] * 3
 
 
 def test_what_is_no_tensor_is_refused_by_its_place(alone):
@@ -150,9 +150,9 @@ def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
 
 
 @pytest.mark.together
-def test_gather_object_joins_lists_by_rank():
+def test_gather_object_joins_lists_by_rank(run_processes):
     expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
-    assert ranks(gather_objects) == [expected, expected]
+    assert ranks(run_processes, gather_objects) == [expected, expected]
 
 
 def test_one_process_gathers_objects_in_the_same_form(alone):
@@ -182,8 +182,8 @@ def epoch_of_metrics(accelerator, iterable, split):
 @pytest.mark.together
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("iterable", [False, True])
-def test_gather_for_metrics_drops_exactly_the_padding(iterable, split):
-    for found in ranks(epoch_of_metrics, iterable, split, split_batches=split):
+def test_gather_for_metrics_drops_exactly_the_padding(iterable, split, run_processes):
+    for found in ranks(run_processes, epoch_of_metrics, iterable, split, split_batches=split):
         assert found == (list(range(13)), list(range(13)), [f"{number}" for number in range(13)])
 
 
@@ -205,9 +205,9 @@ def evaluate_inside_training(accelerator):
 
 
 @pytest.mark.together
-def test_an_evaluation_loop_inside_a_training_loop_has_its_own_padding():
+def test_an_evaluation_loop_inside_a_training_loop_has_its_own_padding(run_processes):
     expected = ([[0, 1, 2, 3], list(range(7))], [100, 101, 102, 103, 104], 0)
-    assert ranks(evaluate_inside_training) == [expected, expected]
+    assert ranks(run_processes, evaluate_inside_training) == [expected, expected]
 
 
 # -- the others ------------------------------------------------------------------------------------
@@ -234,8 +234,8 @@ def reduce_all(accelerator):
 
 
 @pytest.mark.together
-def test_reduce():
-    first, second = ranks(reduce_all)
+def test_reduce(run_processes):
+    first, second = ranks(run_processes, reduce_all)
     assert first == second | {"none": [1.0, 2.0]}
     assert first == {
         "sum": [3.0, 5.0],
@@ -284,9 +284,9 @@ def test_objects_that_cannot_be_replaced_are_refused(alone, objects):
 
 
 @pytest.mark.together
-def test_broadcast_overwrites_in_place():
+def test_broadcast_overwrites_in_place(run_processes):
     expected = (True, [1.0], True, [1, {"rank": 1}])
-    assert ranks(broadcast_all) == [expected, expected]
+    assert ranks(run_processes, broadcast_all) == [expected, expected]
 
 
 def pad_all(accelerator):
@@ -299,8 +299,8 @@ def pad_all(accelerator):
 
 
 @pytest.mark.together
-def test_pad_across_processes_makes_shapes_equal():
-    assert ranks(pad_all) == [
+def test_pad_across_processes_makes_shapes_equal(run_processes):
+    assert ranks(run_processes, pad_all) == [
         ([[7, 7], [-1, -1]], 1, [[5, 5], [7, 7]], (2, 2)),
         ([[7, 7], [7, 7]], 1, [[7, 7], [7, 7]], (2, 2)),
     ]
@@ -327,9 +327,9 @@ def pad_with_values_of_no_such_dtype(accelerator):
 
 
 @pytest.mark.together
-def test_no_other_value_is_padded_with_than_the_one_asked_for():
+def test_no_other_value_is_padded_with_than_the_one_asked_for(run_processes):
     """A mask was padded with True for -100, silently."""
-    said = ranks(pad_with_values_of_no_such_dtype)
+    said = ranks(run_processes, pad_with_values_of_no_such_dtype)
     assert said[0] == said[1]
 
 

@@ -45,8 +45,8 @@ def move_each_dtype(accelerator, size):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_gathering_padding_and_broadcasting_keep_every_dtype(size):
-    assert ranks(move_each_dtype, size) == [[], []]
+def test_gathering_padding_and_broadcasting_keep_every_dtype(size, run_processes):
+    assert ranks(run_processes, move_each_dtype, size) == [[], []]
 
 
 def move_objects_of_each_dtype(accelerator):
@@ -63,9 +63,9 @@ def move_objects_of_each_dtype(accelerator):
     return wrong
 
 
-def test_objects_keep_tensors_of_every_dtype():
+def test_objects_keep_tensors_of_every_dtype(run_processes):
     """torch pickles float8, unsigned integers and complex32, and raises where they are unpickled."""
-    assert ranks(move_objects_of_each_dtype) == [[], []]
+    assert ranks(run_processes, move_objects_of_each_dtype) == [[], []]
 
 
 def reduce_each_dtype(accelerator, size):
@@ -88,8 +88,8 @@ def reduce_each_dtype(accelerator, size):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_every_dtype_is_reduced_or_refused(size):
-    assert ranks(reduce_each_dtype, size) == [[], []]
+def test_every_dtype_is_reduced_or_refused(size, run_processes):
+    assert ranks(run_processes, reduce_each_dtype, size) == [[], []]
 
 
 def reduce_to_the_edge(accelerator, size):
@@ -104,9 +104,9 @@ def reduce_to_the_edge(accelerator, size):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_narrow_numbers_are_rounded_once_and_wrap_around(size):
+def test_narrow_numbers_are_rounded_once_and_wrap_around(size, run_processes):
     # The sum of the halves overflows, their mean does not; 257 has no bfloat16, 128.5 rounds to 128.
-    assert ranks(reduce_to_the_edge, size) == [([40000.0], [144], [-5536], [1], [128.0])] * 2
+    assert ranks(run_processes, reduce_to_the_edge, size) == [([40000.0], [144], [-5536], [1], [128.0])] * 2
 
 
 def move_odd_layouts(accelerator, size):
@@ -141,7 +141,7 @@ def move_odd_layouts(accelerator, size):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_scalars_empty_strided_expanded_and_differentiable_tensors(size):
+def test_scalars_empty_strided_expanded_and_differentiable_tensors(size, run_processes):
     expected = {
         "scalar": ([0, 1], 1),
         "empty": ((0, 3), (0, 3)),
@@ -153,7 +153,7 @@ def test_scalars_empty_strided_expanded_and_differentiable_tensors(size):
         "none": None,
         "own": True,
     }
-    assert ranks(move_odd_layouts, size) == [expected] * 2
+    assert ranks(run_processes, move_odd_layouts, size) == [expected] * 2
 
 
 def broadcast_what_inference_made(accelerator):
@@ -164,8 +164,8 @@ def broadcast_what_inference_made(accelerator):
     return made.tolist(), plain.tolist(), plain.requires_grad
 
 
-def test_tensors_of_inference_mode_are_broadcast():
-    assert ranks(broadcast_what_inference_made) == [([1.0, 1.0], [1.0, 1.0], True)] * 2
+def test_tensors_of_inference_mode_are_broadcast(run_processes):
+    assert ranks(run_processes, broadcast_what_inference_made) == [([1.0, 1.0], [1.0, 1.0], True)] * 2
 
 
 def gather_many(accelerator, size):
@@ -184,8 +184,8 @@ def gather_many(accelerator, size):
 
 
 @pytest.mark.parametrize("size", [SMALL, LARGE])
-def test_each_of_many_gathered_tensors_is_whole_and_has_a_storage_of_its_own(size):
-    assert ranks(gather_many, size) == [[], []]
+def test_each_of_many_gathered_tensors_is_whole_and_has_a_storage_of_its_own(size, run_processes):
+    assert ranks(run_processes, gather_many, size) == [[], []]
 
 
 def calls_of_a_leaf(accelerator):
@@ -208,8 +208,8 @@ def calls_of_a_leaf(accelerator):
     return calls(100) - calls(10)
 
 
-def test_a_gathered_leaf_of_a_dict_makes_no_python_call_of_its_own():
-    assert ranks(calls_of_a_leaf) == [0, 0]
+def test_a_gathered_leaf_of_a_dict_makes_no_python_call_of_its_own(run_processes):
+    assert ranks(run_processes, calls_of_a_leaf) == [0, 0]
 
 
 def gather_then_train(accelerator):
@@ -221,8 +221,8 @@ def gather_then_train(accelerator):
     return weight.grad.tolist()
 
 
-def test_what_is_gathered_together_can_be_changed_apart():
-    assert ranks(gather_then_train) == [[1.0, 1.0]] * 2
+def test_what_is_gathered_together_can_be_changed_apart(run_processes):
+    assert ranks(run_processes, gather_then_train) == [[1.0, 1.0]] * 2
 
 
 def test_leaves_are_put_in_order_on_their_own_device_whatever_the_default_one_is():
@@ -248,8 +248,8 @@ def gather_all_kinds(accelerator, device):
     return values["tensors"]["a"].tolist(), values["objects"], values["first"], values["triggered"]
 
 
-def test_the_default_device_is_no_concern_of_what_ranks_exchange():
-    assert ranks(gather_all_kinds, "meta") == [([1.0] * 4, [0, 1], [0], False)] * 2
+def test_the_default_device_is_no_concern_of_what_ranks_exchange(run_processes):
+    assert ranks(run_processes, gather_all_kinds, "meta") == [([1.0] * 4, [0, 1], [0], False)] * 2
 
 
 def gather_by_other_keys(accelerator):
@@ -259,7 +259,7 @@ def gather_by_other_keys(accelerator):
     return str(error.value)
 
 
-def test_keys_that_only_read_alike_are_different():
-    for told in ranks(gather_by_other_keys):
+def test_keys_that_only_read_alike_are_different(run_processes):
+    for told in ranks(run_processes, gather_by_other_keys):
         assert "rank 0: gather of dict; [1] (1,) float32; ['1']" in told
         assert "rank 1: gather of dict; ['1'] (1,) float32; [1]" in told

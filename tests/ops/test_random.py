@@ -112,8 +112,8 @@ def synchronize(accelerator):
 
 
 @pytest.mark.together
-def test_synchronized_streams_draw_the_same_on_all_ranks():
-    first, second = ranks(synchronize)
+def test_synchronized_streams_draw_the_same_on_all_ranks(run_processes):
+    first, second = ranks(run_processes, synchronize)
     assert first[0] != second[0]
     assert first[1:] == second[1:]
 
@@ -125,8 +125,8 @@ def synchronize_one(accelerator):
 
 
 @pytest.mark.together
-def test_synchronizing_a_stream_leaves_the_others_alone():
-    first, second = ranks(synchronize_one)
+def test_synchronizing_a_stream_leaves_the_others_alone(run_processes):
+    first, second = ranks(run_processes, synchronize_one)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]
 
 

@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, GradientAccumulationPlugin, InitProcessGroupKwargs
+from accel_testing.patience import patience
 
 WORDS, LENGTH, WIDTH, HEADS = 18, 8, 16, 2
 BATCHES, ROWS, WINDOW, NORM = 8, 8, 3, 0.5
@@ -89,9 +90,9 @@ def plain(optimizer, tied, whole_windows):
 
 def trained(optimizer, tied, whole_windows):
     """The same on a grid, in windows of 3, of which the last has 2."""
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(60)))
     windows = GradientAccumulationPlugin(num_steps=WINDOW)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=windows, kwargs_handlers=[patience])
+    accelerator = Accelerator(cpu=True, gradient_accumulation_plugin=windows, kwargs_handlers=[limit])
     model, readers = Gpt(tied), accelerator.run.topology.readers
     loader = DataLoader(rows(), ROWS // readers)
     model, made, loader = accelerator.prepare(model, optimizer_of(optimizer, model), loader)

@@ -11,7 +11,6 @@ from torch import nn
 from accel_core import Accelerator, ConfigError
 from accel_core.contract.card import Card
 from accel_core.plugins.discovery import discover
-from accel_testing import conform, run_processes
 from accel_testing.simulated import write_distribution
 
 pytestmark = pytest.mark.together
@@ -72,7 +71,7 @@ def stacks() -> list[tuple[str, str]]:
     return [(device, f"{ABOVE[name]}+{name}" if name in ABOVE else name) for device, name in found]
 
 
-def trained(folder: Path, device: str, above: str, *options: str, levels: str = "2,3") -> str:
+def trained(conform, folder: Path, device: str, above: str, *options: str, levels: str = "2,3") -> str:
     for library, version in {
         "torch_npu": "2.13.0",
         "torch_musa": "2.13.0",
@@ -116,7 +115,9 @@ def test_every_device_and_every_strategy_is_among_the_combinations() -> None:
 
 
 @pytest.mark.parametrize(("device", "name"), pairs(allowed=False))
-def test_what_a_device_cannot_carry_is_refused_with_the_words_it_lacks(device: str, name: str) -> None:
+def test_what_a_device_cannot_carry_is_refused_with_the_words_it_lacks(
+    device: str, name: str, run_processes
+) -> None:
     (said,) = run_processes(refused, device, name, world=1)
 
     above = {**cards("strategy"), **cards("extension")}
@@ -124,35 +125,37 @@ def test_what_a_device_cannot_carry_is_refused_with_the_words_it_lacks(device: s
     assert all(word in said for word in (device, name, *lacking)), said
 
 
-def test_a_device_that_shards_has_no_code_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_shards_has_no_code_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conform
+) -> None:
     monkeypatch.delenv("ACCEL_KIT_REPORTS", raising=False)  # a part of a level is no result
     some = "two_optimizers_of_one_model or clipping_sees"
 
-    assert "2 passed, 0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, "npu", "fsdp", "-k", some)
+    assert "2 passed, 0 failed, 0 xfailed, 0 skipped" in trained(conform, tmp_path, "npu", "fsdp", "-k", some)
 
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     "device",
     [
-        pytest.param(device, marks=() if device == "cuda" else pytest.mark.slow)
+        pytest.param(device, marks=() if device == "cuda" else pytest.mark.full)
         for device, name in pairs(allowed=True)
         if name == "ddp"
     ],
 )
 def test_several_processes_on_a_device_are_one_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str, conform
 ) -> None:
     monkeypatch.delenv("ACCEL_KIT_REPORTS", raising=False)  # a part of the kit is no result
 
-    assert "0 failed, 0 xfailed, 0 skipped" in trained(tmp_path, device, "ddp", levels="3")
+    assert "0 failed, 0 xfailed, 0 skipped" in trained(conform, tmp_path, device, "ddp", levels="3")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("device", "above"), stacks())
-def test_what_it_can_carry_trains_as_a_plain_loop(tmp_path: Path, device: str, above: str) -> None:
-    assert "0 failed, 0 xfailed" in trained(tmp_path, device, above)
+def test_what_it_can_carry_trains_as_a_plain_loop(tmp_path: Path, device: str, above: str, conform) -> None:
+    assert "0 failed, 0 xfailed" in trained(conform, tmp_path, device, above)
 
 
 def joined_beside_a_sharded_model() -> list[str]:
@@ -168,7 +171,7 @@ def joined_beside_a_sharded_model() -> list[str]:
     return said
 
 
-def test_models_of_several_strategies_join_only_if_each_strategy_can() -> None:
+def test_models_of_several_strategies_join_only_if_each_strategy_can(run_processes) -> None:
     for said in run_processes(joined_beside_a_sharded_model, world=2):
         for text in said:
             assert text.startswith("strategy 'fsdp' cannot train where ranks run out of batches at")

@@ -14,12 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from accel_testing.patience import patience
+
 SCRIPT = Path(__file__).parents[2] / "tools" / "gpu_proof.py"
 
 
-def prove(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def prove(run_command, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(SCRIPT), "--out", str(folder), "--jobs", "2", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=250, check=False)
+    return run_command(command, capture_output=True, text=True, timeout=250, check=False)
 
 
 def parts(folder: Path) -> dict[str, str]:
@@ -28,55 +30,55 @@ def parts(folder: Path) -> dict[str, str]:
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_without_an_accelerator_it_says_so(tmp_path):
-    ended = prove(tmp_path)
+def test_without_an_accelerator_it_says_so(tmp_path, run_command):
+    ended = prove(run_command, tmp_path)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.startswith("no accelerator: torch ")
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
 @pytest.mark.parametrize("device", ["cuda", "typo"])
-def test_a_device_that_this_machine_lacks_is_named(tmp_path, device):
-    ended = prove(tmp_path, "--device", device)
+def test_a_device_that_this_machine_lacks_is_named(tmp_path, device, run_command):
+    ended = prove(run_command, tmp_path, "--device", device)
     assert (ended.returncode, ended.stderr) == (2, "")
     assert ended.stdout.startswith(f"no {device}: torch {torch.__version__} sees none on this machine\n")
 
 
-def test_a_file_in_the_place_of_its_folder_is_left_alone(tmp_path):
+def test_a_file_in_the_place_of_its_folder_is_left_alone(tmp_path, run_command):
     (tmp_path / "notes").write_text("mine")
-    ended = prove(tmp_path / "notes")
+    ended = prove(run_command, tmp_path / "notes")
     assert ended.returncode == 2
     assert ended.stderr.endswith("notes is a file: name a folder\n")
     assert (tmp_path / "notes").read_text() == "mine"
 
 
 @pytest.mark.simulated
-def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path):
-    ended = prove(tmp_path, "--device", "sim", "-k", "a step waits for nothing")
+def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "sim", "-k", "a step waits for nothing")
     assert ended.returncode == 0, ended.stdout
     assert ended.stdout.count("| ok | 8 batches |") == 3
     assert parts(tmp_path) == {f"a step waits for nothing, {each}": "ok" for each in ("no", "bf16", "fp16")}
 
 
 @pytest.mark.simulated
-def test_a_check_that_this_machine_cannot_make_says_why(tmp_path):
-    ended = prove(tmp_path, "--device", "sim", "-k", "pinned")
+def test_a_check_that_this_machine_cannot_make_says_why(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "sim", "-k", "pinned")
     assert ended.returncode == 0, ended.stdout
     assert "| not here | torch pins no memory for sim |" in ended.stdout
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="there is an accelerator")
-def test_on_the_cpu_what_needs_cuda_is_named_and_left_out(tmp_path):
-    ended = prove(tmp_path, "--device", "cpu", "-k", "cuda")
+def test_on_the_cpu_what_needs_cuda_is_named_and_left_out(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "cpu", "-k", "cuda")
     assert ended.returncode == 0, ended.stdout
     stacks = ("cuda", "cuda+bf16", "cuda+fp16", "cuda+fsdp")
     assert parts(tmp_path) == dict.fromkeys((f"kit: {stack}" for stack in stacks), "not here")
     assert "| kit: cuda+bf16 | not here | 0.0 | needs a CUDA device |" in (tmp_path / "proof.md").read_text()
 
 
-@pytest.mark.slow
-def test_what_a_part_measures_is_in_both_files(tmp_path):
-    ended = prove(tmp_path, "--device", "cpu", "-k", "Llama")
+@pytest.mark.full
+def test_what_a_part_measures_is_in_both_files(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "cpu", "-k", "Llama")
     assert ended.returncode == 0, ended.stdout
     (part,) = json.loads((tmp_path / "proof.json").read_text())["parts"]
     names = [line.split("|")[1].strip() for line in part["tables"][2:]]
@@ -84,16 +86,16 @@ def test_what_a_part_measures_is_in_both_files(tmp_path):
     assert "\n".join(part["tables"]) in (tmp_path / "proof.md").read_text()
 
 
-def test_at_its_limit_it_ends_with_what_it_has(tmp_path):
-    ended = prove(tmp_path, "--device", "cpu", "--limit", "0", "-k", "benchmark")
+def test_at_its_limit_it_ends_with_what_it_has(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "cpu", "--limit", "0", "-k", "benchmark")
     assert ended.returncode == 0, ended.stderr
     names = ("batches", "step", "loader")
     found = {name for name, result in parts(tmp_path).items() if result == "out of time"}
     assert found >= {f"benchmark: {name}" for name in names}
 
 
-def test_words_that_are_in_no_name_are_an_error(tmp_path):
-    ended = prove(tmp_path, "--device", "cpu", "-k", "no such part")
+def test_words_that_are_in_no_name_are_an_error(tmp_path, run_command):
+    ended = prove(run_command, tmp_path, "--device", "cpu", "-k", "no such part")
     assert ended.returncode == 2
     assert "nothing has 'no such part' in its name" in ended.stdout
 
@@ -109,10 +111,10 @@ sys.exit(gpu_proof.main())
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
-def test_a_run_that_is_terminated_ends_what_it_started(tmp_path):
+def test_a_run_that_is_terminated_ends_what_it_started(tmp_path, start_command):
     words = ("--out", str(tmp_path), "--device", "cpu", "-k", "a long one")
-    running = subprocess.Popen([sys.executable, "-c", LONG, str(SCRIPT.parent), *words])
-    log, ends = tmp_path / "a-long-one.log", time.monotonic() + 120
+    running = start_command([sys.executable, "-c", LONG, str(SCRIPT.parent), *words])
+    log, ends = tmp_path / "a-long-one.log", time.monotonic() + patience(120)
     while not (log.exists() and log.read_text().endswith("\n")):
         assert time.monotonic() < ends
         time.sleep(0.1)
@@ -120,12 +122,12 @@ def test_a_run_that_is_terminated_ends_what_it_started(tmp_path):
 
     running.terminate()
 
-    assert running.wait(60) == 128 + signal.SIGTERM
+    assert running.wait(patience(60)) == 128 + signal.SIGTERM
     with pytest.raises(ProcessLookupError):
         os.kill(int(log.read_text()), 0)
 
 
-def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch):
+def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch, run_command):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from gpu_proof import Part, done
 
@@ -138,7 +140,7 @@ def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, 
     assert result == "out of time"
     assert (tmp_path / "a-long-one.log").read_text() == printed
     started = Path("/proc", printed.strip(), "cmdline")
-    ends = time.monotonic() + 60
+    ends = time.monotonic() + patience(60)
     with suppress(OSError):  # it has ended
         while started.read_text():  # until the signal has arrived; a zombie has none
             assert time.monotonic() < ends

@@ -9,9 +9,7 @@ import grids_job
 import pytest
 import torch
 
-from accel_testing.processes import run_processes
-
-pytestmark = [pytest.mark.slow, pytest.mark.together, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.together, pytest.mark.timeout(900)]
 
 PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
 PLAN |= {f"blocks.*.{name}": "rowwise" for name in ("o", "down")}
@@ -51,7 +49,7 @@ def environment(sizes):
 
 @pytest.mark.parametrize(("optimizer", "tied"), [("sgd", False), ("adamw", True)], ids=["SGD", "AdamW, tied"])
 @pytest.mark.parametrize("grid", GRIDS)
-def test_a_grid_has_the_weights_of_one_process(grid, optimizer, tied):
+def test_a_grid_has_the_weights_of_one_process(grid, optimizer, tied, run_processes):
     world, sizes = GRIDS[grid]
     given = optimizer, tied, "pp" in sizes
     found, *_ = run_processes(

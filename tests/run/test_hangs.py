@@ -16,7 +16,6 @@ from torch import nn
 from accel_core import Accelerator, InitProcessGroupKwargs
 from accel_core.distributed import watch
 from accel_core.errors import CollectiveError
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.together
 TIMEOUT = 8
@@ -78,7 +77,9 @@ def job(folder, wait, hang):
         (reduce_by_torch_alone, sleep_for_long, ""),
     ],
 )
-def test_each_rank_writes_its_stacks_and_the_message_has_the_place(tmp_path, wait, hang, message):
+def test_each_rank_writes_its_stacks_and_the_message_has_the_place(
+    tmp_path, wait, hang, message, run_processes
+):
     (error, said), (_, also_said) = run_processes(job, str(tmp_path), wait, hang)
 
     assert message in error
@@ -98,7 +99,7 @@ def hold_the_lock_of_python(until):
     ctypes.PyDLL(None).sleep(int(until - time.monotonic()))
 
 
-def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path):
+def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path, run_processes):
     (tmp_path / "hangs").mkdir()
     (tmp_path / "hangs" / "rank-1.txt").write_text("those of last week")
 
@@ -108,7 +109,7 @@ def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path):
     assert [path.name for path in (tmp_path / "hangs").iterdir()] == ["rank-0.txt"]
 
 
-def test_stacks_that_the_folder_does_not_take_are_said_to_be_on_stderr(tmp_path):
+def test_stacks_that_the_folder_does_not_take_are_said_to_be_on_stderr(tmp_path, run_processes):
     (tmp_path / "hangs").touch()
 
     (_, said), _ = run_processes(job, str(tmp_path), gather, sleep_for_long)

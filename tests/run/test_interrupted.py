@@ -10,7 +10,6 @@ import gc
 import inspect
 import os
 import random
-import subprocess
 import sys
 from itertools import count
 from pathlib import Path
@@ -551,8 +550,8 @@ a_typo
 
 
 @pytest.mark.parametrize("words", [["-i"], ["-c", f"exec({TYPED!r})"]], ids=["prompt", "script"])
-def test_an_error_at_a_prompt_ends_no_run(words):
-    result = subprocess.run(
+def test_an_error_at_a_prompt_ends_no_run(words, run_command):
+    result = run_command(
         [sys.executable, *words], input=TYPED, capture_output=True, text=True, check=False, timeout=250
     )
 
@@ -560,7 +559,7 @@ def test_an_error_at_a_prompt_ends_no_run(words):
     assert result.stdout == f"ended, failed={words[0] != '-i'}\n"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(4 * 3600)  # up to 25,000 places, of 0.05 s each or, beside other work, 0.5 s
 @pytest.mark.filterwarnings(COLLECTED)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda each: each.__name__)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from accel_core import ConfigError, Mesh, MeshDim, World, arrange
-from accel_testing.processes import run_processes
 
 NAMES = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
 
@@ -141,31 +140,31 @@ def grid(toy_plugin):
     toy_plugin("other", source=mesh_job.CARD.replace("grid", "other"))
 
 
-def run(function, *dims, world=4, **environment):
+def run(run_processes, function, *dims, world=4, **environment):
     variables = {"ACCEL__STRATEGY": "grid", "GRID": ",".join(dims), **environment}
     return run_processes(function, world=world, environment=variables, timeout=60)
 
 
-def test_no_dimension_no_mesh(grid):
-    assert run(mesh_job.shape, world=2) == [None, None]
+def test_no_dimension_no_mesh(grid, run_processes):
+    assert run(run_processes, mesh_job.shape, world=2) == [None, None]
 
 
-def test_a_world_of_one_has_no_mesh_and_sizes_must_fit(grid):
-    assert run(mesh_job.shape, "dp_shard -1", "tp 1", world=1) == [None]
+def test_a_world_of_one_has_no_mesh_and_sizes_must_fit(grid, run_processes):
+    assert run(run_processes, mesh_job.shape, "dp_shard -1", "tp 1", world=1) == [None]
     with pytest.raises(AssertionError, match="tp 2 = 2, world 1"):
-        run(mesh_job.shape, "tp 2", world=1)
+        run(run_processes, mesh_job.shape, "tp 2", world=1)
 
 
-def test_a_run_that_could_not_be_made_leaves_no_process_group(grid):
-    assert run(mesh_job.refused, "tp 3", world=2) == [(False, 0)] * 2
+def test_a_run_that_could_not_be_made_leaves_no_process_group(grid, run_processes):
+    assert run(run_processes, mesh_job.refused, "tp 3", world=2) == [(False, 0)] * 2
 
 
-def test_the_mesh_is_torchs_and_the_units_too(grid):
-    assert run(mesh_job.shape, *GRID) == [(("dp_replicate", 2), ("odd", 2))] * 4
+def test_the_mesh_is_torchs_and_the_units_too(grid, run_processes):
+    assert run(run_processes, mesh_job.shape, *GRID) == [(("dp_replicate", 2), ("odd", 2))] * 4
 
 
-def test_collectives_run_along_a_dimension_and_several(grid):
-    found = run(mesh_job.groups, "pp 1", "dp_replicate 2", "odd 2 250 model", "cp 2", world=8)
+def test_collectives_run_along_a_dimension_and_several(grid, run_processes):
+    found = run(run_processes, mesh_job.groups, "pp 1", "dp_replicate 2", "odd 2 250 model", "cp 2", world=8)
     for rank, each in enumerate(found):
         replica, odd, part = rank // 4, rank // 2 % 2, rank % 2
         assert each["odd"] == [replica * 4 + at * 2 + part for at in (0, 1)]
@@ -175,16 +174,16 @@ def test_collectives_run_along_a_dimension_and_several(grid):
         assert each["alone"] == [rank]
 
 
-def test_an_unknown_dimension_names_those_there_are(grid):
+def test_an_unknown_dimension_names_those_there_are(grid, run_processes):
     with pytest.raises(
         AssertionError, match="no mesh dimension 'tp'\nname one that it has: world, control, alone, dp_rep"
     ):
-        run(mesh_job.unknown, *GRID)
+        run(run_processes, mesh_job.unknown, *GRID)
 
 
-def test_ranks_of_one_reader_read_the_same_and_metrics_have_each_sample_once(grid):
+def test_ranks_of_one_reader_read_the_same_and_metrics_have_each_sample_once(grid, run_processes):
     for dispatch in ("0", "1"):
-        found = run(mesh_job.metrics, *GRID, DISPATCH=dispatch)
+        found = run(run_processes, mesh_job.metrics, *GRID, DISPATCH=dispatch)
         assert [each["seen"] for each in found] == [list(range(11))] * 4
         assert found[0]["read"] == found[1]["read"] != found[2]["read"] == found[3]["read"]
 
@@ -192,32 +191,32 @@ def test_ranks_of_one_reader_read_the_same_and_metrics_have_each_sample_once(gri
 @pytest.mark.parametrize(
     "dims", [GRID, ("cp -1",), ("dp_replicate 2", "cp 2"), ("dp_shard -1",), ("odd 4 5 model",)]
 )
-def test_items_count_once_whoever_shares_a_loss(grid, dims):
-    weights = run(mesh_job.items, *dims)
+def test_items_count_once_whoever_shares_a_loss(grid, dims, run_processes):
+    weights = run(run_processes, mesh_job.items, *dims)
     assert weights == [pytest.approx(mesh_job.plain_items())] * 4
 
 
-def test_a_specific_seed_is_that_of_the_reader(grid):
-    drawn = run(mesh_job.draws, *GRID)
+def test_a_specific_seed_is_that_of_the_reader(grid, run_processes):
+    drawn = run(run_processes, mesh_job.draws, *GRID)
     assert drawn[0] == drawn[1] != drawn[2] == drawn[3]
 
 
-def test_another_strategy_reads_the_same_data_or_is_refused(grid):
-    assert run(mesh_job.beside, *GRID, OTHER="odd 2 350 model,dp_shard 2")[0] == (
+def test_another_strategy_reads_the_same_data_or_is_refused(grid, run_processes):
+    assert run(run_processes, mesh_job.beside, *GRID, OTHER="odd 2 350 model,dp_shard 2")[0] == (
         ("dp_shard", 2),
         ("odd", 2),
     )
-    assert run(mesh_job.beside, *GRID, OTHER="")[0] is None
+    assert run(run_processes, mesh_job.beside, *GRID, OTHER="")[0] is None
     with pytest.raises(AssertionError, match="strategy 'other' wants rank . to be reader . of 4"):
-        run(mesh_job.beside, *GRID, OTHER="dp_shard -1")
+        run(run_processes, mesh_job.beside, *GRID, OTHER="dp_shard -1")
 
 
-def test_a_program_may_end_all_groups_before_the_run_ends(grid):
-    assert run(mesh_job.after_the_programs_own_end, *GRID) == [4.0] * 4
+def test_a_program_may_end_all_groups_before_the_run_ends(grid, run_processes):
+    assert run(run_processes, mesh_job.after_the_programs_own_end, *GRID) == [4.0] * 4
 
 
-def test_the_run_explains_its_mesh(grid):
-    assert "  mesh: dp_replicate 2 × odd 2" in run(mesh_job.explained, *GRID)[0]
+def test_the_run_explains_its_mesh(grid, run_processes):
+    assert "  mesh: dp_replicate 2 × odd 2" in run(run_processes, mesh_job.explained, *GRID)[0]
 
 
 def test_a_world_is_all_a_mesh_needs():

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs
-from accel_testing.processes import run_processes
+from accel_testing.patience import patience
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 
 
 def adopted():
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience(20)))
     for name in VARIABLES:
         os.environ.pop(name, None)
     accelerator = Accelerator(cpu=True)
@@ -33,7 +33,7 @@ def adopted():
 
 
 @pytest.mark.together
-def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run():
+def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run(run_processes):
     assert run_processes(adopted) == [(0, 0, 2, [0, 1], True), (1, 1, 2, [0, 1], True)]
 
 
@@ -41,7 +41,8 @@ def time_outs(own, asked):
     """What a run with time-out `asked` says beside a group with time-out `own`; None: an Accelerator's."""
     first = None
     if own is None:
-        first = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=20))])
+        limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
+        first = Accelerator(cpu=True, kwargs_handlers=[limit])
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=own))
     try:
@@ -62,7 +63,7 @@ def time_outs(own, asked):
 
 @pytest.mark.together
 @pytest.mark.parametrize("own", [None, 20])
-def test_a_time_out_that_the_group_there_does_not_have_is_refused(own):
+def test_a_time_out_that_the_group_there_does_not_have_is_refused(own, run_processes):
     assert run_processes(time_outs, own, 20) == ["taken"] * 2
     for found in run_processes(time_outs, own, 7):
         assert "process_group.timeout is 0:00:07" in found
@@ -70,7 +71,7 @@ def test_a_time_out_that_the_group_there_does_not_have_is_refused(own):
 
 
 def after_the_users_destroy():
-    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+    handler = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
     first = Accelerator(cpu=True, kwargs_handlers=[handler])
     dist.destroy_process_group()
     second = Accelerator(cpu=True, kwargs_handlers=[handler])
@@ -81,5 +82,5 @@ def after_the_users_destroy():
 
 
 @pytest.mark.together
-def test_a_run_leaves_the_group_alone_that_another_made_after_its_own():
+def test_a_run_leaves_the_group_alone_that_another_made_after_its_own(run_processes):
     assert run_processes(after_the_users_destroy) == [(2.0, False)] * 2

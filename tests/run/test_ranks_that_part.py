@@ -19,7 +19,6 @@ from torch.utils.data import ConcatDataset, DataLoader, Dataset, Subset
 from accel_core import Accelerator
 from accel_core.distributed import watch
 from accel_core.errors import CollectiveError
-from accel_testing import run_processes
 
 
 def trainer():
@@ -257,7 +256,7 @@ pytestmark = pytest.mark.together
         (save_on_one_rank_while_the_other_trains, "backward"),
     ],
 )
-def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, operation):
+def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, operation, run_processes):
     alone, _ = run_processes(job, str(tmp_path / "ck"))
 
     assert f"save_state is collective: rank(s) 0 of 2 waited for rank 1 (in {operation}, test_rank" in alone
@@ -265,24 +264,24 @@ def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, oper
     assert not (tmp_path / "ck").exists()
 
 
-def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path):
+def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path, run_processes):
     alone, _ = run_processes(save_on_one_rank_while_the_other_has_ended, str(tmp_path / "ck"))
 
     assert "waited for rank 1 (has ended its run), which will not come" in alone
 
 
-def test_a_run_that_has_ended_leaves_no_thread_that_answers():
+def test_a_run_that_has_ended_leaves_no_thread_that_answers(run_processes):
     assert run_processes(threads_after_the_end) == [0, 0]
 
 
-def test_a_save_against_a_load_is_shown_to_both(tmp_path):
+def test_a_save_against_a_load_is_shown_to_both(tmp_path, run_processes):
     said = run_processes(save_on_one_and_load_on_the_other, str(tmp_path / "ck"))
 
     assert said[0] == said[1]
     assert "  rank 0: save_state\n  rank 1: load_state" in said[0]
 
 
-def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path):
+def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path, run_processes):
     said = run_processes(save_what_one_rank_alone_registered, str(tmp_path / "ck"))
 
     assert said[0] == said[1]
@@ -290,7 +289,7 @@ def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path):
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_models_of_other_dtypes_are_not_prepared(strategy):
+def test_models_of_other_dtypes_are_not_prepared(strategy, run_processes):
     said = run_processes(prepare_models_of_other_dtypes, strategy)
 
     assert said[0] == said[1]
@@ -313,7 +312,7 @@ def test_models_of_other_dtypes_are_not_prepared(strategy):
         ("schedule, without a model", [" of StepLR\n", "prepare\n"]),
     ],
 )
-def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
+def test_objects_that_differ_between_ranks_are_not_prepared(what, found, run_processes):
     said = run_processes(prepare_other_objects, what)
 
     assert said[0] == said[1]
@@ -325,12 +324,12 @@ def test_objects_that_differ_between_ranks_are_not_prepared(what, found):
 
 
 @pytest.mark.parametrize("error", [AttributeError("no file"), RuntimeError("not open")])
-def test_data_whose_length_raises_is_prepared_as_its_sampler_says(error):
+def test_data_whose_length_raises_is_prepared_as_its_sampler_says(error, run_processes):
     """torch's loader asks the sampler alone."""
     assert run_processes(prepare_data_without_length, error) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
-def test_models_of_one_kind_are_not_prepared_in_another_order():
+def test_models_of_one_kind_are_not_prepared_in_another_order(run_processes):
     said = run_processes(prepare_models_in_an_order, [(7, 8, 9), (1, 2, 3), (3, 2, 1)], world=3)
 
     assert said[0] == said[1] == said[2]
@@ -341,11 +340,11 @@ def test_models_of_one_kind_are_not_prepared_in_another_order():
 
 
 @pytest.mark.parametrize("second", [(1, 2), (5, 6), (1, 3), (3, 1), (1, 1)])
-def test_models_of_one_kind_may_have_other_values_on_each_rank(second):
+def test_models_of_one_kind_may_have_other_values_on_each_rank(second, run_processes):
     assert run_processes(prepare_models_in_an_order, [(1, 2), second]) == ["nothing", "nothing"]
 
 
-def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared():
+def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared(run_processes):
     said = run_processes(prepare_an_optimizer_later_on_one)
 
     assert said[0] == said[1]
@@ -353,11 +352,11 @@ def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared():
     assert "  rank 1: save_state" in said[0]
 
 
-def test_a_rank_that_only_comes_late_is_waited_for(tmp_path):
+def test_a_rank_that_only_comes_late_is_waited_for(tmp_path, run_processes):
     assert run_processes(save_late_on_one, str(tmp_path / "ck")) == ["nothing", "nothing"]
 
 
-def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
+def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other(run_processes):
     said, _ = run_processes(train_on_without_the_other)
 
     assert said.startswith("backward: rank 0 lost rank 1 (")
@@ -365,7 +364,7 @@ def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other():
 
 
 @pytest.mark.parametrize("job", [forward_without_the_other, forward_of_split_layers_without_the_other])
-def test_so_it_is_by_the_forward(job):
+def test_so_it_is_by_the_forward(job, run_processes):
     said, _ = run_processes(job)
 
     assert said.startswith("forward: rank 0 lost rank 1 (")
@@ -379,7 +378,7 @@ def test_so_it_is_by_the_forward(job):
         (a_window_as_a_whole, "forward_backward"),
     ],
 )
-def test_so_it_is_by_what_encloses_a_forward(work, operation):
+def test_so_it_is_by_what_encloses_a_forward(work, operation, run_processes):
     said, _ = run_processes(work_without_the_other, work)
 
     assert said.startswith(f"{operation}: rank 0 lost rank 1 (")
@@ -399,7 +398,7 @@ def clip_without_the_other(clip):
 
 
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
-def test_so_it_is_by_clipping_where_ranks_agree_on_overflow(clip):
+def test_so_it_is_by_clipping_where_ranks_agree_on_overflow(clip, run_processes):
     said, _ = run_processes(clip_without_the_other, clip)
 
     assert said.startswith(f"{clip}: rank 0 lost rank 1 (")
@@ -436,14 +435,14 @@ def save_while_rank_0_waits_for_no_rank(folder, wait):
 
 
 @pytest.mark.parametrize("wait", [read_slowly_by_workers, print_to_a_terminal_that_is_paused])
-def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path, wait):
+def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path, wait, run_processes):
     said = run_processes(save_while_rank_0_waits_for_no_rank, str(tmp_path / "ck"), wait)
 
     assert said == ["nothing", "nothing"]
 
 
 @pytest.mark.parametrize("operation", ["backward", "gather", "save_state"])
-def test_a_rank_that_is_interrupted_in_its_loop_ends_the_others(tmp_path, operation):
+def test_a_rank_that_is_interrupted_in_its_loop_ends_the_others(tmp_path, operation, run_processes):
     said, other = run_processes(interrupted_on_one, operation, str(tmp_path / "ck"))
 
     assert other == "interrupted"

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, MeshDim, set_seed
 from accel_core.contract.mesh import Mesh, arrange
-from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 
@@ -102,7 +101,7 @@ def unspecific(kind):
 
 
 @pytest.mark.parametrize("seeded", [ranks_of, unspecific])
-def test_ranks_that_share_a_sequence_draw_different_numbers(seeded):
+def test_ranks_that_share_a_sequence_draw_different_numbers(seeded, run_processes):
     (one, weight), (other, same) = run_processes(seeded, "cp", world=2)
     assert weight == same
     for mine, theirs in zip(one, other, strict=True):
@@ -110,25 +109,25 @@ def test_ranks_that_share_a_sequence_draw_different_numbers(seeded):
 
 
 @pytest.mark.parametrize("seeded", [ranks_of, unspecific])
-def test_ranks_that_split_layers_draw_the_same_numbers_whatever_else_is_drawn(seeded):
+def test_ranks_that_split_layers_draw_the_same_numbers_whatever_else_is_drawn(seeded, run_processes):
     one, other = run_processes(seeded, "tp", world=2)
     assert one == other
 
 
-def test_the_numbers_that_split_layers_draw_are_of_the_first_ranks_seed():
+def test_the_numbers_that_split_layers_draw_are_of_the_first_ranks_seed(run_processes):
     (of_each_its_own, _), _ = run_processes(ranks_of, "tp", world=2)
     (of_all_the_same, _), _ = run_processes(unspecific, "tp", world=2)
     assert of_each_its_own == of_all_the_same
 
 
 @pytest.mark.parametrize("seeded", [ranks_of, unspecific])
-def test_the_layers_of_pipeline_stages_draw_different_numbers(seeded):
+def test_the_layers_of_pipeline_stages_draw_different_numbers(seeded, run_processes):
     (first, _), (second, _) = run_processes(seeded, "pp", world=2)
     assert first[0] != second[-1]
 
 
 @pytest.mark.parametrize("kind", ["cp", "tp", "pp"])
-def test_a_resumed_run_draws_what_the_other_would_have_drawn(tmp_path, kind):
+def test_a_resumed_run_draws_what_the_other_would_have_drawn(tmp_path, kind, run_processes):
     whole = run_processes(saved, kind, str(tmp_path / "saved"), world=2)
     rest = run_processes(resumed, kind, str(tmp_path / "saved"), world=2)
     for (drawn, weight), (again, same) in zip(whole, rest, strict=True):
@@ -146,7 +145,7 @@ def test_only_a_mesh_that_splits_more_than_samples_has_streams():
     assert numbers("pp", "dp_shard", "cp", "tp") == [number // 2 for number in range(16)]
 
 
-def test_the_users_own_stream_is_as_it_was_after_a_forward():
+def test_the_users_own_stream_is_as_it_was_after_a_forward(run_processes):
     assert run_processes(beside, world=2) == [True, True]
 
 

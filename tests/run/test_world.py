@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pickle
-import subprocess
 import sys
 import time
 from datetime import timedelta
@@ -30,7 +29,8 @@ from accel_core import (
 from accel_core.contract.run import current
 from accel_core.defaults.base import Base
 from accel_core.defaults.device import local_device
-from accel_testing.processes import ProcessError, reserved_port, run_processes
+from accel_testing.patience import patience
+from accel_testing.processes import ProcessError, reserved_port
 
 
 def ranks():
@@ -41,7 +41,7 @@ def ranks():
 
 
 @pytest.mark.together
-def test_two_processes_asked_for_are_two():
+def test_two_processes_asked_for_are_two(run_processes):
     assert run_processes(ranks) == [(0, 2, "native + ddp + fp32"), (1, 2, "native + ddp + fp32")]
 
 
@@ -55,7 +55,7 @@ def three_in_turn():
 
 
 @pytest.mark.together
-def test_one_accelerator_after_another_each_with_a_group_of_its_own():
+def test_one_accelerator_after_another_each_with_a_group_of_its_own(run_processes):
     assert run_processes(three_in_turn) == [[2.0, 2.0, 2.0]] * 2
 
 
@@ -66,7 +66,7 @@ def hook_of_exceptions():
 
 
 @pytest.mark.together
-def test_a_group_that_has_ended_leaves_no_hook_for_exceptions():
+def test_a_group_that_has_ended_leaves_no_hook_for_exceptions(run_processes):
     assert run_processes(hook_of_exceptions) == [True, True]
 
 
@@ -80,7 +80,7 @@ def two_at_once():
 
 
 @pytest.mark.together
-def test_two_runs_share_a_group_and_the_last_one_destroys_it():
+def test_two_runs_share_a_group_and_the_last_one_destroys_it(run_processes):
     assert run_processes(two_at_once) == [(2.0, False)] * 2
 
 
@@ -93,7 +93,7 @@ def over_a_users_group():
 
 
 @pytest.mark.together
-def test_a_group_that_the_user_made_is_adopted_and_left():
+def test_a_group_that_the_user_made_is_adopted_and_left(run_processes):
     assert run_processes(over_a_users_group) == [(2.0, True)] * 2
 
 
@@ -103,7 +103,7 @@ def different_stacks():
 
 
 @pytest.mark.together
-def test_ranks_with_different_stacks_are_named():
+def test_ranks_with_different_stacks_are_named(run_processes):
     with pytest.raises(
         ProcessError, match=r"do not agree on stack: rank 0: native \+ ddp \+ fp32; rank 1: .*bf16"
     ):
@@ -115,7 +115,7 @@ def different_settings():
 
 
 @pytest.mark.together
-def test_ranks_with_different_settings_name_the_first_that_differs():
+def test_ranks_with_different_settings_name_the_first_that_differs(run_processes):
     with pytest.raises(ProcessError, match=r"agree on accumulation.num_steps: rank 0: 1; rank 1: 2"):
         run_processes(different_settings)
 
@@ -126,7 +126,7 @@ def folders_named_by_the_time(folder):
 
 
 @pytest.mark.together
-def test_the_first_ranks_folders_hold_for_all(tmp_path):
+def test_the_first_ranks_folders_hold_for_all(tmp_path, run_processes):
     first = str(tmp_path / "run-0")
 
     assert run_processes(folders_named_by_the_time, str(tmp_path)) == [(first, first)] * 2
@@ -142,7 +142,7 @@ def trigger():
 
 
 @pytest.mark.together
-def test_a_trigger_on_one_rank_reaches_all_once():
+def test_a_trigger_on_one_rank_reaches_all_once(run_processes):
     assert run_processes(trigger) == [[True, False]] * 2
 
 
@@ -157,7 +157,7 @@ def in_turn(folder):
 
 
 @pytest.mark.together
-def test_the_main_process_goes_first(tmp_path):
+def test_the_main_process_goes_first(tmp_path, run_processes):
     assert run_processes(in_turn, tmp_path, world=3) == [False, True, True]
 
 
@@ -174,7 +174,7 @@ def one_stays_away(seconds):
 
 @pytest.mark.together
 @pytest.mark.parametrize("seconds", [0, 9])
-def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds):
+def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds, run_processes):
     message = "wait_for_everyone: rank {} waited for rank(s) 1 of 3, which did not come"
     assert run_processes(one_stays_away, seconds, world=3) == [message.format(0), "away", message.format(2)]
 
@@ -204,12 +204,12 @@ def test_a_function_for_a_rank_that_no_process_has_is_refused(rank):
 
 
 @pytest.mark.together
-def test_functions_and_shares_by_rank():
+def test_functions_and_shares_by_rank(run_processes):
     assert run_processes(who) == [["main", "local", None, None, [1, 2]], [None, None, "last", "one", [3]]]
 
 
 @pytest.mark.together
-def test_a_teacher_of_strategy_single_lives_beside_a_joined_student():
+def test_a_teacher_of_strategy_single_lives_beside_a_joined_student(run_processes):
     assert run_processes(teacher_and_student) == [("single", "ddp", False, True)] * 2
 
 
@@ -231,7 +231,7 @@ def lone_training():
 
 
 @pytest.mark.together
-def test_training_a_copy_on_each_rank_is_refused():
+def test_training_a_copy_on_each_rank_is_refused(run_processes):
     with pytest.raises(ProcessError, match="would train a different copy on each of 2 ranks"):
         run_processes(lone_training)
 
@@ -256,17 +256,17 @@ def test_a_run_of_one_process_that_has_ended_brings_no_values_together_either(ca
 
 
 @pytest.mark.together
-def test_a_script_that_never_ends_its_run_exits_cleanly():
+def test_a_script_that_never_ends_its_run_exits_cleanly(start_command):
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with reserved_port() as port:
         workers = [
-            subprocess.Popen(
+            start_command(
                 [sys.executable, "-c", LEFT_OPEN],
                 env={**os.environ, **world, "MASTER_PORT": str(port), "RANK": rank, "LOCAL_RANK": rank},
             )
             for rank in "01"
         ]
-        assert [worker.wait(timeout=100) for worker in workers] == [0, 0]
+        assert [worker.wait(timeout=patience(100)) for worker in workers] == [0, 0]
 
 
 def test_a_world_pickles_without_its_store():
@@ -322,7 +322,7 @@ def under_a_named_backend():
 
 
 @pytest.mark.together
-def test_a_backend_that_was_named_is_used_where_the_device_has_none():
+def test_a_backend_that_was_named_is_used_where_the_device_has_none(run_processes):
     assert run_processes(under_a_named_backend) == [2.0, 2.0]
 
 
@@ -332,7 +332,7 @@ def under_a_backend_that_there_is_not():
 
 
 @pytest.mark.together
-def test_a_backend_that_torch_does_not_have_is_refused_by_name():
+def test_a_backend_that_torch_does_not_have_is_refused_by_name(run_processes):
     run_processes(under_a_backend_that_there_is_not)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,8 @@ def test_older_releases_have_all_that_the_sources_use() -> None:
     assert tool.problems(tool.read_sources(), tool.read_record()) == []
 
 
-def test_the_installed_torch_has_it_too_and_is_as_recorded() -> None:
-    ran = subprocess.run(
-        [sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False
-    )
+def test_the_installed_torch_has_it_too_and_is_as_recorded(run_command) -> None:
+    ran = run_command([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
 
     assert ran.returncode == 0, ran.stdout + ran.stderr
 

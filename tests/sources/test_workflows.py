@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import re
 import shlex
-import subprocess
 import sys
 from collections.abc import Iterator
 from configparser import ConfigParser
@@ -112,9 +111,9 @@ def test_pre_commit_runs_the_linter_of_the_constraints() -> None:
 
 
 @needs_tomllib
-def test_metadata_of_all_packages_is_fresh() -> None:
+def test_metadata_of_all_packages_is_fresh(run_command) -> None:
     command = [sys.executable, ROOT / "tools" / "metadata.py", "--check"]
-    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    result = run_command(command, capture_output=True, text=True, check=False)
 
     assert (result.returncode, result.stdout) == (0, "")
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 
-def test_discovery_and_binding_are_measured() -> None:
-    ended = subprocess.run(
+def test_discovery_and_binding_are_measured(run_command) -> None:
+    ended = run_command(
         [sys.executable, "run.py", "host", "--rounds", "1"],
         cwd=BENCHMARKS,
         capture_output=True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +12,6 @@ import pytest
 
 import accel_core
 from accel_core.plugins.discovery import discover
-from accel_testing import run_processes
 
 PLUGINS = {
     "accel-core": {"native", "single", "fp32", "fp16", "bf16", "torchrun", "jsonl"},
@@ -72,8 +70,8 @@ MODULES = [name.replace("-", "_") for name in NAMES]
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is left out here")
 
 
-def run(code: str) -> str:
-    result = subprocess.run(
+def run(run_command, code: str) -> str:
+    result = run_command(
         [sys.executable, "-I", "-c", code], capture_output=True, text=True, timeout=60, check=False
     )
     assert result.returncode == 0, result.stderr
@@ -102,7 +100,7 @@ def where_accel_core_is() -> str | None:
 
 
 @needs_torch
-def test_workers_run_on_what_this_process_runs_on() -> None:
+def test_workers_run_on_what_this_process_runs_on(run_processes) -> None:
     assert run_processes(where_accel_core_is, world=1) == [accel_core.__file__]
 
 
@@ -114,7 +112,7 @@ def test_a_distribution_is_typed_and_its_version_is_its_modules(module: str) -> 
     assert (Path(imported.__file__ or "").parent / "py.typed").exists()
 
 
-def test_listing_all_plugins_imports_no_torch() -> None:
+def test_listing_all_plugins_imports_no_torch(run_command) -> None:
     code = """
 import sys
 from accel_core.plugins.discovery import discover
@@ -122,16 +120,18 @@ from accel_testing import run_processes
 print([record.status for record in discover().records], "torch" in sys.modules)
 """
 
-    assert run(code).endswith("False\n")
+    assert run(run_command, code).endswith("False\n")
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_importing_a_distribution_imports_nothing_of_its_own_but_what_it_needs(module: str) -> None:
+def test_importing_a_distribution_imports_nothing_of_its_own_but_what_it_needs(
+    module: str, run_command
+) -> None:
     code = (
         f"import {module}, sys; print(sorted(m for m in sys.modules if m.startswith(('torch', '{module}.'))))"
     )
 
-    assert run(code).strip() == "[]"
+    assert run(run_command, code).strip() == "[]"
 
 
 @needs_torch

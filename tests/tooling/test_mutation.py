@@ -20,7 +20,7 @@ def test_it():
 
 
 @pytest.fixture(scope="module")
-def mutation():
+def mutation(run_command):
     spec = spec_from_file_location("mutation", ROOT / "tools/mutation.py")
     module = module_from_spec(spec)
     sys.modules["mutation"] = module

@@ -153,8 +153,8 @@ while True:
 """
 
 
-def test_a_kill_cuts_the_last_line_at_most(tmp_path):
-    with subprocess.Popen([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE) as process:
+def test_a_kill_cuts_the_last_line_at_most(tmp_path, start_command):
+    with start_command([sys.executable, "-c", KILLED, tmp_path], stdout=subprocess.PIPE) as process:
         process.stdout.readline()
         os.kill(process.pid, signal.SIGKILL)
     *lines, last = (tmp_path / "project.jsonl").read_text().split("\n")

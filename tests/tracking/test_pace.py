@@ -20,7 +20,6 @@ from accel_core import Accelerator, ProjectConfiguration
 from accel_core.contract.world import World
 from accel_core.distributed import watch
 from accel_core.runtime import pace, sampling
-from accel_testing import run_processes
 
 SLOW = 0.2
 
@@ -87,7 +86,9 @@ def lines_of(folder):
 
 @pytest.mark.together
 @pytest.mark.parametrize("what", ["forward", "data", "optimizer"])
-def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(tmp_path, what):
+def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(
+    tmp_path, what, run_processes
+):
     (_, *threads, said), (metrics, *more, silent) = run_processes(train, tmp_path, what, 1)
 
     # On a busy machine a rank may have too few steps for a comparison.
@@ -109,7 +110,7 @@ def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log
 
 
 @pytest.mark.together
-def test_a_rank_that_keeps_up_again_is_said_once_too(tmp_path):
+def test_a_rank_that_keeps_up_again_is_said_once_too(tmp_path, run_processes):
     said = run_processes(train, tmp_path, "forward", 2)[0][-1]
 
     assert [line.split(",")[0].split(" on ")[0] for line in said] == [
@@ -263,7 +264,7 @@ def gather_while_rank_1_is_slow(folder, where):
 
 @pytest.mark.together
 @pytest.mark.parametrize("where", ["forward", "optimizer"])
-def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, where):
+def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, where, run_processes):
     run_processes(gather_while_rank_1_is_slow, tmp_path, where)
 
     steps = [line for line in lines_of(tmp_path) if line["kind"] == "step"][2:]
@@ -288,7 +289,7 @@ def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
 
 
 @pytest.mark.together
-def test_nobody_is_slow_where_the_forward_waits_for_a_slow_optimizer(tmp_path):
+def test_nobody_is_slow_where_the_forward_waits_for_a_slow_optimizer(tmp_path, run_processes):
     waits, works = run_processes(own_time_while_the_optimizer_of_rank_1_is_slow, tmp_path)
 
     assert min(waits, works) > 1, "a second for each step"

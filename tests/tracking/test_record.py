@@ -26,7 +26,7 @@ from accel_core import (
     ProjectConfiguration,
 )
 from accel_core.runtime import sampling
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 
 def records(folder):
@@ -86,7 +86,7 @@ def train(folder, steps, *, every=1, accumulation=1, resume=None, die_at=None, s
 
 
 @pytest.mark.together
-def test_the_main_process_records_what_ran_and_each_logged_loss(tmp_path):
+def test_the_main_process_records_what_ran_and_each_logged_loss(tmp_path, run_processes):
     losses = run_processes(train, tmp_path, 30)[0]
     (record,) = records(tmp_path)
 
@@ -231,7 +231,7 @@ def killed(folder):
     train(folder, 12, save_at=5, die_at=8)
 
 
-def test_a_killed_run_goes_on_in_the_same_record(tmp_path):
+def test_a_killed_run_goes_on_in_the_same_record(tmp_path, run_processes):
     whole = train(tmp_path / "whole", 12)
     with pytest.raises(ProcessError):
         run_processes(killed, tmp_path, world=1)
@@ -410,7 +410,7 @@ def step(accelerator, model, optimizer):
 
 
 @pytest.mark.together
-def test_metrics_are_the_last_sample_as_values_to_log(tmp_path):
+def test_metrics_are_the_last_sample_as_values_to_log(tmp_path, run_processes):
     ours, other = run_processes(metered, str(tmp_path), world=2)
     ((*_, sample),) = [of_kind(record, "step") for record in records(tmp_path)]
     split = {f"{part}_seconds": seconds for part, seconds in sample["split"].items()}
@@ -518,7 +518,9 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
         ("bf16", [FLOAT32], 2e12),
     ],
 )
-def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(tmp_path, precision, dtype, peak):
+def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(
+    tmp_path, precision, dtype, peak, run_processes
+):
     (found,) = run_processes(used, tmp_path, precision, dtype, {"flops_per_sample": 5e8}, world=1)
 
     assert found.get("mfu") == (
@@ -528,7 +530,7 @@ def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(tmp_pat
 
 @pytest.mark.simulated
 @pytest.mark.together
-def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path):
+def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path, run_processes):
     off = [AutocastKwargs(enabled=False)]
     (found,) = run_processes(used, tmp_path, "bf16", [FLOAT32], {"flops_per_item": 5e8}, off, world=1)
 
@@ -537,7 +539,7 @@ def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path):
 
 @pytest.mark.simulated
 @pytest.mark.together
-def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
+def test_utilization_counts_the_devices_of_all_ranks(tmp_path, run_processes):
     ours, other = run_processes(used, tmp_path, "no", [FLOAT32], {"flops_per_item": 5e8}, world=2)
     (record,) = records(tmp_path)
 
@@ -549,7 +551,7 @@ def test_utilization_counts_the_devices_of_all_ranks(tmp_path):
 
 @pytest.mark.simulated
 @pytest.mark.together
-def test_a_sample_has_what_the_devices_sensors_tell(tmp_path):
+def test_a_sample_has_what_the_devices_sensors_tell(tmp_path, run_processes):
     run_processes(used, tmp_path, "no", [FLOAT32], {}, world=1)
     (record,) = records(tmp_path)
     first, second, *_ = of_kind(record, "step")
@@ -617,7 +619,7 @@ def train_on_items(folder):
 
 
 @pytest.mark.together
-def test_items_a_second_are_those_of_all_ranks(tmp_path):
+def test_items_a_second_are_those_of_all_ranks(tmp_path, run_processes):
     run_processes(train_on_items, tmp_path)
 
     first, second = of_kind(records(tmp_path)[0], "step")
@@ -654,7 +656,7 @@ def waits_on_a_device(folder):
 
 @pytest.mark.simulated
 @pytest.mark.together
-def test_the_device_is_not_waited_for(tmp_path):
+def test_the_device_is_not_waited_for(tmp_path, run_processes):
     ((without, recording),) = run_processes(waits_on_a_device, tmp_path, world=1)
 
     assert recording == without

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker, hooks, implements
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 
 class Mine(GeneralTracker):
@@ -538,7 +538,7 @@ def ids_after_a_resume(folder):
 
 
 @pytest.mark.together
-def test_every_rank_gets_the_state_of_the_main_process(tmp_path):
+def test_every_rank_gets_the_state_of_the_main_process(tmp_path, run_processes):
     assert run_processes(ids_after_a_resume, tmp_path / "saved") == ["saved on rank 0"] * 2
 
 
@@ -553,7 +553,7 @@ def in_two_processes(folder):
 
 
 @pytest.mark.together
-def test_only_the_main_process_logs_unless_a_tracker_wants_all(tmp_path):
+def test_only_the_main_process_logs_unless_a_tracker_wants_all(tmp_path, run_processes):
     assert run_processes(in_two_processes, tmp_path) == [(6, 4), (0, 4)]
     lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
     assert [line.get("values") for line in lines] == [None, {"rank": 0}]
@@ -577,7 +577,7 @@ def sum_of_a_split_tensor(folder):
 
 
 @pytest.mark.together
-def test_a_rank_s_part_of_a_number_is_refused_and_the_whole_is_logged(tmp_path):
+def test_a_rank_s_part_of_a_number_is_refused_and_the_whole_is_logged(tmp_path, run_processes):
     main, other = run_processes(sum_of_a_split_tensor, tmp_path)
 
     assert "this rank has a part" in main
@@ -596,7 +596,7 @@ def started_on_main_only(folder):
 
 
 @pytest.mark.together
-def test_init_trackers_may_be_called_on_the_main_process_alone(tmp_path):
+def test_init_trackers_may_be_called_on_the_main_process_alone(tmp_path, run_processes):
     run_processes(started_on_main_only, tmp_path)
 
 
@@ -609,7 +609,7 @@ def to_event_files(folder):
 
 
 @pytest.mark.together
-def test_event_files_are_the_main_process_s(tmp_path):
+def test_event_files_are_the_main_process_s(tmp_path, run_processes):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_processes(to_event_files, tmp_path)
     events = reader.EventAccumulator(str(tmp_path / "project")).Reload()
@@ -623,7 +623,7 @@ def never_started(folder):
 
 
 @pytest.mark.together
-def test_the_main_process_says_that_nothing_was_started(tmp_path):
+def test_the_main_process_says_that_nothing_was_started(tmp_path, run_processes):
     with pytest.raises(ProcessError, match="before they were started") as caught:
         run_processes(never_started, tmp_path)
     assert caught.value.rank == 0
@@ -645,7 +645,7 @@ def stops_early():
 
 
 @pytest.mark.together
-def test_one_rank_that_stops_early_stops_all():
+def test_one_rank_that_stops_early_stops_all(run_processes):
     assert run_processes(stops_early) == [3, 3]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import pytest
@@ -83,7 +82,7 @@ def test_so_does_a_zero_grad_that_a_program_put_into_torchs_class(trained, monke
     assert called == [optimizer.optimizer]
 
 
-def test_so_does_one_that_was_put_there_before_accel_core_came():
+def test_so_does_one_that_was_put_there_before_accel_core_came(run_command):
     program = """
 from unittest.mock import Mock
 from torch.optim import SGD, Optimizer
@@ -95,7 +94,7 @@ model, optimizer = Accelerator(cpu=True).prepare(model, SGD(model.parameters(), 
 optimizer.zero_grad()
 Optimizer.zero_grad.assert_called_once_with(True)
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = run_command([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert ended.returncode == 0, ended.stderr
 

@@ -85,7 +85,7 @@ def test_the_forward_is_one_graph(accelerator_of, graphs, precision):
     assert graphs == [precision == "bf16"]
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
 def test_inductor_trains_too(accelerator_of, graphs):

@@ -9,7 +9,6 @@ from torch.utils.data import DataLoader, IterableDataset
 from training_problems import batches, net
 
 from accel_core import Accelerator, GradientAccumulationPlugin
-from accel_testing.processes import run_processes
 
 
 class Stream(IterableDataset):
@@ -69,7 +68,7 @@ def between(each_batch):
 
 
 @pytest.mark.together
-def test_who_synchronises_between_processes():
+def test_who_synchronises_between_processes(run_processes):
     when = ("of a step's last micro-batch only", "in each backward")
     for each_batch in (False, True):
         for gradients, epoch in run_processes(between, each_batch):

@@ -16,7 +16,6 @@ from training_problems import batches, net
 
 from accel_core import AccelError, GradScalerKwargs
 from accel_core.training.step import _items_of_all_ranks
-from accel_testing import run_processes
 
 
 def assert_near(ours, plain, **tolerance):
@@ -392,7 +391,7 @@ def divided_where_gradients_are() -> list[float]:
 
 
 @pytest.mark.simulated
-def test_gradients_that_are_offloaded_are_divided_too():
+def test_gradients_that_are_offloaded_are_divided_too(run_processes):
     assert run_processes(divided_where_gradients_are, world=1) == [[0.25, 0.25]]
 
 

@@ -16,13 +16,13 @@ from accel_core import (
     GradScalerKwargs,
     InitProcessGroupKwargs,
 )
-from accel_testing.processes import run_processes
+from accel_testing.patience import patience
 
 pytestmark = pytest.mark.together
 
 
 def accelerator(*handlers: Any, **options: Any) -> Accelerator:
-    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
     return Accelerator(cpu=True, kwargs_handlers=[limit, *handlers], **options)
 
 
@@ -41,7 +41,7 @@ def assert_all_near(found, plain, **tolerance):
 
 
 @pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (4, None), (2, 0.05)])
-def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip):
+def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip, run_processes):
     found = run_processes(trained, accumulate, clip)
     assert_all_near(found, token_losses.plain(clip))
 
@@ -53,18 +53,18 @@ def by_windows():
     return found
 
 
-def test_so_they_do_in_windows_that_are_run_as_a_whole():
+def test_so_they_do_in_windows_that_are_run_as_a_whole(run_processes):
     found = run_processes(by_windows)
     assert_all_near([weights for weights, _ in found], token_losses.plain())
     for _, losses in found:
         assert losses == pytest.approx(token_losses.plain_losses())
 
 
-def test_reducing_each_micro_batch_changes_nothing():
+def test_reducing_each_micro_batch_changes_nothing(run_processes):
     assert_all_near(run_processes(trained, 2, None, tuple(token_losses.LENGTHS), True), token_losses.plain())
 
 
-def test_a_rank_without_a_token_takes_part():
+def test_a_rank_without_a_token_takes_part(run_processes):
     lengths = (0, 0, 0, 0, 5, 2, 9, 1) * 2
     assert_all_near(run_processes(trained, 2, None, lengths), token_losses.plain(lengths=lengths))
 
@@ -73,7 +73,7 @@ def half(accumulate, clip):
     return trained(accumulate, clip, mixed_precision="fp16")
 
 
-def test_a_loss_scale_changes_nothing():
+def test_a_loss_scale_changes_nothing(run_processes):
     assert_all_near(run_processes(half, 2, 0.05), token_losses.plain(0.05), rtol=2e-2, atol=2e-2)
 
 
@@ -100,12 +100,12 @@ def traffic(accumulate, each_batch, count_items):
 
 
 @pytest.mark.parametrize("count_items", [False, True])
-def test_micro_batches_inside_a_window_communicate_nothing(count_items):
+def test_micro_batches_inside_a_window_communicate_nothing(count_items, run_processes):
     for counts in run_processes(traffic, 2, False, count_items):
         assert counts == [0, 1 + count_items] * 2
 
 
-def test_each_micro_batch_communicates_if_asked_to():
+def test_each_micro_batch_communicates_if_asked_to(run_processes):
     for counts in run_processes(traffic, 2, True, False):
         assert counts == [1] * 4
 
@@ -142,7 +142,7 @@ def chips_of_two_kinds(lacking):
 
 
 @pytest.mark.parametrize("lacking", [0, 1])
-def test_chips_of_which_one_lacks_float64_count_alike(lacking):
+def test_chips_of_which_one_lacks_float64_count_alike(lacking, run_processes):
     assert (
         run_processes(chips_of_two_kinds, lacking) == [[("torch.float32", 7.0), ("torch.float32", 9.0)]] * 2
     )
@@ -170,7 +170,7 @@ def items_where_ranks_run_out_of_batches(whole):
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_items_are_refused_where_ranks_may_run_out_of_batches(whole):
+def test_items_are_refused_where_ranks_may_run_out_of_batches(whole, run_processes):
     """One rank would add up its items with what another sends in the strategy's place."""
     for told in run_processes(items_where_ranks_run_out_of_batches, whole):
         assert "a rank that has run out of batches has no items to add" in told
@@ -189,7 +189,7 @@ def a_parameter_that_comes_late():
         made.end_training()
 
 
-def test_a_parameter_whose_gradient_would_not_be_reduced_is_refused():
+def test_a_parameter_whose_gradient_would_not_be_reduced_is_refused(run_processes):
     for told, groups in run_processes(a_parameter_that_comes_late):
         assert "its gradient would not be reduced" in told
         assert groups == 1

@@ -11,11 +11,12 @@ from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from accel_core import Accelerator
-from accel_testing.processes import run_processes
 
 
 @pytest.mark.parametrize("made_before", [True, False])
-def test_where_nothing_else_reduces_its_gradients_its_step_is_an_error(toy_plugin, made_before):
+def test_where_nothing_else_reduces_its_gradients_its_step_is_an_error(
+    toy_plugin, made_before, run_processes
+):
     toy_plugin("tardy", source=unprepared_job.CARD)
     for said, first, *_ in run_processes(unprepared_job.stepped, "tardy", made_before):
         assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer holds")
@@ -23,18 +24,18 @@ def test_where_nothing_else_reduces_its_gradients_its_step_is_an_error(toy_plugi
         assert first == 0.0
 
 
-def test_once_it_is_prepared_it_steps_by_all_ranks_gradients(toy_plugin):
+def test_once_it_is_prepared_it_steps_by_all_ranks_gradients(toy_plugin, run_processes):
     toy_plugin("tardy", source=unprepared_job.CARD)
     found = run_processes(unprepared_job.stepped, "tardy", True)
     assert [last for *_, last in found] == [-1.5 * 2] * 2  # the last step repeats it, after `free_memory`
 
 
-def test_a_parameter_in_the_memory_of_one_that_was_replaced_is_somebody_elses(toy_plugin):
+def test_a_parameter_in_the_memory_of_one_that_was_replaced_is_somebody_elses(toy_plugin, run_processes):
     toy_plugin("tardy", source=unprepared_job.CARD)
     assert run_processes(unprepared_job.stepped_in_the_place_of_another) == [(True, 0.0)] * 2
 
 
-def test_weights_that_the_prepared_optimizer_does_not_hold_are_stepped_by_no_other(toy_plugin):
+def test_weights_that_the_prepared_optimizer_does_not_hold_are_stepped_by_no_other(toy_plugin, run_processes):
     """One of two optimizers was not prepared. The prepared one may step by another, as Lookahead does."""
     toy_plugin("tardy", source=unprepared_job.CARD)
     for said, weights in run_processes(unprepared_job.stepped_beside_a_prepared_one, "tardy"):

@@ -9,8 +9,6 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_testing.processes import run_processes
-
 pytestmark = pytest.mark.simulated
 STEPS = 6
 
@@ -73,7 +71,7 @@ ORDINARY = {"accumulation": 1, "workers": 0, "items": False, "clip": "norm"}
     [{}, {"accumulation": 3}, {"clip": "value"}, {"items": True, "accumulation": 2}, {"workers": 1}],
     ids=lambda asked: ", ".join(asked) or "ordinary",
 )
-def test_a_step_does_not_wait_for_the_device(precision, asked):
+def test_a_step_does_not_wait_for_the_device(precision, asked, run_processes):
     ((found),) = run_processes(waits, precision, {**ORDINARY, **asked}, world=1)
     assert found == [0] * (STEPS - 2)
 
@@ -81,12 +79,12 @@ def test_a_step_does_not_wait_for_the_device(precision, asked):
 @pytest.mark.together
 @pytest.mark.parametrize("clip", ["norm", "value"])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_nor_does_a_step_of_several_ranks(strategy, clip):
+def test_nor_does_a_step_of_several_ranks(strategy, clip, run_processes):
     found = run_processes(waits, "no", {**ORDINARY, "clip": clip}, strategy, world=2)
     assert found == [[0] * (STEPS - 2)] * 2
 
 
-def test_a_loss_scaler_waits_once_a_step():
+def test_a_loss_scaler_waits_once_a_step(run_processes):
     """It must know whether to step. torch's own loop waits for that as well."""
     (found,) = run_processes(waits, "fp16", ORDINARY, world=1)
     assert found == [1] * (STEPS - 2)

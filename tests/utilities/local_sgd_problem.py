@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_core import Accelerator, InitProcessGroupKwargs, LocalSGD
+from accel_testing.patience import patience
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
 
 
 def net():
@@ -31,7 +32,7 @@ def flat(model):
 
 def plainly(every, steps, accumulate):
     """(weights after each step, at the end)."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience(20)))
     model, path = net(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -20,7 +20,7 @@ from accel_core import (
     release_memory,
 )
 from accel_core.accelerator.memory import is_out_of_memory
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 
 def fits(limit, tried, error=torch.OutOfMemoryError):
@@ -135,7 +135,7 @@ def really():
     return allocate()
 
 
-def test_memory_that_really_runs_out_is_seen():
+def test_memory_that_really_runs_out_is_seen(run_processes):
     (found,) = run_processes(really, world=1)
 
     assert 2**20 < found < 2**33
@@ -179,12 +179,12 @@ def agree(limits):
 
 
 @pytest.mark.together
-def test_ranks_agree_on_the_smallest():
+def test_ranks_agree_on_the_smallest(run_processes):
     assert run_processes(agree, (16, 5)) == [(4, [16, 8, 4, 16], 16)] * 2
 
 
 @pytest.mark.together
-def test_ranks_that_fit_say_so_too_if_no_size_fits():
+def test_ranks_that_fit_say_so_too_if_no_size_fits(run_processes):
     with pytest.raises(ProcessError, match="tried: 16, 8, 4, 2, 1\n"):
         run_processes(agree, (16, 0))
 
@@ -201,7 +201,7 @@ def slowly_read():
 
 
 @pytest.mark.together
-def test_the_rank_that_serves_the_votes_leaves_once_all_have_read_them():
+def test_the_rank_that_serves_the_votes_leaves_once_all_have_read_them(run_processes):
     """Else a program that ends there fails on the others: their store is gone."""
     serving, _ = run_processes(slowly_read)
 
@@ -227,7 +227,7 @@ def alone():
 
 
 @pytest.mark.together
-def test_a_rank_that_fails_inside_a_collective_of_the_others_is_named_not_hung():
+def test_a_rank_that_fails_inside_a_collective_of_the_others_is_named_not_hung(run_processes):
     waiting, failing = run_processes(alone, timeout=60)
 
     assert waiting.startswith("collective: ")

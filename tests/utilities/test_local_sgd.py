@@ -14,14 +14,14 @@ from torch.nn import functional as F
 
 from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD, TorchDynamoPlugin
 from accel_core.distributed import collectives
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 together = pytest.mark.together
 
 
 @together
 @pytest.mark.parametrize(("every", "steps", "accumulate"), [(2, 4, 1), (3, 5, 1), (2, 3, 2)])
-def test_it_equals_plain_local_sgd(every, steps, accumulate):
+def test_it_equals_plain_local_sgd(every, steps, accumulate, run_processes):
     plain = run_processes(plainly, every, steps, accumulate)
     found = run_processes(ours, every, steps, accumulate)
 
@@ -32,7 +32,7 @@ def test_it_equals_plain_local_sgd(every, steps, accumulate):
 
 
 @together
-def test_no_gradient_is_reduced_and_weights_travel_once_an_average():
+def test_no_gradient_is_reduced_and_weights_travel_once_an_average(run_processes):
     (first, _, *counts, _), (second, *_) = run_processes(ours, 2, 4, 2)
 
     assert counts == [0, 3]  # the end averages too
@@ -48,7 +48,7 @@ def test_no_gradient_is_reduced_and_weights_travel_once_an_average():
 
 
 @together
-def test_gradients_are_shared_again_afterwards():
+def test_gradients_are_shared_again_afterwards(run_processes):
     one, two = run_processes(ours, 2, 2, 1)
 
     assert torch.equal(one[-1], two[-1])
@@ -56,7 +56,7 @@ def test_gradients_are_shared_again_afterwards():
 
 @together
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, partial(torch.optim.SGD, lr=0.1, momentum=0.9)])
-def test_at_its_end_the_state_of_optimizers_is_averaged(kind, tmp_path):
+def test_at_its_end_the_state_of_optimizers_is_averaged(kind, tmp_path, run_processes):
     one, two = run_processes(with_optimizer, kind, None, tmp_path / "checkpoint")
 
     (apart, means, kept, weights), (of_two, _, kept_of_two, weights_of_two) = one, two
@@ -84,14 +84,14 @@ def warned(kind):
 
 
 @together
-def test_state_that_is_not_of_floats_stays_each_ranks_own_with_a_warning():
+def test_state_that_is_not_of_floats_stays_each_ranks_own_with_a_warning(run_processes):
     (apart, _, kept, _), _ = run_processes(warned, partial(Coded, lr=0.1))
 
     assert [torch.equal(a, b) for a, b in zip(apart, kept, strict=True)] == [True] * len(apart)
 
 
 @together
-def test_disabled_it_is_plain_training():
+def test_disabled_it_is_plain_training(run_processes):
     one, two = run_processes(ours, 2, 3, 1, False)
 
     assert one[2] == 3
@@ -122,7 +122,7 @@ def in_fp16(overflows):
 
 @together
 @pytest.mark.parametrize("overflows", [0, 1])
-def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest(overflows):
+def test_ranks_whose_loss_scales_differ_go_on_with_the_smallest(overflows, run_processes):
     """Also where the last step has overflowed on one of them."""
     assert run_processes(in_fp16, overflows) == [(1024.0, 512.0), (512.0, 512.0)]
 
@@ -152,7 +152,7 @@ def grown_in_fp16():
 
 
 @together
-def test_loss_scales_grow_together_afterwards():
+def test_loss_scales_grow_together_afterwards(run_processes):
     one, two = run_processes(grown_in_fp16)
 
     assert one == two
@@ -188,7 +188,7 @@ def at_two_rates_in_fp16():
 
 
 @together
-def test_a_gradient_that_waits_for_its_step_follows_the_smallest_loss_scale():
+def test_a_gradient_that_waits_for_its_step_follows_the_smallest_loss_scale(run_processes):
     assert run_processes(at_two_rates_in_fp16) == [-3.0, 0.0]
 
 
@@ -204,7 +204,7 @@ def raises_inside():
 
 
 @together
-def test_a_rank_that_raises_inside_does_not_wait_for_an_average():
+def test_a_rank_that_raises_inside_does_not_wait_for_an_average(run_processes):
     with pytest.raises(ProcessError, match="ZeroDivisionError: inside") as caught:
         run_processes(raises_inside)
     assert caught.value.rank == 1
@@ -238,7 +238,7 @@ def goes_on(error, **options):
 
 
 @together
-def test_ranks_that_go_on_after_an_exception_do_so_from_the_average():
+def test_ranks_that_go_on_after_an_exception_do_so_from_the_average(run_processes):
     (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on, error) for error in (False, True))
 
     assert torch.equal(left_by_error, on_rank_1)
@@ -268,7 +268,7 @@ def goes_on_compiled(error):
     return goes_on(error, strategy="in-place", dynamo_plugin=dynamo)
 
 
-def test_so_they_do_where_the_model_is_compiled_in_place(toy_plugin):
+def test_so_they_do_where_the_model_is_compiled_in_place(toy_plugin, run_processes):
     toy_plugin("in-place", source=IN_PLACE)
     (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on_compiled, error) for error in (False, True))
 
@@ -300,7 +300,7 @@ def left_before_the_count(error):
 
 @together
 @pytest.mark.parametrize("error", [True, False], ids=["exception", "break"])
-def test_its_end_averages_a_step_that_is_not_counted(error):
+def test_its_end_averages_a_step_that_is_not_counted(error, run_processes):
     one, two = run_processes(left_before_the_count, error)
 
     assert torch.equal(one, two)
@@ -350,7 +350,7 @@ def refused():
 
 
 @together
-def test_a_strategy_that_cannot_is_refused_at_once():
+def test_a_strategy_that_cannot_is_refused_at_once(run_processes):
     for found in run_processes(refused):
         assert "does not offer 'local_sgd'" in found
         assert "choose a strategy that can: ddp" in found

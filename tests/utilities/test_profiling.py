@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from accel_core import Accelerator, ConfigError, ProfileKwargs
-from accel_testing import run_processes
 
 
 @pytest.fixture
@@ -119,7 +118,7 @@ def on_each_rank(folder):
 
 
 @pytest.mark.together
-def test_each_rank_has_its_trace(tmp_path):
+def test_each_rank_has_its_trace(tmp_path, run_processes):
     run_processes(on_each_rank, str(tmp_path))
 
     assert sorted(path.name for path in tmp_path.iterdir()) == ["profile_0.json", "profile_1.json"]

@@ -21,7 +21,7 @@ from accel_core.checkpoint.export import export
 from accel_core.checkpoint.files import DataFile
 from accel_core.cli.checkpoint import checkpoint
 from accel_core.distributed import progress as under_way
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 
 def test_off_a_terminal_it_is_the_thing_itself(capsys):
@@ -52,7 +52,7 @@ def draw():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads a pseudo terminal as Linux has it")
-def test_on_a_terminal_the_main_process_shows_one():
+def test_on_a_terminal_the_main_process_shows_one(run_processes):
     assert run_processes(draw) == [(["a", "b", "c"], True, True), (["a", "b", "c"], False, False)]
 
 
@@ -75,7 +75,7 @@ def terminal():
 
 
 def until(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + patience(30)
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
@@ -98,7 +98,7 @@ LINUX = pytest.mark.skipif(sys.platform != "linux", reason="reads a pseudo termi
 
 
 @LINUX
-def test_a_terminal_of_the_main_process_shows_how_much_is_done_and_forgets_it():
+def test_a_terminal_of_the_main_process_shows_how_much_is_done_and_forgets_it(run_processes):
     first, second = run_processes(work)
 
     assert "\raccel: loading here: [##########----------] 2 of 4 MiB, 0 s" in first

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import subprocess
 import sys
 from datetime import timedelta
 
 import pytest
 
 from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs, get_logger
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 
 @pytest.fixture
@@ -26,9 +25,9 @@ def test_it_works_before_there_is_an_accelerator(logger, caplog):
     assert caplog.messages == ["[RANK 0] 3 left", "[RANK 0] all ranks", "[RANK 0] in turn"]
 
 
-def test_it_imports_no_torch():
+def test_it_imports_no_torch(run_command):
     code = "import accel_core, sys; accel_core.get_logger('x').error('y'); print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    result = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert (result.stdout, result.stderr) == ("False\n", "[RANK 0] y\n")
 
@@ -91,7 +90,7 @@ def without_accelerator(path):
     logger.info("all", main_process_only=False)
 
 
-def test_ranks_are_known_from_the_launcher(tmp_path):
+def test_ranks_are_known_from_the_launcher(tmp_path, run_processes):
     run_processes(without_accelerator, tmp_path / "log")
 
     assert sorted((tmp_path / "log").read_text().splitlines()) == [
@@ -104,7 +103,7 @@ def test_ranks_are_known_from_the_launcher(tmp_path):
 def in_turn(path):
     to(path)
     accelerator = Accelerator(
-        cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=20))]
+        cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))]
     )
     logger = get_logger("ranks", log_level="INFO" if accelerator.process_index != 1 else "ERROR")
     for number in range(3):
@@ -113,7 +112,7 @@ def in_turn(path):
 
 
 @pytest.mark.together
-def test_in_order_goes_by_rank_and_waits_for_no_ones_level(tmp_path):
+def test_in_order_goes_by_rank_and_waits_for_no_ones_level(tmp_path, run_processes):
     run_processes(in_turn, tmp_path / "log", world=3)
 
     lines = (tmp_path / "log").read_text().splitlines()
@@ -127,7 +126,7 @@ def test_warning_once_is_once_a_process(logger, caplog):
     assert caplog.messages == ["[RANK 0] again"]
 
 
-def test_a_level_that_was_asked_for_is_printed_also_where_nothing_sets_up_logging():
+def test_a_level_that_was_asked_for_is_printed_also_where_nothing_sets_up_logging(run_command):
     code = "from accel_core import get_logger; get_logger('mine', log_level='INFO').info('seen')"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stderr.splitlines() == ["[RANK 0] seen"]

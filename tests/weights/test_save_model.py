@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -19,7 +18,6 @@ from torch import nn
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
 from accel_core.checkpoint.files import write_file
 from accel_core.checkpoint.weight_files import bytes_in, write_weights
-from accel_testing.processes import run_processes
 
 
 @pytest.fixture
@@ -227,10 +225,12 @@ def model_of(seed):
 
 @pytest.mark.parametrize("before", LAYOUTS)
 @pytest.mark.parametrize("after", LAYOUTS)
-def test_files_of_an_earlier_save_are_gone_and_others_are_not(accelerator, tmp_path, before, after):
+def test_files_of_an_earlier_save_are_gone_and_others_are_not(
+    accelerator, tmp_path, before, after, run_command
+):
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model-00001-of-00009.bin").write_text("not ours")
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", "from accel_core.checkpoint.writer import *; print(new_save_id(''))"],
         capture_output=True,
         text=True,
@@ -438,7 +438,7 @@ def test_files_have_the_mode_that_new_files_have(accelerator, tmp_path, safe):
 
 
 @pytest.mark.parametrize("safe", [True, False])
-def test_a_full_disk_is_said_and_the_earlier_save_stays(tmp_path, safe):
+def test_a_full_disk_is_said_and_the_earlier_save_stays(tmp_path, safe, run_processes):
     assert run_processes(fill_the_disk, str(tmp_path), safe, world=1) == ["told"]
 
 

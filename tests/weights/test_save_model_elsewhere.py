@@ -8,12 +8,11 @@ import weights_job
 from safetensors.torch import load_file
 
 from accel_core import Accelerator
-from accel_testing.processes import run_processes
 
 pytestmark = pytest.mark.together
 
 
-def test_several_ranks_write_one_whole_model_under_its_own_names(tmp_path):
+def test_several_ranks_write_one_whole_model_under_its_own_names(tmp_path, run_processes):
     told = run_processes(weights_job.save_it, str(tmp_path), world=2, timeout=60)
 
     expected = ["0.weight", "0.bias", "1.weight", "1.bias"]
@@ -25,7 +24,7 @@ def test_several_ranks_write_one_whole_model_under_its_own_names(tmp_path):
     assert all(torch.equal(found[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_a_rank_that_cannot_write_goes_on_reading_and_all_hear_of_it(tmp_path):
+def test_a_rank_that_cannot_write_goes_on_reading_and_all_hear_of_it(tmp_path, run_processes):
     told = run_processes(weights_job.fail_on_the_first_rank, str(tmp_path), world=2, timeout=60)
 
     assert [read for _, read in told] == [4, 4]

@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_testing import conform
-
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -16,9 +14,9 @@ STAND_IN = Path(__file__).parent / "stand_in"
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("cuda+bf16", "1"), pytest.param("cuda+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.slow])],
+    [("cuda+bf16", "1"), pytest.param("cuda+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.full])],
 )
-def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str) -> None:
+def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str, conform) -> None:
     options = ("--accel-world", worlds, "--accel-simulate", "nccl", "--accel-stand-in", "stands_for_cuda")
 
     printed = conform(tmp_path, stack, *options, path=[STAND_IN])
@@ -30,5 +28,5 @@ def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds:
 @pytest.mark.timeout(900)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @pytest.mark.parametrize("stack", ["cuda", "cuda+bf16", "cuda+fp16"])
-def test_it_conforms_on_a_gpu(tmp_path: Path, stack: str) -> None:
+def test_it_conforms_on_a_gpu(tmp_path: Path, stack: str, conform) -> None:
     assert "0 skipped" in conform(tmp_path, stack)

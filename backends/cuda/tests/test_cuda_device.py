@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,7 +147,7 @@ def test_an_option_that_may_come_too_late_is_told(
     assert ("make it first" in caplog.text) == warned
 
 
-def test_tf32_is_off_where_a_script_has_switched_it_on_for_all_by_the_newer_name() -> None:
+def test_tf32_is_off_where_a_script_has_switched_it_on_for_all_by_the_newer_name(run_command) -> None:
     if not hasattr(torch.backends, "fp32_precision"):
         pytest.skip("this torch has the older names alone")
     code = (
@@ -156,7 +155,7 @@ def test_tf32_is_off_where_a_script_has_switched_it_on_for_all_by_the_newer_name
         "device._set_switches(CudaConfig(tf32=False)); cudnn = torch.backends.cudnn;"
         "print(cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision, cudnn.allow_tf32, device._uses_tf32())"
     )  # the newer names have no way back: in a process of its own
-    result = subprocess.run(
+    result = run_command(
         [sys.executable, "-W", "ignore", "-c", code], check=False, capture_output=True, text=True
     )
 

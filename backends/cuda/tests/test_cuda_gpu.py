@@ -29,7 +29,7 @@ def asks_for_cuda() -> str:
 
 
 @without_gpu
-def test_without_a_gpu_asking_for_one_fails_with_the_reason() -> None:
+def test_without_a_gpu_asking_for_one_fails_with_the_reason(run_processes) -> None:
     (message,) = run_processes(asks_for_cuda, world=1)
 
     assert probe() is not None

@@ -16,6 +16,7 @@ from accel_cuda import health
 from accel_cuda.device import CudaDevice
 from accel_cuda.health import Health
 from accel_testing import Recorder
+from accel_testing.patience import patience
 
 DEVICE = torch.device("cuda", 0)
 SAID = {
@@ -123,7 +124,7 @@ def test_a_driver_that_does_not_answer_is_not_waited_for(
     nvml: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sensors, answered = Health(DEVICE), threading.Event()
-    nvml.answers("nvmlDeviceGetTemperature", lambda *_: answered.wait(60) and 71)
+    nvml.answers("nvmlDeviceGetTemperature", lambda *_: answered.wait(patience(60)) and 71)
     answered.set()
     sensors.read()
     answered.clear()
@@ -144,7 +145,7 @@ def test_a_library_that_never_opens_costs_one_warning(
     nvml: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sensors, opened = Health(DEVICE), threading.Event()
-    nvml.answers("nvmlInit", lambda: opened.wait(60) and None)
+    nvml.answers("nvmlInit", lambda: opened.wait(patience(60)) and None)
     monkeypatch.setattr(health, "WAIT", 0.01)
     with warnings.catch_warnings(action="error"):
         found = [sensors.read(), sensors.read()]  # it may still open
@@ -161,7 +162,7 @@ def test_a_library_that_never_opens_costs_one_warning(
 def _ended(sensors: Health) -> None:
     thread = sensors._thread
     assert thread is not None
-    thread.join(20)
+    thread.join(patience(20))
 
 
 def test_without_nvidias_library_there_is_nothing_and_no_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -277,9 +276,9 @@ def test_an_option_that_a_variable_of_the_user_overrides_is_refused(
     assert all(words in reason for words, reason in zip(told, reasons, strict=True))
 
 
-def test_card_config_and_launch_class_import_no_torch() -> None:
+def test_card_config_and_launch_class_import_no_torch(run_command) -> None:
     code = "import sys, accel_cuda.card, accel_cuda.config, accel_cuda.machine; print('torch' in sys.modules)"
-    result = subprocess.run([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
+    result = run_command([sys.executable, "-I", "-c", code], capture_output=True, text=True, check=True)
 
     assert result.stdout.strip() == "False"
 

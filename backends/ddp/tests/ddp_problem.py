@@ -16,8 +16,9 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_testing.patience import patience
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=20))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
 
 
 def net(seed: int = 0) -> nn.Module:
@@ -39,7 +40,7 @@ def accelerator(*configs: Any, **arguments: Any) -> Accelerator:
 @contextmanager
 def plain_group() -> Iterator[int]:
     """A process group as plain torch makes it; gives the rank."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=20))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience(20)))
     try:
         yield dist.get_rank()
     finally:

@@ -26,7 +26,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import GradScalerKwargs
 from accel_ddp import DistributedDataParallelKwargs, comm_hooks
-from accel_testing.processes import run_processes
 
 POWER = {
     "start_powerSGD_iter": 2,
@@ -81,7 +80,7 @@ def judged(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", JUDGES)
-def test_a_hook_trains_bitwise_as_torchs_own(name: str) -> None:
+def test_a_hook_trains_bitwise_as_torchs_own(name: str, run_processes) -> None:
     for trained, judge in zip(run_processes(ours, name), run_processes(judged, name), strict=True):
         assert equal(trained, judge)
 
@@ -89,7 +88,7 @@ def test_a_hook_trains_bitwise_as_torchs_own(name: str) -> None:
 @pytest.mark.parametrize(
     "name", [*JUDGES, "batched_power_sgd", "bf16(power_sgd)", "bf16(batched_power_sgd)", "bf16(fp16)"]
 )
-def test_a_hook_compresses_and_still_trains(name: str) -> None:
+def test_a_hook_compresses_and_still_trains(name: str, run_processes) -> None:
     trained, plain = run_processes(ours, name), run_processes(train_plainly)
 
     first, second = [{n: w for n, w in each.items() if "running" not in n} for each in trained]
@@ -144,7 +143,7 @@ def judged_in_several_buckets() -> dict[str, torch.Tensor]:
     return weights(module)
 
 
-def test_buckets_are_compressed_in_the_same_order_on_all_ranks() -> None:
+def test_buckets_are_compressed_in_the_same_order_on_all_ranks(run_processes) -> None:
     """torch's own hook, whose second all-reduce begins in any thread, ends in an abort here."""
     found, judge = run_processes(in_several_buckets), run_processes(judged_in_several_buckets)
     assert all(equal(each, judge[0]) for each in found)
@@ -166,7 +165,7 @@ def overflowing() -> list[bool]:
     return found
 
 
-def test_power_sgd_goes_on_after_a_step_that_overflowed() -> None:
+def test_power_sgd_goes_on_after_a_step_that_overflowed(run_processes) -> None:
     for skipped in run_processes(overflowing):
         assert skipped == [False, False, False, False, True, False, False, False]
 
@@ -215,14 +214,14 @@ def uncompressed(folder: str) -> list[dict[str, torch.Tensor]]:
     return found
 
 
-def test_a_load_forgets_what_power_sgd_has_kept_of_later_gradients(tmp_path: Path) -> None:
+def test_a_load_forgets_what_power_sgd_has_kept_of_later_gradients(tmp_path: Path, run_processes) -> None:
     here = run_processes(resumed, str(tmp_path / "state"), True)
     anew = run_processes(resumed, str(tmp_path / "state"), False)
     for first, second in zip(here, anew, strict=True):
         assert all(equal(ours, theirs) for ours, theirs in zip(first, second, strict=True))
 
 
-def test_power_sgd_compresses_again_two_steps_after_a_load(tmp_path: Path) -> None:
+def test_power_sgd_compresses_again_two_steps_after_a_load(tmp_path: Path, run_processes) -> None:
     run_processes(resumed, str(tmp_path / "state"), True)
     found = run_processes(resumed, str(tmp_path / "state"), False)[0]
     plain = run_processes(uncompressed, str(tmp_path / "state"))[0]
@@ -256,7 +255,7 @@ def saved_without_a_hook(folder: str) -> None:
     run.end_training()
 
 
-def test_a_load_of_a_run_without_a_hook_forgets_too(tmp_path: Path) -> None:
+def test_a_load_of_a_run_without_a_hook_forgets_too(tmp_path: Path, run_processes) -> None:
     run_processes(saved_without_a_hook, str(tmp_path / "state"))
     one = run_processes(after_other_gradients, str(tmp_path / "state"), 1.0)
     other = run_processes(after_other_gradients, str(tmp_path / "state"), 0.5)
@@ -275,7 +274,7 @@ def waiting_for_a_thread_that_holds_the_state() -> bool:
     return waited
 
 
-def test_the_end_waits_for_threads_that_are_still_inside_a_hook() -> None:
+def test_the_end_waits_for_threads_that_are_still_inside_a_hook(run_processes) -> None:
     assert all(run_processes(waiting_for_a_thread_that_holds_the_state))
 
 
@@ -288,6 +287,6 @@ def steps_with_hooks(hook: str) -> bool:
     return needed
 
 
-def test_only_power_sgd_has_something_to_do_in_each_step() -> None:
+def test_only_power_sgd_has_something_to_do_in_each_step(run_processes) -> None:
     assert run_processes(steps_with_hooks, "fp16") == [False, False]
     assert run_processes(steps_with_hooks, "batched_power_sgd") == [True, True]

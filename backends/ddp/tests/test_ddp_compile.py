@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import TorchDynamoPlugin
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing.processes import run_processes
 
 
 class Wide(nn.Module):
@@ -50,7 +49,7 @@ def trained(backend: str | None) -> tuple[dict[str, torch.Tensor], int, list[str
     return result, len(graphs), names
 
 
-def test_training_is_that_of_the_uncompiled_model_in_graphs_that_follow_the_buckets() -> None:
+def test_training_is_that_of_the_uncompiled_model_in_graphs_that_follow_the_buckets(run_processes) -> None:
     plain = run_processes(trained, None)
     compiled = run_processes(trained, "count_graphs")
     for (expected, none, names), (found, graphs, same) in zip(plain, compiled, strict=True):
@@ -83,7 +82,7 @@ def trained_by_a_compiled_view() -> tuple[list[dict[str, torch.Tensor]], list[li
     return found, names, unwraps
 
 
-def test_a_prepared_model_that_the_user_compiles_is_known_as_the_prepared_one() -> None:
+def test_a_prepared_model_that_the_user_compiles_is_known_as_the_prepared_one(run_processes) -> None:
     for (plain, compiled), names, unwraps in run_processes(trained_by_a_compiled_view):
         assert equal(compiled, plain)
         assert names == [["weight", "bias"]] * 2

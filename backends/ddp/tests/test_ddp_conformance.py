@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("stack", ["ddp", pytest.param("ddp+bf16", marks=pytest.mark.slow)])
-def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path, stack: str) -> None:
+@pytest.mark.parametrize("stack", ["ddp", pytest.param("ddp+bf16", marks=pytest.mark.full)])
+def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path, stack: str, conform) -> None:
     assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, stack)

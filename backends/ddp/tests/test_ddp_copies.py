@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from accel_ddp import DDPCommunicationHookType, DistributedDataParallelKwargs
-from accel_testing.processes import run_processes
 
 STATIC = DistributedDataParallelKwargs(static_graph=True)
 POWER_SGD = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
@@ -65,7 +63,7 @@ def trained_copy(duplicate: Callable[[nn.Module], nn.Module], *options: Any) -> 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, unpickled])
 @pytest.mark.parametrize("options", [(), (STATIC,), (POWER_SGD,)], ids=["plain", "static", "power_sgd"])
-def test_a_copy_trains_as_a_model_of_its_own(duplicate: Any, options: Any) -> None:
+def test_a_copy_trains_as_a_model_of_its_own(duplicate: Any, options: Any, run_processes) -> None:
     (first, untouched, _), (second, *_) = run_processes(trained_copy, duplicate, *options)
     ((_, _, expected), _) = run_processes(trained_copy, duplicate)
     assert torch.equal(first, second)
@@ -88,7 +86,9 @@ def written_copy(folder: str, compiled: bool) -> tuple[list[str], list[str], boo
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_weights_of_a_copy_have_the_names_of_the_users_model(tmp_path: Path, compiled: bool) -> None:
+def test_weights_of_a_copy_have_the_names_of_the_users_model(
+    tmp_path: Path, compiled: bool, run_processes
+) -> None:
     names = sorted(small().state_dict())
     assert run_processes(written_copy, str(tmp_path), compiled) == [(names, names, True)] * 2
 
@@ -103,7 +103,7 @@ def freed() -> tuple[bool, list[str]]:
     return found
 
 
-def test_a_model_of_before_free_memory_unwraps_and_has_the_names_of_the_users_model() -> None:
+def test_a_model_of_before_free_memory_unwraps_and_has_the_names_of_the_users_model(run_processes) -> None:
     assert run_processes(freed) == [(True, sorted(small().state_dict()))] * 2
 
 
@@ -123,10 +123,10 @@ except AccelError as error:
 """
 
 
-def test_a_script_that_holds_a_copy_exits_with_zero(tmp_path: Path) -> None:
+def test_a_script_that_holds_a_copy_exits_with_zero(tmp_path: Path, run_command) -> None:
     script = tmp_path / "copies.py"
     script.write_text(HOLDS_A_COPY)
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command = [sys.executable, *torchrun, str(script)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    result = run_command(command, capture_output=True, text=True, timeout=90, check=False)
     assert result.returncode == 0, result.stderr[-2000:]

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 from ddp_problem import accelerator, net
-
-from accel_testing.processes import run_processes
 
 HOLDS_ITS_MODEL = """
 import torch
@@ -24,10 +21,10 @@ optimizer.step()
 """
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])  # plain torch: 1 in 4 aborts
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.full)])  # plain torch: 1 in 4 aborts
 @pytest.mark.parametrize("end", ["", "accelerator.end_training()"], ids=["without end_training", "with it"])
 def test_a_script_that_holds_its_model_to_the_end_exits_with_zero(
-    end: str, times: int, tmp_path: Path
+    end: str, times: int, tmp_path: Path, run_command
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text(HOLDS_ITS_MODEL.format(end=end))
@@ -40,7 +37,7 @@ def test_a_script_that_holds_its_model_to_the_end_exits_with_zero(
         str(script),
     ]
     for _ in range(times):
-        result = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+        result = run_command(command, capture_output=True, text=True, timeout=90, check=False)
         assert result.returncode == 0, result.stderr[-2000:]
 
 
@@ -52,7 +49,7 @@ def after_the_end() -> tuple[float, bool]:
     return inner(torch.zeros(4, 6)).sum().item(), model.reducer is None
 
 
-def test_the_users_own_module_works_on_after_the_end() -> None:
+def test_the_users_own_module_works_on_after_the_end(run_processes) -> None:
     values = run_processes(after_the_end)
 
     assert [released for _, released in values] == [True, True]

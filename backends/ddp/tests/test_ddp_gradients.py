@@ -13,7 +13,6 @@ from torch import nn
 
 from accel_core import GradScalerKwargs
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing.processes import run_processes
 from accel_testing.simulated import write_distribution
 
 WATCHER = """
@@ -51,7 +50,9 @@ def watched() -> dict[str, Any]:
     return {"seen": [gradient.item() for gradient in seen], "reduced": reduced}
 
 
-def test_it_sees_and_changes_each_ranks_own_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_sees_and_changes_each_ranks_own_gradient(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
+) -> None:
     (tmp_path / "toy_watcher.py").write_text(WATCHER)
     write_distribution(tmp_path, "accel-watcher", "[accel_core.extension]\nwatcher = toy_watcher:CARD\n")
     monkeypatch.syspath_prepend(tmp_path)
@@ -73,7 +74,7 @@ def groups() -> list[int]:
     return found
 
 
-def test_collectives_have_torchs_process_group() -> None:
+def test_collectives_have_torchs_process_group(run_processes) -> None:
     assert run_processes(groups) == [[2, 2], [2, 2]]
 
 
@@ -107,6 +108,6 @@ def adversarial(views: bool, window: int) -> list[float]:
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_a_gan_trains_in_fp16_where_gradients_are_views_of_buckets(window: int) -> None:
+def test_a_gan_trains_in_fp16_where_gradients_are_views_of_buckets(window: int, run_processes) -> None:
     """The reducer gives a parameter the tensor again that zero_grad has dropped."""
     assert run_processes(adversarial, True, window) == run_processes(adversarial, False, window)

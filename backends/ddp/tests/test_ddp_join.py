@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import AccelError
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError
 
 
 def plain_net(seed: int) -> nn.Module:
@@ -53,7 +53,9 @@ def plainly_joined(counts: list[int], accumulate: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("counts", "accumulate"), [([3, 5], 1), ([5, 3], 1), ([0, 4], 1), ([4, 6], 2)])
-def test_uneven_ranks_train_as_under_torchs_join_and_end_alike(counts: list[int], accumulate: int) -> None:
+def test_uneven_ranks_train_as_under_torchs_join_and_end_alike(
+    counts: list[int], accumulate: int, run_processes
+) -> None:
     ours = run_processes(joined, counts, accumulate)
     plain = run_processes(plainly_joined, counts, accumulate)
 
@@ -94,7 +96,7 @@ def evaluated(counts: list[int], with_buffers: bool, when: str) -> dict[str, tor
 @pytest.mark.parametrize("counts", [[3, 5], [0, 2]])
 @pytest.mark.parametrize("with_buffers", [False, True])
 def test_evaluation_in_the_loop_leaves_training_as_it_was(
-    with_buffers: bool, counts: list[int], when: str
+    with_buffers: bool, counts: list[int], when: str, run_processes
 ) -> None:
     alone = run_processes(evaluated, counts, with_buffers, "never")
     beside = run_processes(evaluated, counts, with_buffers, when)
@@ -116,7 +118,7 @@ def short_windows() -> None:
                 optimizer.step()
 
 
-def test_a_rank_that_ends_in_the_midst_of_a_window_is_told_instead_of_waiting_for_ever() -> None:
+def test_a_rank_that_ends_in_the_midst_of_a_window_is_told_instead_of_waiting_for_ever(run_processes) -> None:
     with pytest.raises(ProcessError) as caught:
         run_processes(short_windows)
 
@@ -143,7 +145,7 @@ def what_join_leaves() -> tuple[bool, bool, list[str]]:
     return warnings.filters == before, hooks == 0, started
 
 
-def test_after_the_context_nothing_of_it_is_left() -> None:
+def test_after_the_context_nothing_of_it_is_left(run_processes) -> None:
     assert run_processes(what_join_leaves) == [(True, True, [])] * 2
 
 
@@ -159,5 +161,5 @@ def an_error_in_the_body() -> str:
     return "lost"
 
 
-def test_an_exception_in_the_body_comes_out_as_it_was() -> None:
+def test_an_exception_in_the_body_comes_out_as_it_was(run_processes) -> None:
     assert run_processes(an_error_in_the_body) == ["'mine'"] * 2

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from accel_core import Accelerator, GradientAccumulationPlugin
-from accel_testing import run_processes
 from accel_testing.random_programs import make_program, require_equal, train
 
 SEEDS = range(12)
@@ -25,7 +24,7 @@ def trained(folder: str, sync_each_batch: bool) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
-def test_programs_train_as_plain_pytorch_does(tmp_path: Path, sync_each_batch: bool) -> None:
+def test_programs_train_as_plain_pytorch_does(tmp_path: Path, sync_each_batch: bool, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), sync_each_batch):
         for seed, weights in zip(SEEDS, found, strict=True):
             require_equal(weights, make_program(seed), 2, atol=1e-12)

@@ -24,22 +24,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from accel_core import AccelError
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing import Traffic, run_processes
+from accel_testing import Traffic
 
 
 def ours(arguments: dict[str, Any], steps: int, accumulate: int) -> dict[str, torch.Tensor]:
     return train_ours(DistributedDataParallelKwargs(**arguments), steps=steps, accumulate=accumulate)
 
 
-def assert_trains_as_plain_ddp(arguments: dict[str, Any], steps: int, accumulate: int) -> None:
+def assert_trains_as_plain_ddp(run_processes, arguments: dict[str, Any], steps: int, accumulate: int) -> None:
     trained = run_processes(ours, arguments, steps, accumulate)
     plain = run_processes(train_plainly, arguments, None, steps, accumulate)
     assert [equal(*pair) for pair in zip(trained, plain, strict=True)] == [True, True]
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_training_equals_plain_ddp_bitwise(accumulate: int) -> None:
-    assert_trains_as_plain_ddp({}, 6, accumulate)
+def test_training_equals_plain_ddp_bitwise(accumulate: int, run_processes) -> None:
+    assert_trains_as_plain_ddp(run_processes, {}, 6, accumulate)
 
 
 @pytest.mark.parametrize(
@@ -53,8 +53,10 @@ def test_training_equals_plain_ddp_bitwise(accumulate: int) -> None:
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
-def test_an_argument_trains_as_in_plain_ddp(arguments: dict[str, Any], accumulate: int) -> None:
-    assert_trains_as_plain_ddp(arguments, 4, accumulate)
+def test_an_argument_trains_as_in_plain_ddp(
+    arguments: dict[str, Any], accumulate: int, run_processes
+) -> None:
+    assert_trains_as_plain_ddp(run_processes, arguments, 4, accumulate)
 
 
 def train_prepared_anew(ends: bool) -> dict[str, torch.Tensor]:
@@ -73,7 +75,7 @@ def train_prepared_anew(ends: bool) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["free_memory", "another run"])
-def test_a_wrapped_model_is_prepared_anew(ends: bool) -> None:
+def test_a_wrapped_model_is_prepared_anew(ends: bool, run_processes) -> None:
     trained = run_processes(train_prepared_anew, ends)
     plain = run_processes(train_plainly, {}, None, 4, 1)
     assert [equal(*pair) for pair in zip(trained, plain, strict=True)] == [True, True]
@@ -91,7 +93,7 @@ def use_a_released_model(ends: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("ends", [False, True], ids=["free_memory", "end_training"])
-def test_a_forward_of_a_released_model_says_what_to_call(ends: bool) -> None:
+def test_a_forward_of_a_released_model_says_what_to_call(ends: bool, run_processes) -> None:
     for message, is_equal in run_processes(use_a_released_model, ends):
         assert "prepare the model again, or use the one inside" in message
         assert is_equal
@@ -113,7 +115,7 @@ def attributes(arguments: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def test_every_argument_reaches_the_wrapper() -> None:
+def test_every_argument_reaches_the_wrapper(run_processes) -> None:
     given = {
         "dim": 1,
         "find_unused_parameters": False,  # torch warns that static_graph finds them anyway
@@ -138,7 +140,7 @@ def buffers_after_a_forward(broadcast: bool) -> torch.Tensor:
     return found
 
 
-def test_buffers_are_rank_0s_unless_that_is_switched_off() -> None:
+def test_buffers_are_rank_0s_unless_that_is_switched_off(run_processes) -> None:
     same = run_processes(buffers_after_a_forward, True)
     own = run_processes(buffers_after_a_forward, False)
 
@@ -154,7 +156,7 @@ def first_weights() -> dict[str, torch.Tensor]:
     return found
 
 
-def test_all_ranks_start_with_the_weights_of_rank_0() -> None:
+def test_all_ranks_start_with_the_weights_of_rank_0(run_processes) -> None:
     found = run_processes(first_weights)
 
     assert equal(found[0], found[1])
@@ -169,11 +171,11 @@ def wrapped_types(world: int) -> list[str]:
     return found
 
 
-def test_a_model_that_trains_nothing_stays_unwrapped() -> None:
+def test_a_model_that_trains_nothing_stays_unwrapped(run_processes) -> None:
     assert run_processes(wrapped_types, 2) == [["DistributedDataParallel", "Sequential"]] * 2
 
 
-def test_in_a_world_of_one_nothing_is_wrapped() -> None:
+def test_in_a_world_of_one_nothing_is_wrapped(run_processes) -> None:
     assert run_processes(wrapped_types, 1, world=1) == [["Sequential", "Sequential"]]
 
 
@@ -186,7 +188,7 @@ def unwrapped() -> tuple[bool, bool]:
     return found
 
 
-def test_unwrapping_gives_the_users_own_module() -> None:
+def test_unwrapping_gives_the_users_own_module(run_processes) -> None:
     assert run_processes(unwrapped) == [(True, True)] * 2
 
 
@@ -209,7 +211,7 @@ def counted() -> tuple[list[str], list[str], list[str]]:
     return first, second, alone
 
 
-def test_no_gradient_travels_inside_a_window() -> None:
+def test_no_gradient_travels_inside_a_window(run_processes) -> None:
     for first, second, alone in run_processes(counted):
         # A window's first forward still copies batch norm's buffers, as in plain torch.
         assert set(first) <= {"c10d::broadcast_"}
@@ -247,7 +249,7 @@ def sent_by_a_window(by_hand: bool) -> dict[str, tuple[int, int]]:
     return seen.kinds()
 
 
-def test_a_window_sends_what_a_loop_by_hand_sends() -> None:
+def test_a_window_sends_what_a_loop_by_hand_sends(run_processes) -> None:
     by_hand = run_processes(sent_by_a_window, True)
     assert by_hand[0]["all_reduce"][0] == 1
     assert run_processes(sent_by_a_window, False) == by_hand
@@ -267,7 +269,7 @@ def two_models_of_one_unit() -> tuple[list[str], bool]:
     return first, torch.equal(everyones[0], everyones[1])
 
 
-def test_a_window_silences_every_model_of_its_unit() -> None:
+def test_a_window_silences_every_model_of_its_unit(run_processes) -> None:
     assert run_processes(two_models_of_one_unit) == [([], True)] * 2
 
 
@@ -287,7 +289,7 @@ def teacher_and_student() -> list[float]:
     return losses
 
 
-def test_a_teacher_of_another_strategy_trains_the_student() -> None:
+def test_a_teacher_of_another_strategy_trains_the_student(run_processes) -> None:
     first, second = run_processes(teacher_and_student)
 
     assert first == second
@@ -337,7 +339,7 @@ def train_after_a_failure(world: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("train", [train_sharing, train_after_a_failure])
-def test_two_models_with_one_weight_train_as_one_process_does(train: Any) -> None:
+def test_two_models_with_one_weight_train_as_one_process_does(train: Any, run_processes) -> None:
     (expected,) = run_processes(train_sharing, 1, world=1)
     for found in run_processes(train, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -361,7 +363,7 @@ def train_in_turns(world: int) -> list[torch.Tensor]:
     return [p.detach().clone() for model in models for p in model.parameters()]
 
 
-def test_two_models_with_one_weight_train_in_turns() -> None:
+def test_two_models_with_one_weight_train_in_turns(run_processes) -> None:
     (expected,) = run_processes(train_in_turns, 1, world=1)
     for found in run_processes(train_in_turns, 2):
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)

@@ -17,7 +17,6 @@ from accel_core import (
     GradientAccumulationPlugin,
     LocalSGD,
 )
-from accel_testing.processes import run_processes
 
 BATCHES = 5
 
@@ -72,7 +71,9 @@ def training(options: dict[str, Any], normalized: bool) -> tuple[int, str]:
     [{}, {"stream": True}, {"stream": True, "dispatch_batches": False}, {"dispatch_batches": True}],
     ids=["map-style", "dispatched stream", "stream", "dispatched"],
 )
-def test_training_on_a_batch_that_others_lack_is_refused(options: dict[str, Any], normalized: bool) -> None:
+def test_training_on_a_batch_that_others_lack_is_refused(
+    options: dict[str, Any], normalized: bool, run_processes
+) -> None:
     (trained, told), other = run_processes(training, options, normalized)
 
     assert trained == 2
@@ -90,7 +91,7 @@ def loss_of_an_eval_model() -> tuple[int, str]:
     return found
 
 
-def test_a_model_in_evaluation_mode_is_refused_in_backward() -> None:
+def test_a_model_in_evaluation_mode_is_refused_in_backward(run_processes) -> None:
     (trained, told), other = run_processes(loss_of_an_eval_model)
 
     assert (trained, told.partition(" of ")[0]) == (2, "backward in batch 3")
@@ -125,7 +126,7 @@ def legal(how: str) -> int:
 
 
 @pytest.mark.parametrize("how", ["joined", "no_grad", "eval", "no_sync", "local sgd", "break"])
-def test_what_waits_for_nobody_is_left_alone(how: str) -> None:
+def test_what_waits_for_nobody_is_left_alone(how: str, run_processes) -> None:
     assert run_processes(legal, how) == [3, 2]
 
 
@@ -147,7 +148,7 @@ def averaged(every: int) -> tuple[int, list[float], list[Any]]:
 
 
 @pytest.mark.parametrize("every", [1, 2, 3, 9])
-def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: int) -> None:
+def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: int, run_processes) -> None:
     (steps, weights, state), other = run_processes(averaged, every, timeout=60)
 
     assert steps == 3
@@ -175,7 +176,7 @@ def scheduled() -> list[Any]:
     return rates
 
 
-def test_ranks_go_on_with_the_schedule_of_a_rank_with_the_most_steps() -> None:
+def test_ranks_go_on_with_the_schedule_of_a_rank_with_the_most_steps(run_processes) -> None:
     assert run_processes(scheduled) == [[0.01 / 8, 3, 0.01 / 16, 4]] * 2
 
 
@@ -195,7 +196,7 @@ def scheduled_twice() -> int:
     return found
 
 
-def test_steps_of_a_block_before_do_not_choose_the_schedule() -> None:
+def test_steps_of_a_block_before_do_not_choose_the_schedule(run_processes) -> None:
     assert run_processes(scheduled_twice) == [3 + 3] * 2
 
 
@@ -209,7 +210,7 @@ def told_of_items() -> str:
     return str(told.value)
 
 
-def test_items_of_local_sgd_are_refused() -> None:
+def test_items_of_local_sgd_are_refused(run_processes) -> None:
     for told in run_processes(told_of_items):
         assert told.startswith("items inside LocalSGD: a rank that has run out of batches")
 
@@ -227,7 +228,7 @@ def told_of_two(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["local sgd", "joined"])
-def test_local_sgd_of_a_second_model_is_refused(how: str) -> None:
+def test_local_sgd_of_a_second_model_is_refused(how: str, run_processes) -> None:
     for told in run_processes(told_of_two, how):
         assert told.startswith("LocalSGD of 'unit1' inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
 
@@ -245,7 +246,7 @@ def told_of_a_join(how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["local sgd", "joined"])
-def test_a_join_of_a_second_model_is_refused(how: str) -> None:
+def test_a_join_of_a_second_model_is_refused(how: str, run_processes) -> None:
     for told in run_processes(told_of_a_join, how):
         assert told.startswith("join_uneven_inputs inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
 
@@ -259,7 +260,7 @@ def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
     return *found, weights
 
 
-def test_a_window_that_all_have_begun_is_ended_by_each_with_its_last_batch() -> None:
+def test_a_window_that_all_have_begun_is_ended_by_each_with_its_last_batch(run_processes) -> None:
     (_, told, weights), other = run_processes(in_a_window, 3)
 
     assert told == ""
@@ -267,7 +268,7 @@ def test_a_window_that_all_have_begun_is_ended_by_each_with_its_last_batch() -> 
 
 
 @pytest.mark.parametrize(("size", "each"), [(2, False), (3, True)], ids=["a window more", "a reduction more"])
-def test_what_others_do_not_reduce_is_refused(size: int, each: bool) -> None:
+def test_what_others_do_not_reduce_is_refused(size: int, each: bool, run_processes) -> None:
     (trained, told, _), _ = run_processes(in_a_window, size, each)
 
     assert (trained, told.partition(" of ")[0]) == (2, "forward in batch 3")
@@ -290,5 +291,5 @@ def evaluating_in_between() -> tuple[int, str, int]:
     return done, told.partition(" of ")[0], hooks
 
 
-def test_a_loop_inside_has_batches_of_its_own() -> None:
+def test_a_loop_inside_has_batches_of_its_own(run_processes) -> None:
     assert run_processes(evaluating_in_between) == [(3, "forward in batch 3", 0), (2, "", 0)]

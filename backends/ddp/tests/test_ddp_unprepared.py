@@ -8,7 +8,6 @@ from ddp_problem import accelerator, rank
 from torch import nn
 
 from accel_core import AccelError, GradientAccumulationPlugin
-from accel_testing import run_processes
 
 
 def stepped(guarded: bool, each_batch: bool) -> tuple[str, float]:
@@ -33,14 +32,14 @@ def stepped(guarded: bool, each_batch: bool) -> tuple[str, float]:
     return said, ours.unwrap_model(model).weight.item()
 
 
-def test_in_the_middle_of_a_window_its_step_is_an_error() -> None:
+def test_in_the_middle_of_a_window_its_step_is_an_error(run_processes) -> None:
     for said, _ in run_processes(stepped, False, False):
         assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer")
         assert "in a window of 2, whose gradients are reduced in the last micro-batch" in said
 
 
 @pytest.mark.parametrize(("guarded", "each_batch"), [(True, False), (False, True)])
-def test_it_steps_where_gradients_are_reduced(guarded: bool, each_batch: bool) -> None:
+def test_it_steps_where_gradients_are_reduced(guarded: bool, each_batch: bool, run_processes) -> None:
     assert run_processes(stepped, guarded, each_batch) == [("", -3.0)] * 2
 
 
@@ -66,7 +65,7 @@ def stepped_beside_a_prepared_one(guarded: bool) -> tuple[str, list[float]]:
     return said, [layer.weight.item() for layer in model.children()]  # type: ignore[operator, union-attr]
 
 
-def test_one_of_two_optimizers_that_was_not_prepared_steps_at_the_end_of_a_window_only() -> None:
+def test_one_of_two_optimizers_that_was_not_prepared_steps_at_the_end_of_a_window_only(run_processes) -> None:
     for said, weights in run_processes(stepped_beside_a_prepared_one, False):
         assert "that no prepared optimizer holds, in a window of 2" in said
         assert weights == [1.0, 1.0]

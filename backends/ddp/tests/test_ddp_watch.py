@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from accel_core import AccelError, LocalSGD
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing.processes import run_processes
 
 
 def told(train: Callable[..., Any], accumulation: int = 1, static: bool = False) -> str:
@@ -115,11 +114,11 @@ def averaged_by_hand(run, model, optimizer, number, loss, x):
         averaged_by_hand,
     ],
 )
-def test_what_reduces_trains_alike(train: Callable[..., Any]) -> None:
+def test_what_reduces_trains_alike(train: Callable[..., Any], run_processes) -> None:
     assert run_processes(told, train) == ["equal", "equal"]
 
 
-def test_a_window_trains_alike() -> None:
+def test_a_window_trains_alike(run_processes) -> None:
     assert run_processes(told, accumulating, 3) == ["equal", "equal"]
 
 
@@ -131,7 +130,7 @@ def ending_the_window_by_hand(run, model, optimizer, number, loss, x):
         optimizer.step()
 
 
-def test_a_window_that_is_ended_before_its_size_trains_alike() -> None:
+def test_a_window_that_is_ended_before_its_size_trains_alike(run_processes) -> None:
     assert run_processes(told, ending_the_window_by_hand, 3) == ["equal", "equal"]
 
 
@@ -146,7 +145,7 @@ def by_a_closure(run, model, optimizer, number, loss, x):
 
 
 @pytest.mark.parametrize("train", [ordinary, in_two_no_syncs, by_a_closure])
-def test_a_static_graph_trains_alike(train: Callable[..., Any]) -> None:
+def test_a_static_graph_trains_alike(train: Callable[..., Any], run_processes) -> None:
     assert run_processes(told, train, 1, True) == ["equal", "equal"]
 
 
@@ -250,7 +249,9 @@ def converted_and_back(run, model, optimizer, number, loss, x):
         (converted, "converted to another dtype or device"),
     ],
 )
-def test_what_would_train_ranks_apart_is_an_error(train: Callable[..., Any], said: str) -> None:
+def test_what_would_train_ranks_apart_is_an_error(
+    train: Callable[..., Any], said: str, run_processes
+) -> None:
     for found in run_processes(told, train):
         assert re.search(said, found), found
 
@@ -259,7 +260,7 @@ def test_what_would_train_ranks_apart_is_an_error(train: Callable[..., Any], sai
     ("train", "said"),
     [(unwrapped, "was called on the model inside"), (forward_in_no_sync, "its forward ran inside")],
 )
-def test_a_static_graph_is_watched_too(train: Callable[..., Any], said: str) -> None:
+def test_a_static_graph_is_watched_too(train: Callable[..., Any], said: str, run_processes) -> None:
     for found in run_processes(told, train, 1, True):
         assert re.search(said, found), found
 
@@ -268,7 +269,7 @@ def growing(run, model, optimizer, number, loss, x):
     optimizer.add_param_group({"params": nn.Linear(1, 1).parameters()})
 
 
-def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer() -> None:
+def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer(run_processes) -> None:
     for found in run_processes(told, growing):
         assert "add_param_group: a parameter for the SGD was not in its models when" in found
 
@@ -293,7 +294,7 @@ def replaced_in_place(run, model, optimizer, number, loss, x):
 
 
 @pytest.mark.parametrize("change", [growing_in_place, replaced_in_place])
-def test_parameters_that_were_put_into_a_group_are_refused_by_the_step(change) -> None:
+def test_parameters_that_were_put_into_a_group_are_refused_by_the_step(change, run_processes) -> None:
     """Each rank would train its own, silently."""
     for found in run_processes(told, change):
         assert "a parameter was put into the groups of the SGD that was not in its models when" in found
@@ -330,7 +331,7 @@ def headed(used: list[list[int]], find: bool) -> str:
     return "equal" if torch.equal(everyone[0], everyone[1]) else "apart"
 
 
-def test_ranks_that_use_different_parameters_are_refused_in_that_step() -> None:
+def test_ranks_that_use_different_parameters_are_refused_in_that_step(run_processes) -> None:
     for found, head in zip(
         run_processes(headed, [[0, 2], [1, 2]], False), ("heads.1", "heads.0"), strict=True
     ):
@@ -338,12 +339,12 @@ def test_ranks_that_use_different_parameters_are_refused_in_that_step() -> None:
         assert re.match(said, found), found
 
 
-def test_a_rank_that_leaves_out_parameters_is_refused_while_others_wait() -> None:
+def test_a_rank_that_leaves_out_parameters_is_refused_while_others_wait(run_processes) -> None:
     _, found = run_processes(headed, [[0, 1, 2], [0]], False)
     assert re.match(r"step 0: ddp: .* no gradient to heads.1.weight, .* and 1 more, so", found), found
 
 
-def test_with_unused_parameters_found_they_train_alike() -> None:
+def test_with_unused_parameters_found_they_train_alike(run_processes) -> None:
     assert run_processes(headed, [[0, 2], [1, 2]], True) == ["equal", "equal"]
 
 
@@ -357,7 +358,7 @@ def hooked_before() -> str:
     return ""
 
 
-def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare() -> None:
+def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare(run_processes) -> None:
     assert all(
         "ddp: 0.weight of the Sequential has a hook" in found for found in run_processes(hooked_before)
     )
@@ -391,7 +392,9 @@ def unseen(kind: str, folder: str) -> str:
 
 
 @pytest.mark.parametrize("kind", ["unprepared", "two backwards"])
-def test_ranks_that_no_step_sees_drift_are_refused_by_the_next_save(tmp_path: Path, kind: str) -> None:
+def test_ranks_that_no_step_sees_drift_are_refused_by_the_next_save(
+    tmp_path: Path, kind: str, run_processes
+) -> None:
     for told in run_processes(unseen, kind, str(tmp_path / "ck")):
         assert "ranks hold different contents of what should be the same on all" in told
 
@@ -407,7 +410,7 @@ def odd_parameter() -> str:
     return ""
 
 
-def test_a_parameter_that_no_group_carries_is_named() -> None:
+def test_a_parameter_that_no_group_carries_is_named(run_processes) -> None:
     assert all("codes (torch.int16)" in found for found in run_processes(odd_parameter))
 
 
@@ -446,7 +449,7 @@ def odd_buffers() -> list[list[float]]:
     return found
 
 
-def test_buffers_that_no_group_carries_travel_as_bytes() -> None:
+def test_buffers_that_no_group_carries_travel_as_bytes(run_processes) -> None:
     assert run_processes(odd_buffers) == [[[1.0] * 3, [4.0] * 3, [8.0] * 3]] * 2
 
 
@@ -459,7 +462,7 @@ def released() -> tuple[int, int]:
     return sum(hooks), len(optimizer._optimizer_step_pre_hooks)
 
 
-def test_nothing_is_watched_after_the_run() -> None:
+def test_nothing_is_watched_after_the_run(run_processes) -> None:
     assert run_processes(released) == [(0, 0), (0, 0)]
 
 
@@ -501,7 +504,7 @@ def _loss(run: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def test_an_optimizer_without_torchs_hooks_is_watched_too() -> None:
+def test_an_optimizer_without_torchs_hooks_is_watched_too(run_processes) -> None:
     for right, apart, *closures in run_processes(steps_of_a_wrapper):
         assert (right, closures[0]) == ("", "")
         assert all("would train a model of its own" in each for each in (apart, closures[1]))
@@ -536,7 +539,9 @@ def in_parts_of_its_own(optimizers: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("optimizers", [1, 2])
-def test_a_rank_steps_with_averages_of_parts_that_only_other_ranks_used(optimizers: int) -> None:
+def test_a_rank_steps_with_averages_of_parts_that_only_other_ranks_used(
+    optimizers: int, run_processes
+) -> None:
     (gradients, moved), other = run_processes(in_parts_of_its_own, optimizers)
     assert (gradients, moved) == other
     assert moved == pytest.approx(gradients, abs=1e-5)
@@ -555,6 +560,6 @@ def converted_in_part() -> str:
     return str(caught.value)
 
 
-def test_a_part_that_was_converted_is_an_error_where_torch_takes_it_for_unused() -> None:
+def test_a_part_that_was_converted_is_an_error_where_torch_takes_it_for_unused(run_processes) -> None:
     for said in run_processes(converted_in_part):
         assert "came after its weights were converted" in said

@@ -15,7 +15,6 @@ from accel_core import Accelerator, AccelError, ConfigError
 from accel_deepspeed import DeepSpeedPlugin
 from accel_deepspeed.gradients import Gradients
 from accel_deepspeed.strategy import DeepSpeed
-from accel_testing import run_processes
 
 
 class ByNorm(torch.optim.SGD):
@@ -40,7 +39,7 @@ def refused(stage: int, kind: str) -> str:
 @pytest.mark.parametrize(
     ("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon"), (2, "ByNorm")]
 )
-def test_an_optimizer_that_needs_whole_parameters_is_refused(stage: int, kind: str) -> None:
+def test_an_optimizer_that_needs_whole_parameters_is_refused(stage: int, kind: str, run_processes) -> None:
     (found,) = run_processes(refused, stage, kind, world=1)
     assert found.startswith(f"{kind} ")
     assert "such as AdamW, or strategy ddp" in found.splitlines()[-1]
@@ -65,7 +64,7 @@ def stepped(stage: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_weights_in_another_order_of_memory_step_as_in_torch(stage: int) -> None:
+def test_weights_in_another_order_of_memory_step_as_in_torch(stage: int, run_processes) -> None:
     model, images = convolution(), torch.linspace(-1, 1, 96).reshape(2, 3, 4, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(2):
@@ -104,7 +103,9 @@ def in_turns(stage: int, offload: str) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 )
-def test_what_a_step_does_not_use_is_not_stepped_by_an_older_gradient(stage: int, offload: str) -> None:
+def test_what_a_step_does_not_use_is_not_stepped_by_an_older_gradient(
+    stage: int, offload: str, run_processes
+) -> None:
     model = Turns()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -145,7 +146,9 @@ def clipped_each_time(stage: int, offload: str) -> dict[str, torch.Tensor] | str
 @pytest.mark.parametrize(
     ("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu"), (3, "none"), (3, "cpu")]
 )
-def test_a_backward_adds_to_gradients_that_were_clipped_or_that_is_refused(stage: int, offload: str) -> None:
+def test_a_backward_adds_to_gradients_that_were_clipped_or_that_is_refused(
+    stage: int, offload: str, run_processes
+) -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -168,7 +171,7 @@ def apart(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_ranks_that_use_different_parameters_of_equal_sizes_are_refused(stage: int) -> None:
+def test_ranks_that_use_different_parameters_of_equal_sizes_are_refused(stage: int, run_processes) -> None:
     for said in run_processes(apart, stage):
         assert (
             "backward used heads.0.weight, heads.0.bias, heads.1.weight, heads.1.bias on some ranks" in said
@@ -203,7 +206,7 @@ def without_dimension() -> None:
         accelerator().prepare(nn.Linear(2, 2, device="meta"))
 
 
-def test_a_parameter_without_dimensions_elements_or_values_or_of_float64_is_refused() -> None:
+def test_a_parameter_without_dimensions_elements_or_values_or_of_float64_is_refused(run_processes) -> None:
     run_processes(without_dimension, world=1)
 
 
@@ -222,7 +225,7 @@ def of_odd_numbers(stage: int, precision: str) -> None:
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_complex_weights_and_sparse_gradients_are_refused(stage: int, precision: str) -> None:
+def test_complex_weights_and_sparse_gradients_are_refused(stage: int, precision: str, run_processes) -> None:
     run_processes(of_odd_numbers, stage, precision, world=1)
 
 
@@ -253,7 +256,9 @@ def beside_a_frozen_base(stage: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_gradients_are_not_of_the_dtype_of_a_frozen_base(stage: int, dtype: torch.dtype) -> None:
+def test_gradients_are_not_of_the_dtype_of_a_frozen_base(
+    stage: int, dtype: torch.dtype, run_processes
+) -> None:
     for ours, plain in run_processes(beside_a_frozen_base, stage, dtype, world=1):
         torch.testing.assert_close(ours, plain)
 
@@ -274,7 +279,7 @@ def of_looked_up_rows() -> tuple[torch.Tensor, torch.Tensor]:
     return ours.get_state_dict(model)["weight"].detach().clone(), plain.weight.detach()
 
 
-def test_stage_0_trains_sparse_gradients() -> None:
+def test_stage_0_trains_sparse_gradients(run_processes) -> None:
     for trained, plain in run_processes(of_looked_up_rows):
         torch.testing.assert_close(trained, plain)
 
@@ -288,7 +293,7 @@ def by_json() -> tuple[str, str]:
     return ours.mixed_precision, str(ours.run.stack)
 
 
-def test_a_json_may_say_the_precision_alone() -> None:
+def test_a_json_may_say_the_precision_alone(run_processes) -> None:
     assert run_processes(by_json, world=1) == [("bf16", "native + deepspeed + bf16")]
 
 
@@ -304,7 +309,7 @@ def left(before: str | None) -> tuple[str | None, str | None]:
     return during, os.environ.get("LOCAL_RANK")
 
 
-def test_what_the_environment_says_to_deepspeed_ends_with_the_run() -> None:
+def test_what_the_environment_says_to_deepspeed_ends_with_the_run(run_processes) -> None:
     assert run_processes(left, None, world=1) == [("0", None)]
     assert run_processes(left, "0", world=1) == [("0", "0")]
 
@@ -374,11 +379,11 @@ def with_an_empty_group() -> None:
     optimizer.step()
 
 
-def test_an_empty_group_is_refused_where_a_scheduler_sets_its_rate() -> None:
+def test_an_empty_group_is_refused_where_a_scheduler_sets_its_rate(run_processes) -> None:
     run_processes(with_an_empty_group, world=1)
 
 
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
+def test_an_optimizer_that_has_stepped_is_refused(run_processes) -> None:
     run_processes(stepped_before, world=1)
 
 
@@ -390,7 +395,7 @@ def answered(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_model_in_16_bits_answers_in_float32(stage: int) -> None:
+def test_a_model_in_16_bits_answers_in_float32(stage: int, run_processes) -> None:
     assert run_processes(answered, stage, world=1) == ["torch.float32"]
 
 
@@ -414,7 +419,7 @@ def unfrozen() -> list[str]:
 
 
 @pytest.mark.timeout(300)
-def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
+def test_a_parameter_that_is_unfrozen_after_prepare_is_refused(run_processes) -> None:
     """DeepSpeed's engine would leave it as it is, without a word."""
     (found,) = run_processes(unfrozen, world=1)
     assert len(found) == 4
@@ -441,7 +446,7 @@ def frozen_later(stage: int) -> str | bool:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_a_parameter_that_is_frozen_after_prepare_does_not_move(stage: int) -> None:
+def test_a_parameter_that_is_frozen_after_prepare_does_not_move(stage: int, run_processes) -> None:
     """DeepSpeed's engine would go on by its moments and decay, but in stage 0; in stage 3 backward fails."""
     (found,) = run_processes(frozen_later, stage, world=1)
     if stage == 0:
@@ -470,8 +475,8 @@ def lowered(kind: str) -> tuple[list[float], torch.Tensor]:
     return norms, ours.get_state_dict(model)["weight"].float()
 
 
-@pytest.mark.slow  # DeepSpeed compiles its optimizer
-def test_deepspeeds_own_adam_trains_in_bf16_in_stage_0_as_torchs_does() -> None:
+@pytest.mark.full  # DeepSpeed compiles its optimizer
+def test_deepspeeds_own_adam_trains_in_bf16_in_stage_0_as_torchs_does(run_processes) -> None:
     ((norms, weight),) = run_processes(lowered, "its own", world=1, timeout=300)
     ((of_torch, expected),) = run_processes(lowered, "torch's", world=1, timeout=300)
     assert norms == pytest.approx(of_torch, rel=1e-2)

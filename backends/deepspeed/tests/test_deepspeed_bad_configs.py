@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, ConfigError
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -180,7 +179,9 @@ def refused(cases: dict[str, tuple[dict[str, Any], list[str]]], dummies: bool) -
 
 
 @pytest.mark.parametrize(("cases", "dummies"), [(UNFIT, False), (DUMMIES, True)], ids=["real", "dummies"])
-def test_what_does_not_fit_the_run_is_refused_by_key_values_and_origins(cases: Any, dummies: bool) -> None:
+def test_what_does_not_fit_the_run_is_refused_by_key_values_and_origins(
+    cases: Any, dummies: bool, run_processes
+) -> None:
     (said,) = run_processes(refused, cases, dummies, world=1, timeout=120)
 
     missing = {

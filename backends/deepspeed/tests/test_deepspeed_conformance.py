@@ -7,8 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from accel_testing import conform
-
 HALVES = ("mixed_precision[fp16]", "forward_runs_in_the_precision[fp16]", "overflowing_steps_are_skipped[1]")
 
 BY_RANK = "test_ranks_that_use_different_parameters_are_right_or_refused"
@@ -29,7 +27,7 @@ def known(stage: int) -> str:
     return "\n".join(lines)
 
 
-def outcome(folder: Path, stage: int, *options: str) -> tuple[str, int]:
+def outcome(conform, folder: Path, stage: int, *options: str) -> tuple[str, int]:
     """What the kit prints, and how many checks are known to fail."""
     xfails = folder / "xfails"
     xfails.write_text(known(stage))
@@ -38,19 +36,19 @@ def outcome(folder: Path, stage: int, *options: str) -> tuple[str, int]:
 
 
 @pytest.mark.timeout(600)
-def test_a_stage_trains_as_the_kit_wants(tmp_path: Path) -> None:
-    printed, _ = outcome(tmp_path, 2, "--accel-level", "2")
+def test_a_stage_trains_as_the_kit_wants(tmp_path: Path, conform) -> None:
+    printed, _ = outcome(conform, tmp_path, 2, "--accel-level", "2")
 
     # What several optimizers of one model would show.
     assert " 0 failed" in printed
     assert "2 skipped" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_conforms(tmp_path: Path, stage: int) -> None:
-    printed, xfailed = outcome(tmp_path, stage)
+def test_it_conforms(tmp_path: Path, stage: int, conform) -> None:
+    printed, xfailed = outcome(conform, tmp_path, stage)
 
     # And what whole weights on each rank would, in worlds of one and two.
     assert f"0 failed, {xfailed} xfailed, 12 skipped" in printed

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 BOUND = 0.15
 
@@ -102,7 +101,9 @@ def edited(stage: int, offload: str) -> dict[str, list[Tensor]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("stage", "offload"), [(0, "none"), (1, "none"), (2, "none"), (2, "cpu")])
-def test_the_next_step_and_the_next_save_start_from_edited_weights(stage: int, offload: str) -> None:
+def test_the_next_step_and_the_next_save_start_from_edited_weights(
+    stage: int, offload: str, run_processes
+) -> None:
     for found in run_processes(edited, stage, offload, timeout=250):
         for edit, weights in found.items():
             torch.testing.assert_close(weights, plain(edit), msg=lambda text, edit=edit: f"{edit}: {text}")
@@ -140,7 +141,9 @@ def weights_in_float32(ours: Any, model: Any) -> Tensor:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_weights_in_16_bits_that_were_not_edited_keep_the_digits_of_their_masters(stage: int) -> None:
+def test_weights_in_16_bits_that_were_not_edited_keep_the_digits_of_their_masters(
+    stage: int, run_processes
+) -> None:
     for found in run_processes(halved, stage, timeout=250):
         for after, before in found:
             assert torch.equal(after[:20], torch.full((20,), 0.5))
@@ -169,7 +172,7 @@ def refused(threshold: int) -> dict[str, str]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("threshold", [0, 100_000])
-def test_stage_3_refuses_edits_of_partitioned_weights(threshold: int) -> None:
+def test_stage_3_refuses_edits_of_partitioned_weights(threshold: int, run_processes) -> None:
     for said in run_processes(refused, threshold, timeout=250):
         assert "0.weight" in said["clamp"]
         assert "full_parameters(model, writeback=True)" in said["clamp"].splitlines()[-1]
@@ -209,7 +212,7 @@ def served(threshold: int, folder: str) -> list[Tensor]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("threshold", [0, 100_000])
-def test_stage_3_takes_no_work_of_its_own_for_an_edit(threshold: int, tmp_path: Path) -> None:
+def test_stage_3_takes_no_work_of_its_own_for_an_edit(threshold: int, tmp_path: Path, run_processes) -> None:
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(4):
@@ -272,7 +275,9 @@ def changed(stage: int, change: str) -> str | None:
         (3, "converted", "DeepSpeed: a weight of shape [5, 3] was converted from torch.float32"),
     ],
 )
-def test_what_the_engine_would_not_follow_is_refused(stage: int, change: str, said: str) -> None:
+def test_what_the_engine_would_not_follow_is_refused(
+    stage: int, change: str, said: str, run_processes
+) -> None:
     """It went on with what it had copied, or failed by an error of its own."""
     for found in run_processes(changed, stage, change):
         assert str(found).startswith(said)

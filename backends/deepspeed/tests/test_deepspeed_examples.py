@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, DummyScheduler
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -150,12 +149,12 @@ def trains(given: Any) -> list[float]:
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
-def test_documented_settings_train(name: str) -> None:
+def test_documented_settings_train(name: str, run_processes) -> None:
     for losses in run_processes(trains, DOCUMENTED[name], world=1, timeout=400):
         assert sum(losses[-6:]) < sum(losses[:6]) or "optimizer" in DOCUMENTED[name]
 
 
-def test_a_second_share_within_a_node_changes_no_number() -> None:
+def test_a_second_share_within_a_node_changes_no_number(run_processes) -> None:
     """ZeRO++'s hpZ: backward gathers from the node's own ranks, here from both."""
     plain = {"stage": 3, "stage3_param_persistence_threshold": 0}
 

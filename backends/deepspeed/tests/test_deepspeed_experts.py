@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 EXPERTS, STEPS = 4, 3
@@ -86,7 +85,7 @@ def resumes(stage: int, ep_size: int, folder: str) -> list[float]:
     return found
 
 
-def test_experts_over_ranks_train_and_go_on_as_in_one_process(tmp_path: Path) -> None:
+def test_experts_over_ranks_train_and_go_on_as_in_one_process(tmp_path: Path, run_processes) -> None:
     one, two = str(tmp_path / "one"), str(tmp_path / "two")
     (expected,) = run_processes(saves, 2, 1, one, world=1, timeout=120)
 
@@ -137,7 +136,7 @@ def refusals() -> dict[str, str]:
     return said
 
 
-def test_what_experts_cannot_be_trained_by_is_said_by_prepare() -> None:
+def test_what_experts_cannot_be_trained_by_is_said_by_prepare(run_processes) -> None:
     for said in run_processes(refusals, world=2, timeout=120):
         for case, message in REFUSED.items():
             assert message in said.get(case.__name__, "nothing"), case.__name__

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from accel_core import Accelerator
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 FORWARDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "with a graph": torch.enable_grad,
@@ -91,7 +90,7 @@ def all_of(threshold: int) -> list[tuple[Tensor, list[Tensor]]]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("threshold", THRESHOLDS)
-def test_a_forward_between_backward_and_step_changes_nothing(threshold: int) -> None:
+def test_a_forward_between_backward_and_step_changes_nothing(threshold: int, run_processes) -> None:
     cases = [(forward, *window) for forward in FORWARDS for window in WINDOWS]
     wanted = [trained(None, *case) for case in cases]
     for found in run_processes(all_of, threshold):

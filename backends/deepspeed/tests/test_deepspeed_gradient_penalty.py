@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -67,7 +66,7 @@ def with_all(stage: int) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_loss_of_gradients_moves_weights_as_in_plain_pytorch(stage: int) -> None:
+def test_a_loss_of_gradients_moves_weights_as_in_plain_pytorch(stage: int, run_processes) -> None:
     """In stage 3 inside `full_parameters`."""
     expected = [by_hand(name, 2) for name in LOSSES]
     for found in run_processes(with_all, stage, world=2, timeout=200):
@@ -94,13 +93,13 @@ def said_in_stage_3(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["penalty", "of weights"])
-def test_stage_3_refuses_a_graph_of_gradients_whose_weights_are_not_kept(name: str) -> None:
+def test_stage_3_refuses_a_graph_of_gradients_whose_weights_are_not_kept(name: str, run_processes) -> None:
     (said,) = run_processes(said_in_stage_3, name, world=1, timeout=200)
     assert "torch.autograd.grad(create_graph=True) in ZeRO's stage 3" in said
     assert said.endswith("or set zero_stage to 0, 1 or 2")
 
 
-def test_it_does_so_for_a_model_without_optimizer() -> None:
+def test_it_does_so_for_a_model_without_optimizer(run_processes) -> None:
     (said,) = run_processes(said_of_a_model_without_optimizer, world=1, timeout=200)
     assert "torch.autograd.grad(create_graph=True) in ZeRO's stage 3" in said
 
@@ -118,7 +117,7 @@ def by_torch_func(stage: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_torch_func_differentiates_through_an_engine(stage: int) -> None:
+def test_torch_func_differentiates_through_an_engine(stage: int, run_processes) -> None:
     ((found, expected),) = run_processes(by_torch_func, stage, world=1, timeout=200)
     assert torch.equal(found, expected)
 
@@ -148,7 +147,7 @@ def looks_at_gradients(stage: int, device: str) -> tuple[list[float], list[float
 @pytest.mark.parametrize("device", ["none", "cpu"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_step_is_the_same_if_gradients_of_something_else_are_asked_for_before_it(
-    stage: int, device: str
+    stage: int, device: str, run_processes
 ) -> None:
     ((expected, found),) = run_processes(looks_at_gradients, stage, device, world=1, timeout=200)
     assert found == expected
@@ -184,7 +183,7 @@ def checkpointed(stage: int | None) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_backward_whose_weights_are_all_in_reentrant_checkpoints_is_one(stage: int) -> None:
+def test_a_backward_whose_weights_are_all_in_reentrant_checkpoints_is_one(stage: int, run_processes) -> None:
     for found in run_processes(checkpointed, stage, world=2, timeout=200):
         assert found == pytest.approx(checkpointed(None), abs=1e-6)
 
@@ -211,6 +210,6 @@ def scaled(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_a_penalty_is_trained_by_a_scaled_loss_in_float16(stage: int) -> None:
+def test_a_penalty_is_trained_by_a_scaled_loss_in_float16(stage: int, run_processes) -> None:
     (losses,) = run_processes(scaled, stage, world=1, timeout=200)
     assert losses[-1] < 0.01 < losses[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -17,7 +16,6 @@ from torch.utils._pytree import tree_leaves
 
 from accel_core import ConfigError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 WIDTH, LAYERS = 128, 12
@@ -70,7 +68,7 @@ def built() -> dict[str, float]:
     return found
 
 
-def test_no_rank_ever_holds_the_model_that_it_builds() -> None:
+def test_no_rank_ever_holds_the_model_that_it_builds(run_processes) -> None:
     share = LAYERS / 2
     late = 2  # layers that a thread of the process group has sent, and lets go of when it has the time
     for found in run_processes(built, timeout=120):
@@ -97,12 +95,12 @@ for _ in range(2):
 """
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.slow)])  # raw: 1 in 2 aborts
+@pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.full)])  # raw: 1 in 2 aborts
 @pytest.mark.parametrize(
     ("stage", "end"), [(2, ""), (3, "accelerator.end_training()")], ids=["without end_training", "with it"]
 )
 def test_a_script_ends_with_zero_says_nothing_and_leaves_no_file(
-    stage: int, end: str, times: int, tmp_path: Path
+    stage: int, end: str, times: int, tmp_path: Path, run_command
 ) -> None:
     script, folder = tmp_path / "train.py", tmp_path / "here"
     script.write_text(TRAINS.format(stage=stage, end=end))
@@ -110,7 +108,7 @@ def test_a_script_ends_with_zero_says_nothing_and_leaves_no_file(
     accel = Path(sys.executable).with_name("accel")
     command = [str(accel), "launch", *("-n", "2", "--device", "cpu"), str(script)]
     for _ in range(times):
-        ended = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
+        ended = run_command(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
         assert ended.returncode == 0, ended.stderr[-2000:]
         said = ended.stderr.splitlines()
         assert [line for line in said if not line.startswith("accel ")] == [], "but for the launcher's own"
@@ -161,11 +159,11 @@ def refused() -> bool:
     return bool(_users)
 
 
-def test_a_refused_model_leaves_nothing_of_deepspeed() -> None:
+def test_a_refused_model_leaves_nothing_of_deepspeed(run_processes) -> None:
     assert run_processes(refused, world=1, timeout=120) == [False]
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_released_engine_is_gone_and_another_can_be_made(stage: int) -> None:
+def test_a_released_engine_is_gone_and_another_can_be_made(stage: int, run_processes) -> None:
     for found in run_processes(released, stage, timeout=120):
         assert found == dict.fromkeys(found, True)

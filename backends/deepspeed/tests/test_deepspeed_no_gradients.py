@@ -11,7 +11,6 @@ from torch import nn
 
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -57,9 +56,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("clips", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
-def test_a_step_after_no_backward_is_an_error_and_moves_nothing(config: dict[str, Any], clips: bool) -> None:
+def test_a_step_after_no_backward_is_an_error_and_moves_nothing(
+    config: dict[str, Any], clips: bool, run_processes
+) -> None:
     for first, is_still, moves_not, later, is_still_again, moves_not_again in run_processes(
         stepped, config, clips, world=2, timeout=200
     ):
@@ -85,6 +86,6 @@ def dropped(stage: int) -> list[float]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_offloaded_gradients_that_were_cleared_are_not_added_to(stage: int) -> None:
+def test_offloaded_gradients_that_were_cleared_are_not_added_to(stage: int, run_processes) -> None:
     for weights in run_processes(dropped, stage, world=2, timeout=200):
         assert weights == pytest.approx([0.9, 0.9])

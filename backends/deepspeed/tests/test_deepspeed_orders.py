@@ -14,7 +14,6 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 
 def clip_to_two_norms(loop: Any) -> None:
@@ -107,7 +106,7 @@ def trained_by_each(stage: int) -> list[dict[str, torch.Tensor]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_clipping_and_clearing_take_effect_in_the_order_of_their_calls(stage: int) -> None:
+def test_clipping_and_clearing_take_effect_in_the_order_of_their_calls(stage: int, run_processes) -> None:
     for each_found in run_processes(trained_by_each, stage, timeout=100):
         for program, found in zip(PROGRAMS, each_found, strict=True):
             model = small()
@@ -131,6 +130,6 @@ def stepped_after_the_model_was_cleared(stage: int) -> str:
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_a_step_after_the_model_was_cleared_is_one_after_no_backward(stage: int) -> None:
+def test_a_step_after_the_model_was_cleared_is_one_after_no_backward(stage: int, run_processes) -> None:
     for said in run_processes(stepped_after_the_model_was_cleared, stage):
         assert said.startswith("DeepSpeed: no gradient since the last optimizer.step() or zero_grad()")

@@ -10,7 +10,6 @@ from torch import nn
 
 from accel_core import Accelerator, AccelError, GradScalerKwargs
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -39,7 +38,7 @@ def clipped_steps(stage: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_step_moves_the_weights_by_the_norm_it_is_clipped_to(stage: int) -> None:
+def test_a_step_moves_the_weights_by_the_norm_it_is_clipped_to(stage: int, run_processes) -> None:
     for steps in run_processes(clipped_steps, stage, world=2, timeout=200):
         for norm, moved in steps:
             assert norm > 5
@@ -89,13 +88,13 @@ def network(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_float16_trains_by_a_scaled_loss(stage: int) -> None:
+def test_float16_trains_by_a_scaled_loss(stage: int, run_processes) -> None:
     for found, expected in run_processes(halves, stage, 1024.0, 4, world=2, timeout=200):
         assert [loss for loss, _, _ in found] == pytest.approx(expected, rel=1e-2)
         assert not any(skipped for *_, skipped in found)
 
 
-def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen() -> None:
+def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen(run_processes) -> None:
     for found, _ in run_processes(halves, 2, 2.0**22, 20, world=2, timeout=200):
         losses, norms, skipped = zip(*found, strict=True)
         first = skipped.index(False)
@@ -148,7 +147,9 @@ def steps_of_a_gan(stage: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_float16_trains_a_gan_whose_critic_is_frozen_and_says_so_where_it_is_not(stage: int) -> None:
+def test_float16_trains_a_gan_whose_critic_is_frozen_and_says_so_where_it_is_not(
+    stage: int, run_processes
+) -> None:
     """DeepSpeed's error named calls of its own engine, which fail as well."""
     for strayed, said in run_processes(steps_of_a_gan, stage, world=2, timeout=200):
         assert strayed < 0.005
@@ -185,7 +186,7 @@ def strayed_while_the_scale_grows(stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int) -> None:
+def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int, run_processes) -> None:
     assert max(run_processes(strayed_while_the_scale_grows, stage, world=2, timeout=200)) < 0.005
 
 
@@ -219,7 +220,7 @@ def steps_in_bfloat16(stage: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_in_bfloat16_adamw_decays_and_counts_from_its_first_step_on(stage: int) -> None:
+def test_in_bfloat16_adamw_decays_and_counts_from_its_first_step_on(stage: int, run_processes) -> None:
     """DeepSpeed begins stage 0 by a step of zeros."""
     ((found, expected),) = run_processes(steps_in_bfloat16, stage, world=1, timeout=200)
     assert found == pytest.approx(expected, rel=1e-5)

@@ -10,7 +10,6 @@ import torch
 
 from accel_core import Accelerator
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 from accel_testing.random_programs import Program, make_program, require_equal, train
 
 SEEDS = range(8)
@@ -32,7 +31,7 @@ def trained(folder: str, stage: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stage: int) -> None:
+def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stage: int, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), stage):
         for seed, weights in zip(SEEDS, found, strict=True):
             require_equal(weights, program_of(seed), 2, atol=1e-5)

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
-from accel_testing import run_processes
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 LENGTH, WORDS, WIDTH = 8, 13, 16
@@ -87,7 +86,9 @@ def shared(stage: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeeds_attention_over_parts_trains_as_attention_over_the_whole(stage: int) -> None:
+def test_deepspeeds_attention_over_parts_trains_as_attention_over_the_whole(
+    stage: int, run_processes
+) -> None:
     for found, expected in run_processes(shared, stage, timeout=120):
         assert found == pytest.approx(expected, rel=1e-5)
 
@@ -125,8 +126,8 @@ def of_transformers(folder: str) -> tuple[list[float], list[float], list[str]]:
     return found, expected, sorted(batch)
 
 
-@pytest.mark.slow
-def test_ulysses_for_transformers_trains_as_the_whole_sequence_does(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_ulysses_for_transformers_trains_as_the_whole_sequence_does(tmp_path: Path, run_processes) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": WIDTH, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
     config = transformers.LlamaConfig(num_attention_heads=2, num_key_value_heads=2, **sizes)
@@ -147,7 +148,7 @@ def odd_lengths() -> str:
     return ""
 
 
-def test_a_sequence_that_has_no_equal_parts_is_refused() -> None:
+def test_a_sequence_that_has_no_equal_parts_is_refused(run_processes) -> None:
     for said in run_processes(odd_lengths, timeout=120):
         assert "sequence_parallel_size is 2, and a batch has the shape [2, 7]" in said
         assert "pad sequences" in said

@@ -8,21 +8,19 @@ from typing import Any
 import pytest
 from deepspeed_scenarios import SCENARIOS, run_all
 
-from accel_testing import run_processes
-
 pytestmark = pytest.mark.timeout(300)
 
 
 @cache
-def outcomes(stage: int, world: int) -> list[dict[str, Any]]:
+def outcomes(run_processes, stage: int, world: int) -> list[dict[str, Any]]:
     return run_processes(run_all, stage, world=world, timeout=280)
 
 
 @pytest.mark.parametrize("scenario", [each.__name__ for each in SCENARIOS])
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_it_is_what_plain_pytorch_does(stage: int, world: int, scenario: str) -> None:
-    for rank in outcomes(stage, world):
+def test_it_is_what_plain_pytorch_does(stage: int, world: int, scenario: str, run_processes) -> None:
+    for rank in outcomes(run_processes, stage, world):
         found = rank[scenario]
         assert not isinstance(found, str), found
         ours, plain = found

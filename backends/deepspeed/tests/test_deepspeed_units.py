@@ -15,7 +15,6 @@ from torch.utils.data import DataLoader
 
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin, DummyOptim, select
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -46,7 +45,7 @@ def one_loss_of_two_engines() -> tuple[list[float], list[float], list[str]]:
     return found, weights(plain_one) + weights(plain_two), stages
 
 
-def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path) -> None:
+def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path, run_processes) -> None:
     file = tmp_path / "accel.yaml"
     file.write_text(NAMED)
     environment = {"ACCEL_CONFIG": str(file)}
@@ -74,7 +73,9 @@ def stepped_by_hand(stage: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
-def test_an_optimizer_that_was_not_prepared_is_refused_before_each_rank_trains_alone(stage: int) -> None:
+def test_an_optimizer_that_was_not_prepared_is_refused_before_each_rank_trains_alone(
+    stage: int, run_processes
+) -> None:
     for said, trains in run_processes(stepped_by_hand, stage):
         assert said.startswith("the SGD steps weights of unit 'unit0' that no prepared optimizer")
         assert trains
@@ -95,7 +96,7 @@ def weights_of_a_part(stage: int) -> bool | str:
         ours.end_training()
 
 
-def test_weights_of_a_part_are_given_where_each_rank_has_them_whole() -> None:
+def test_weights_of_a_part_are_given_where_each_rank_has_them_whole(run_processes) -> None:
     assert run_processes(weights_of_a_part, 2) == [True, True]
     for said in run_processes(weights_of_a_part, 3):
         assert "of which this rank has parts" in str(said)
@@ -127,7 +128,7 @@ def built_in_shards() -> tuple[list[int], list[float], list[float], bool]:
 SHARDED = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
 
 
-def test_a_model_is_sharded_while_it_is_built_and_only_there() -> None:
+def test_a_model_is_sharded_while_it_is_built_and_only_there(run_processes) -> None:
     for held, losses, expected, outside in run_processes(built_in_shards):
         assert held == [0] * len(held)
         assert losses == pytest.approx(expected, rel=1e-6)
@@ -171,7 +172,7 @@ def transformers_from_pretrained(folder: str) -> tuple[int, list[bool], list[flo
 
 @pytest.mark.filterwarnings("ignore")  # torchao, which transformers imports, warns of its own binaries
 def test_transformers_shards_what_it_loads_inside_the_context_only_trains_and_generates(
-    tmp_path: Path,
+    tmp_path: Path, run_processes
 ) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "vocab_size": 32}
@@ -200,7 +201,7 @@ def batch_sizes() -> list[int]:
     return found
 
 
-def test_of_several_loaders_the_smallest_tells_the_batch_size_or_the_largest() -> None:
+def test_of_several_loaders_the_smallest_tells_the_batch_size_or_the_largest(run_processes) -> None:
     assert run_processes(batch_sizes, world=1) == [[4, 8]]
 
 
@@ -219,7 +220,7 @@ def fetched_together() -> tuple[list[bool], str]:
     return found, ""
 
 
-def test_layers_named_as_experts_are_fetched_whole_and_unknown_names_are_refused() -> None:
+def test_layers_named_as_experts_are_fetched_whole_and_unknown_names_are_refused(run_processes) -> None:
     ((leaves, said),) = run_processes(fetched_together, world=1)
     assert leaves == [True, True, False]
     assert "transformer_moe_cls_names: the Linear has no Sequential, LayerNorm" in said
@@ -237,7 +238,7 @@ def saved_by_deepspeed(folder: str) -> bool:
     return same and {tensor.dtype for tensor in saved.values()} == {torch.bfloat16}
 
 
-def test_deepspeeds_own_save_of_16_bits_gathers_where_it_is_asked_to(tmp_path: Path) -> None:
+def test_deepspeeds_own_save_of_16_bits_gathers_where_it_is_asked_to(tmp_path: Path, run_processes) -> None:
     assert run_processes(saved_by_deepspeed, str(tmp_path)) == [True, True]
 
 
@@ -361,12 +362,12 @@ def moved_by_steps() -> list[float]:
     return found
 
 
-def test_steps_that_nobody_clips_are_clipped_to_clip_unasked() -> None:
+def test_steps_that_nobody_clips_are_clipped_to_clip_unasked(run_processes) -> None:
     (moved,) = run_processes(moved_by_steps, world=1)
     assert moved == pytest.approx([0.5, 0.25, 0.5, 0.5], rel=1e-3)
 
 
-def test_what_cannot_be_is_said_before_training() -> None:
+def test_what_cannot_be_is_said_before_training(run_processes) -> None:
     (said,) = run_processes(refusals, world=1)
     for case, message in REFUSED.items():
         assert message in said.get(case.__name__, "nothing"), case.__name__

@@ -12,8 +12,9 @@ from torch.nn import functional as F
 
 from accel_core import Accelerator, InitProcessGroupKwargs
 from accel_fsdp import FullyShardedDataParallelPlugin
+from accel_testing.patience import patience
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=30))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(30)))
 SHARE = 4
 VOCABULARY = 17
 

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, WIDTH = 18, 8, 16
 
@@ -269,8 +270,8 @@ def loss_of(model, batch):
 
 def accelerator_of(mixed_precision=None, split=None, dynamo=None, **options):
     """A pipeline of two ranks; without options one process that has all. `split`: how layers are split."""
-    patience = InitProcessGroupKwargs(timeout=timedelta(seconds=40))
-    given = [patience] if dynamo is None else [patience, dynamo]
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(40)))
+    given = [limit] if dynamo is None else [limit, dynamo]
     if split is not None:
         given.append(TorchTensorParallelPlugin(tp_size=2, **split))
     if options:

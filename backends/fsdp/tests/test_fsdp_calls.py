@@ -14,7 +14,6 @@ from torch.optim import SGD
 
 from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 from accel_testing.random_programs import Net
 
 ROWS = 4
@@ -112,7 +111,7 @@ def trained(options: dict[str, Any], programs: Sequence[Sequence[str]]) -> list[
     return found
 
 
-def assert_plain(options: dict[str, Any], programs: Sequence[Sequence[str]]) -> None:
+def assert_plain(run_processes, options: dict[str, Any], programs: Sequence[Sequence[str]]) -> None:
     wanted = [weights_after(calls, None) for calls in programs]
     for found in run_processes(trained, options, programs):
         for calls, steps, plain_steps in zip(programs, found, wanted, strict=True):
@@ -122,12 +121,12 @@ def assert_plain(options: dict[str, Any], programs: Sequence[Sequence[str]]) -> 
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_calls_train_as_in_plain_pytorch(options: dict[str, Any]) -> None:
-    assert_plain(options, [calls.split() for calls in CALLS.values()])
+def test_calls_train_as_in_plain_pytorch(options: dict[str, Any], run_processes) -> None:
+    assert_plain(run_processes, options, [calls.split() for calls in CALLS.values()])
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_random_calls_train_as_in_plain_pytorch(options: dict[str, Any]) -> None:
+def test_random_calls_train_as_in_plain_pytorch(options: dict[str, Any], run_processes) -> None:
     """Version 1 drops the gradients of what is frozen."""
     freezes = "fsdp_version" not in options
-    assert_plain(options, [random_calls(seed, freezes=freezes) for seed in range(10)])
+    assert_plain(run_processes, options, [random_calls(seed, freezes=freezes) for seed in range(10)])

@@ -33,7 +33,6 @@ from accel_fsdp.fsdp2 import Sharded
 from accel_fsdp.tensor_config import TorchTensorParallelPlugin
 from accel_fsdp.tensor_parallel import TensorParallel
 from accel_fsdp.wrapping import groups
-from accel_testing import run_processes
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"fsdp_version": 3}, "expected one of 1, 2, got 3"),
@@ -170,7 +169,7 @@ def prepared(options: dict[str, Any], ignore: bool = False, **optimizer: Any) ->
     return "prepared"
 
 
-def test_an_ignored_module_that_trains_is_refused() -> None:
+def test_an_ignored_module_that_trains_is_refused(run_processes) -> None:
     (said,) = run_processes(prepared, {"version": 2, "ignored_modules": "4"}, world=1)
     assert "4.weight is in one of fsdp.ignored_modules" in said
     assert run_processes(prepared, {"version": 2, "ignored_modules": "4"}, True, world=1) == ["prepared"]
@@ -188,7 +187,7 @@ def ignoring(version: int) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_modules_that_are_ignored_by_themselves_stay_whole(version: int) -> None:
+def test_modules_that_are_ignored_by_themselves_stay_whole(version: int, run_processes) -> None:
     assert run_processes(ignoring, version) == [(3, True)] * 2
 
 
@@ -201,7 +200,7 @@ def given_to_torch() -> dict[str, Any]:
     return {key: found[key] for key in ("cpu_offload", "limit_all_gathers", "forward_prefetch")}
 
 
-def test_version_1_is_told_to_offload_where_that_is_possible() -> None:
+def test_version_1_is_told_to_offload_where_that_is_possible(run_processes) -> None:
     (found,) = run_processes(given_to_torch, world=1)
     assert found == {
         "cpu_offload": CPUOffload(offload_params=True),
@@ -235,16 +234,16 @@ def test_a_device_whose_tensors_gloo_would_gather_is_refused(
     assert [text.partition(" ")[0] for text in found] == ["'fsdp'", "'tensor-parallel'"][:names]
 
 
-def test_an_optimizer_of_the_device_is_refused_with_cpu_offload() -> None:
+def test_an_optimizer_of_the_device_is_refused_with_cpu_offload(run_processes) -> None:
     assert "SGD(capturable=True) steps on the device" in run_processes(device_only, world=1)[0]
 
 
-def test_version_1_cannot_offload_a_run_on_the_cpu() -> None:
+def test_version_1_cannot_offload_a_run_on_the_cpu(run_processes) -> None:
     (said,) = run_processes(prepared, {"version": 1, "cpu_offload": True}, world=1)
     assert said.splitlines()[-1] == "leave it out, or set fsdp.fsdp_version: 2"
 
 
-def test_version_1_does_not_offload_from_the_cpu_to_the_cpu() -> None:
+def test_version_1_does_not_offload_from_the_cpu_to_the_cpu(run_processes) -> None:
     options = {"version": 1, "state_dict_config": FullStateDictConfig(offload_to_cpu=True)}
     (said,) = run_processes(prepared, options, world=1)
     assert said.splitlines()[-1] == "make it with offload_to_cpu=False"
@@ -266,7 +265,7 @@ def apart_and_uneven(version: int) -> list[str]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version: int) -> None:
+def test_what_needs_whole_weights_on_a_rank_is_refused_and_does_not_hang(version: int, run_processes) -> None:
     for local, uneven in run_processes(apart_and_uneven, version):
         assert "does not offer 'local_sgd'" in local
         assert "cannot train where ranks run out of batches at" in uneven
@@ -293,13 +292,17 @@ def left_over(version: int, trains: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(version: int, trains: bool) -> None:
+def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(
+    version: int, trains: bool, run_processes
+) -> None:
     (first, said), other = run_processes(left_over, version, trains)
     assert (first, other) == (2, (2, "nothing"))
     assert "not all of 2 readers have this batch" in said
 
 
-def test_the_options_of_the_readme_are_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_options_of_the_readme_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
+) -> None:
     text = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
     section, *_ = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     example, *_ = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -347,7 +350,7 @@ def fill(module: torch.nn.Module) -> None:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_options_that_do_nothing_for_a_model_are_told(version: int) -> None:
+def test_options_that_do_nothing_for_a_model_are_told(version: int, run_processes) -> None:
     options = {"param_init_fn": fill, "cpu_ram_efficient_loading": True, "forward_prefetch": True}
     first, second = run_processes(said_of, version, options)
     outside = "this MLP was not built in accelerator.model_init_context()"

@@ -7,14 +7,13 @@ from pathlib import Path
 import pytest
 from fsdp_problem import accelerator, net, optimizer_of, plugin, steps_of, train_plainly
 
-from accel_testing import conform, run_processes
 from accel_testing.simulated import declare
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", [2, 1])
-def test_it_conforms(tmp_path: Path, version: int) -> None:
+def test_it_conforms(tmp_path: Path, version: int, conform) -> None:
     options = ("--accel-level", "0,1,2,3,4")
     options += ("--accel-set", "fsdp.fsdp_version=1") if version == 1 else ()
 
@@ -32,7 +31,7 @@ def simulated(folder: str) -> list[float]:
     return list(steps_of(run, model, optimizer, "mlp", range(2)))
 
 
-def test_it_trains_on_a_device_that_is_not_the_cpu(tmp_path: Path) -> None:
+def test_it_trains_on_a_device_that_is_not_the_cpu(tmp_path: Path, run_processes) -> None:
     (found,) = run_processes(simulated, str(tmp_path), world=1)
 
     assert found == pytest.approx(train_plainly("mlp", 2, world=1)[0], rel=1e-5)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 CASES: list[tuple[dict[str, Any], bool]] = [
     ({"fsdp_version": version, **options}, pending)
@@ -64,7 +63,7 @@ def all_of(cases: list[tuple[dict[str, Any], bool]]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_weight_edited_after_an_evaluation_stays_edited(version: int) -> None:
+def test_a_weight_edited_after_an_evaluation_stays_edited(version: int, run_processes) -> None:
     cases = [case for case in CASES if case[0]["fsdp_version"] == version]
     for found in run_processes(all_of, cases):
         for (options, pending), weights in zip(cases, found, strict=True):

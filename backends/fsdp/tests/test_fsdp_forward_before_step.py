@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 Case = tuple[dict[str, Any], bool, bool]
 """Options, whether the forward has a graph, whether gradients are clipped."""
@@ -110,7 +109,7 @@ def in_a_pipeline(pipeline: bool) -> list[Tensor]:
     return weights
 
 
-def test_windows_of_a_pipeline_add_up_to_one_step() -> None:
+def test_windows_of_a_pipeline_add_up_to_one_step(run_processes) -> None:
     """One of another number of micro-batches, or an evaluation, makes torch learn shapes anew."""
     wanted = in_a_pipeline(pipeline=False)
     for found in run_processes(in_a_pipeline, True):
@@ -121,7 +120,7 @@ def all_of(cases: list[Case]) -> list[tuple[Tensor, list[Tensor]]]:
     return [trained(*case) for case in cases]
 
 
-def test_a_forward_between_backward_and_step_leaves_no_stale_weights() -> None:
+def test_a_forward_between_backward_and_step_leaves_no_stale_weights(run_processes) -> None:
     for found in run_processes(all_of, CASES):
         for (options, graph, clips), (seen, weights) in zip(CASES, found, strict=True):
             wanted_seen, wanted = trained(None, graph, clips)
@@ -133,7 +132,7 @@ def wrapped() -> list[tuple[Tensor, list[Tensor]]]:
     return [trained({"fsdp_version": version}, True, False, wraps=True) for version in (1, 2)]
 
 
-def test_nor_under_an_optimizer_without_torchs_hooks() -> None:
+def test_nor_under_an_optimizer_without_torchs_hooks(run_processes) -> None:
     wanted = trained(None, True, False)
     for found in run_processes(wrapped):
         for seen in found:
@@ -151,6 +150,6 @@ def clipped_between_forward_and_backward() -> str:
     return "nothing"
 
 
-def test_clipping_between_forward_and_backward_names_the_forward() -> None:
+def test_clipping_between_forward_and_backward_names_the_forward(run_processes) -> None:
     for said in run_processes(clipped_between_forward_and_backward):
         assert "what a forward gathers until its backward" in said

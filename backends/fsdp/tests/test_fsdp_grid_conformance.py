@@ -6,15 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 # Split where the widths of the kit's networks are even; its other networks stay whole.
 PLAN = '{"*": null, "0": rowwise_rep, "3": rowwise_rep, "fixed": colwise_rep}'
 SPLIT = ("fsdp+tensor-parallel", f"tensor_parallel.parallelize_plan={PLAN}")
 ALL = "0,1,2,3,4"
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "settings", "levels", "worlds"),
@@ -38,7 +36,7 @@ ALL = "0,1,2,3,4"
     ],
 )
 def test_it_conforms_on_a_mesh(
-    tmp_path: Path, stack: str, settings: tuple[str, ...], levels: str, worlds: str
+    tmp_path: Path, stack: str, settings: tuple[str, ...], levels: str, worlds: str, conform
 ) -> None:
     options = [word for setting in settings for word in ("--accel-set", setting)]
     printed = conform(tmp_path, stack, "--accel-level", levels, "--accel-world", worlds, *options)

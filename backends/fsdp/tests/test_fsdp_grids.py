@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from accel_fsdp import tensor_parallel
-from accel_testing.processes import run_processes
 
 PLAN = grid_job.GPT_PLAN
 TIED = {**PLAN, "embedding": "rowwise", "output": "colwise_rep"}
@@ -32,7 +31,7 @@ HALF = {"ACCEL__MIXED_PRECISION": "fp16", "ACCEL__GRAD_SCALER__INIT_SCALE": "128
 plain = cache(grid_job.plain)
 
 
-def train(name, sizes, plan=None, clip=0.1, norm_type=2.0, world=4, environment=(), **options):
+def train(run_processes, name, sizes, plan=None, clip=0.1, norm_type=2.0, world=4, environment=(), **options):
     variables = grid_job.environment(sizes, plan, **dict(environment))
     return run_processes(_train, name, clip, norm_type, options, world=world, environment=variables)
 
@@ -63,64 +62,68 @@ def assert_as_plain(found, name, clip=0.1, norm_type=2.0):
     ],
     ids=["hsdp", "tp", "tp, sequence", "fsdp x tp, tied", "replicas x tp", "fsdp x tp, sequence"],
 )
-def test_a_grid_trains_as_one_process_does(sizes, plan, world):
-    assert_as_plain(train("gpt", sizes, plan, world=world), "gpt")
+def test_a_grid_trains_as_one_process_does(sizes, plan, world, run_processes):
+    assert_as_plain(train(run_processes, "gpt", sizes, plan, world=world), "gpt")
 
 
 @pytest.mark.together
-def test_a_transformers_model_brings_its_own_plan():
-    found = train("llama", {"tp": 2})
+def test_a_transformers_model_brings_its_own_plan(run_processes):
+    found = train(run_processes, "llama", {"tp": 2})
     assert_as_plain(found, "llama")
     assert found[0][3]["model.layers.0.self_attn.q_proj.weight"] == (2, 8)
 
 
 @pytest.mark.together
 @pytest.mark.parametrize("world", [2, 4])
-def test_norms_of_heads_get_the_gradients_of_all_heads(world):
-    assert_as_plain(train("qwen", {"tp": 2}, world=world), "qwen")
+def test_norms_of_heads_get_the_gradients_of_all_heads(world, run_processes):
+    assert_as_plain(train(run_processes, "qwen", {"tp": 2}, world=world), "qwen")
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-def test_any_norm_is_that_of_the_whole_model(norm_type):
-    assert_as_plain(train("gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type)
-
-
-@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
-def test_so_it_is_of_flat_weights(norm_type):
-    flat = {"ACCEL__FSDP__FSDP_VERSION": "1"}
+def test_any_norm_is_that_of_the_whole_model(norm_type, run_processes):
     assert_as_plain(
-        train("gpt", {}, norm_type=norm_type, world=2, environment=flat), "gpt", norm_type=norm_type
+        train(run_processes, "gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type
     )
 
 
-def test_sums_are_divided_by_the_words_of_all_readers():
-    assert_as_plain(train("gpt", {"tp": 2}, PLAN, sums=True), "gpt")
+@pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+def test_so_it_is_of_flat_weights(norm_type, run_processes):
+    flat = {"ACCEL__FSDP__FSDP_VERSION": "1"}
+    assert_as_plain(
+        train(run_processes, "gpt", {}, norm_type=norm_type, world=2, environment=flat),
+        "gpt",
+        norm_type=norm_type,
+    )
 
 
-def test_a_loss_scale_is_taken_off_on_every_mesh():
+def test_sums_are_divided_by_the_words_of_all_readers(run_processes):
+    assert_as_plain(train(run_processes, "gpt", {"tp": 2}, PLAN, sums=True), "gpt")
+
+
+def test_a_loss_scale_is_taken_off_on_every_mesh(run_processes):
     losses = plain("gpt", 0.1)[0]
-    for mine in train("gpt", {"tp": 2}, PLAN, environment=HALF):
+    for mine in train(run_processes, "gpt", {"tp": 2}, PLAN, environment=HALF):
         assert mine[0] == pytest.approx(losses, rel=2e-2)
 
 
-def test_an_overflow_in_one_ranks_part_of_a_layer_skips_the_step_on_all():
+def test_an_overflow_in_one_ranks_part_of_a_layer_skips_the_step_on_all(run_processes):
     variables = grid_job.environment({"tp": 2}, PLAN, **HALF)
     assert run_processes(grid_job.overflowed, "gpt", world=4, environment=variables) == [[False, True]] * 4
 
 
 @pytest.mark.parametrize("kernels", ["foreach", "fused"])
-def test_optimizers_that_step_all_parameters_at_once(kernels):
-    assert_as_plain(train("gpt", {"tp": 2}, PLAN, **{kernels: True}), "gpt")
+def test_optimizers_that_step_all_parameters_at_once(kernels, run_processes):
+    assert_as_plain(train(run_processes, "gpt", {"tp": 2}, PLAN, **{kernels: True}), "gpt")
 
 
-def test_losses_of_split_logits():
+def test_losses_of_split_logits(run_processes):
     environment = {"ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL": "true"}
     plan = {**PLAN, "output": "colwise_rep"}
-    found = train("untied", {"tp": 2}, plan, environment=environment)
+    found = train(run_processes, "untied", {"tp": 2}, plan, environment=environment)
     assert_as_plain(found, "untied")
 
 
-def test_a_loss_of_split_logits_outside_its_context_is_noticed():
+def test_a_loss_of_split_logits_outside_its_context_is_noticed(run_processes):
     variables = grid_job.environment(
         {"tp": 2}, {"output": "colwise_rep"}, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true"
     )
@@ -139,7 +142,7 @@ def test_a_loss_of_split_logits_outside_its_context_is_noticed():
     ],
     ids=["2x2-tp", "hsdp-2x2", "tp-hsdp", "2x2-native", "native-2x2"],
 )
-def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path):
+def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path, run_processes):
     folder, steps = str(tmp_path / "state"), 3
 
     def run(function, grid):
@@ -151,13 +154,13 @@ def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path):
     assert run(grid_job.resumed, resumed) == pytest.approx(before[steps:], abs=1e-5)
 
 
-def test_what_is_written_while_parameters_are_whole_is_kept():
+def test_what_is_written_while_parameters_are_whole_is_kept(run_processes):
     environment = grid_job.environment({"tp": 2}, PLAN)
     assert run_processes(grid_job.written_while_whole, "gpt", world=4, environment=environment) == [[]] * 4
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_what_was_frozen_is_frozen_in_any_style(world):
+def test_what_was_frozen_is_frozen_in_any_style(world, run_processes):
     environment = grid_job.environment({"tp": 2}, SEQUENCE)
     assert run_processes(grid_job.frozen, "gpt", world=world, environment=environment) == [[]] * world
 
@@ -167,21 +170,23 @@ def test_what_was_frozen_is_frozen_in_any_style(world):
     [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],
     ids=["within a node", "two replicas"],
 )
-def test_version_1_replicates_too(world, variables):
+def test_version_1_replicates_too(world, variables, run_processes):
     environment = {f"ACCEL__FSDP__{name}": value for name, value in variables.items()}
-    found = train("gpt", {}, world=world, environment={"ACCEL__FSDP__FSDP_VERSION": "1", **environment})
+    found = train(
+        run_processes, "gpt", {}, world=world, environment={"ACCEL__FSDP__FSDP_VERSION": "1", **environment}
+    )
     for mine in found:
         assert mine[0] == pytest.approx(plain("gpt", 0.1)[0], abs=1e-5)
         assert mine[1] == pytest.approx(plain("gpt", 0.1)[1], rel=1e-4)
 
 
-def test_what_no_layer_splits_begins_alike_when_built_on_meta():
+def test_what_no_layer_splits_begins_alike_when_built_on_meta(run_processes):
     environment = grid_job.environment({"dp_shard": 1, "tp": 2}, {"*": None})
     one, other = run_processes(grid_job.built_on_meta, "gpt", environment=environment)
     assert one == other
 
 
-def test_first_weights_of_split_layers_are_not_drawn_blindly():
+def test_first_weights_of_split_layers_are_not_drawn_blindly(run_processes):
     with pytest.raises(AssertionError, match="torch cannot draw first weights of split layers on cpu"):
         run_processes(grid_job.built_on_meta, "gpt", environment=grid_job.environment({"tp": 2}, PLAN))
 
@@ -189,7 +194,7 @@ def test_first_weights_of_split_layers_are_not_drawn_blindly():
 # -- what cannot be --------------------------------------------------------------------------------
 
 
-def refusal(sizes, plan=None, world=4, name="gpt", **more):
+def refusal(run_processes, sizes, plan=None, world=4, name="gpt", **more):
     with pytest.raises(AssertionError) as caught:
         run_processes(
             grid_job.prepared, name, world=world, environment=grid_job.environment(sizes, plan, **more)
@@ -197,43 +202,45 @@ def refusal(sizes, plan=None, world=4, name="gpt", **more):
     return str(caught.value)
 
 
-def test_sizes_that_do_not_fill_the_world_spell_every_factor():
-    text = refusal({"dp_replicate": 2, "dp_shard": 3, "tp": 2}, PLAN)
+def test_sizes_that_do_not_fill_the_world_spell_every_factor(run_processes):
+    text = refusal(run_processes, {"dp_replicate": 2, "dp_shard": 3, "tp": 2}, PLAN)
     assert "the mesh dp_replicate 2 × dp_shard 3 × tp 2 = 12, world 4" in text
 
 
-def test_a_weight_that_does_not_divide_is_named_with_its_shape():
-    text = refusal({"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
+def test_a_weight_that_does_not_divide_is_named_with_its_shape(run_processes):
+    text = refusal(run_processes, {"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
     assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is not a multiple" in text
     assert "tensor-parallel.tp_size 3" in text
 
 
-def test_a_pattern_that_matches_nothing_is_named_with_near_ones():
-    text = refusal({"tp": 2}, {"blocks.0.upp": "colwise"})
+def test_a_pattern_that_matches_nothing_is_named_with_near_ones(run_processes):
+    text = refusal(run_processes, {"tp": 2}, {"blocks.0.upp": "colwise"})
     assert "'blocks.0.upp' matches no module of this Gpt; did you mean blocks.0.up" in text
 
 
-def test_a_model_without_a_plan_is_refused():
-    assert "Gpt has no tp_plan of its own, and no plan was given" in refusal({"tp": 2})
+def test_a_model_without_a_plan_is_refused(run_processes):
+    assert "Gpt has no tp_plan of its own, and no plan was given" in refusal(run_processes, {"tp": 2})
 
 
-def test_an_unknown_style_names_those_there_are():
-    text = refusal({"tp": 2}, {"blocks.*.up": "colwide"})
+def test_an_unknown_style_names_those_there_are(run_processes):
+    text = refusal(run_processes, {"tp": 2}, {"blocks.*.up": "colwide"})
     assert "'colwide' for blocks.0.up is not a known style" in text
     assert "colwise_rep" in text
 
 
-def test_a_layer_that_cannot_be_split_is_named():
-    assert "blocks.0.before is a LayerNorm" in refusal({"tp": 2}, {"blocks.*.before": "colwise"})
+def test_a_layer_that_cannot_be_split_is_named(run_processes):
+    assert "blocks.0.before is a LayerNorm" in refusal(
+        run_processes, {"tp": 2}, {"blocks.*.before": "colwise"}
+    )
 
 
-def test_tied_weights_are_split_alike_or_not_at_all():
-    text = refusal({"tp": 2}, {"output": "colwise_rep"})
+def test_tied_weights_are_split_alike_or_not_at_all(run_processes):
+    text = refusal(run_processes, {"tp": 2}, {"output": "colwise_rep"})
     assert "embedding.weight and output.weight are one weight" in text
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_step(world):
+def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_step(world, run_processes):
     plan = {**SEQUENCE, "blocks.0.before": None}
     environment = grid_job.environment({"tp": 2}, plan)
     for text in run_processes(grid_job.stepped, "gpt", world=world, environment=environment):
@@ -241,7 +248,7 @@ def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_st
 
 
 @pytest.mark.parametrize(("kind", "step"), [("thawed", 2), ("added", 2), ("closure", 0), ("outshone", 0)])
-def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step):
+def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step, run_processes):
     forgotten, whole = (
         grid_job.environment({"tp": 2}, {**SEQUENCE, "norm": norm}) for norm in (None, "sequence")
     )
@@ -252,7 +259,7 @@ def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world):
+def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world, run_processes):
     environment = grid_job.environment({"tp": 2}, {**PLAN, "norm": "replicated_with_grad_allreduce"})
     for text in run_processes(grid_job.stepped, "gpt", world=world, environment=environment):
         assert "norm has the style of modules that work on a part of their input" in text
@@ -260,23 +267,25 @@ def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world):
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_whole_parameters_that_ranks_train_alike_step(world):
+def test_whole_parameters_that_ranks_train_alike_step(world, run_processes):
     environment = grid_job.environment({"tp": 2}, PLAN)
     assert run_processes(grid_job.stepped, "gpt", world=world, environment=environment) == [None] * world
 
 
-def test_a_parallel_loss_needs_split_logits():
-    text = refusal({"tp": 2}, PLAN, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true")
+def test_a_parallel_loss_needs_split_logits(run_processes):
+    text = refusal(run_processes, {"tp": 2}, PLAN, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true")
     assert "give it the style colwise_rep" in text
 
 
-def test_flat_weights_are_not_split_by_layers():
-    assert "set fsdp.fsdp_version: 2" in refusal({"tp": 2}, PLAN, ACCEL__FSDP__FSDP_VERSION="1")
+def test_flat_weights_are_not_split_by_layers(run_processes):
+    assert "set fsdp.fsdp_version: 2" in refusal(
+        run_processes, {"tp": 2}, PLAN, ACCEL__FSDP__FSDP_VERSION="1"
+    )
 
 
 @pytest.mark.together
-def test_a_strategy_that_does_not_know_dtensors_is_refused():
-    text = refusal({"tp": 2}, PLAN, ACCEL__STRATEGY="ddp")
+def test_a_strategy_that_does_not_know_dtensors_is_refused(run_processes):
+    text = refusal(run_processes, {"tp": 2}, PLAN, ACCEL__STRATEGY="ddp")
     assert "needs dtensors, which the stack" in text
 
 

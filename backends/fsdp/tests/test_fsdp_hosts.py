@@ -13,14 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing.hosts import make_hosts, missing
+from accel_testing.patience import patience
 
-pytestmark = [
-    pytest.mark.multinode,
-    pytest.mark.slow,
-    pytest.mark.timeout(900),
-    pytest.mark.skipif(bool(missing()), reason=missing()),
-]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
 ADDRESSES = {"a": "10.78.0.1", "b": "10.78.0.2"}
 ACCEL = str(Path(sys.executable).with_name("accel"))
@@ -67,16 +62,16 @@ accelerator.end_training()
 
 
 @pytest.fixture
-def hosts():
+def hosts(make_hosts):
     with make_hosts(ADDRESSES) as made:
         yield [*made.values()]
 
 
-def start(host, folder, *flags, **variables):
+def start(start_command, host, folder, *flags, **variables):
     kept = {
         name: value for name, value in os.environ.items() if not name.startswith(("ACCEL", "RANK", "WORLD"))
     }
-    return subprocess.Popen(
+    return start_command(
         host.command(ACCEL, "launch", "--device", "cpu", "-n", "1", *flags, "train.py"),
         cwd=folder,
         env={**kept, "OMP_NUM_THREADS": "1", **variables},
@@ -99,7 +94,7 @@ def stop(process):
     process.stdout.close()
 
 
-def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
+def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path, start_command):
     plain, broken = tmp_path / "plain", tmp_path / "broken"
     for folder in (plain, broken):
         folder.mkdir()
@@ -108,7 +103,7 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
     meeting += ("--rendezvous", f"{hosts[0].address}:29522")
     with ExitStack() as ends:
         pair = [
-            start(host, broken, *meeting, "--node-rank", str(rank), SLOWLY="1")
+            start(start_command, host, broken, *meeting, "--node-rank", str(rank), SLOWLY="1")
             for rank, host in enumerate(hosts)
         ]
         for each in pair:
@@ -116,12 +111,12 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
         wait_for(lambda: len(losses(broken)) >= LOSE_AFTER, pair[0])
         stop(pair[1])
         wait_for(lambda: losses(broken)[-1][0] == "1", pair[0])
-        ends.callback(stop, start(hosts[1], broken, *meeting, "--node-rank", "1"))
-        told = pair[0].communicate(timeout=300)[0]
+        ends.callback(stop, start(start_command, hosts[1], broken, *meeting, "--node-rank", "1"))
+        told = pair[0].communicate(timeout=patience(300))[0]
         assert pair[0].returncode == 0, told
-        alone = start(hosts[0], plain)
+        alone = start(start_command, hosts[0], plain)
         ends.callback(stop, alone)
-        assert alone.wait(timeout=300) == 0
+        assert alone.wait(timeout=patience(300)) == 0
     readers = [readers for readers, _ in losses(broken)]
     assert [number for number, _ in groupby(readers)] == ["2", "1", "2"]
     found = [float(loss) for _, loss in losses(broken)]
@@ -129,39 +124,39 @@ def test_a_host_that_comes_back_is_taken_in_again(hosts, tmp_path):
 
 
 def wait_for(condition, process):
-    until = time.monotonic() + 300
+    until = time.monotonic() + patience(300)
     while not condition():
         assert process.poll() is None, process.communicate(timeout=5)[0]
         assert time.monotonic() < until
         time.sleep(0.2)
 
 
-def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path):
+def test_a_lost_host_costs_no_step_and_changes_no_loss(hosts, tmp_path, start_command):
     plain, broken = tmp_path / "plain", tmp_path / "broken"
     for folder in (plain, broken):
         folder.mkdir()
         (folder / "train.py").write_text(TRAIN)
     with ExitStack() as ends:
-        alone = start(hosts[0], plain)
+        alone = start(start_command, hosts[0], plain)
         ends.callback(stop, alone)
-        told = alone.communicate(timeout=300)[0]
+        told = alone.communicate(timeout=patience(300))[0]
         assert alone.returncode == 0, told
         meeting = ("--nodes", "2", "--rendezvous", f"{hosts[0].address}:29521")
         pair = [
-            start(host, broken, *meeting, "--node-rank", str(rank), LOSE_A_HOST="1")
+            start(start_command, host, broken, *meeting, "--node-rank", str(rank), LOSE_A_HOST="1")
             for rank, host in enumerate(hosts)
         ]
         for each in pair:
             ends.callback(stop, each)
-        until = time.monotonic() + 300
+        until = time.monotonic() + patience(300)
         while len(losses(broken)) < LOSE_AFTER and time.monotonic() < until:
             time.sleep(0.2)
         assert len(losses(broken)) == LOSE_AFTER, pair[0].communicate(timeout=5)[0]
         for each in pair[::-1]:  # the host is gone, and with it the job's other half
             stop(each)
-        again = start(hosts[0], broken)
+        again = start(start_command, hosts[0], broken)
         ends.callback(stop, again)
-        told = again.communicate(timeout=300)[0]
+        told = again.communicate(timeout=patience(300))[0]
         assert again.returncode == 0, told
     assert [readers for readers, _ in losses(broken)] == ["2"] * LOSE_AFTER + ["1"] * (STEPS - LOSE_AFTER)
     found = [float(loss) for _, loss in losses(broken)]

@@ -9,7 +9,6 @@ from torch.optim import SGD
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 
 def mixed_with_a_loss_of_means(version: int) -> str:
@@ -36,6 +35,6 @@ def mixed_with_a_loss_of_means(version: int) -> str:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_those_of_two_units_join_no_means(version: int) -> None:
+def test_those_of_two_units_join_no_means(version: int, run_processes) -> None:
     for told in run_processes(mixed_with_a_loss_of_means, version):
         assert "gradients of an earlier window were not cleared" in told

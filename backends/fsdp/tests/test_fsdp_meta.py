@@ -12,7 +12,6 @@ from torch.distributed._tools.mem_tracker import MemTracker
 
 from accel_core import AccelError
 from accel_fsdp import meta
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 
@@ -32,7 +31,7 @@ def built(version: int, options: dict[str, Any], kind: str = "gpt") -> tuple[lis
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_rank_0_alone_builds_the_model_and_all_train_it(version: int) -> None:
+def test_rank_0_alone_builds_the_model_and_all_train_it(version: int, run_processes) -> None:
     first, second = run_processes(built, version, {"cpu_ram_efficient_loading": True})
     assert (first[0], second[0]) == (["cpu"], ["meta"])
     for _, weights in (first, second):
@@ -51,7 +50,7 @@ def first_weights(version: int, fill: Any) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_modules_of_the_meta_device_are_reset_and_stay_tied(version: int) -> None:
+def test_modules_of_the_meta_device_are_reset_and_stay_tied(version: int, run_processes) -> None:
     first, second = run_processes(first_weights, version, None)
     assert distance(first, second) == 0
     assert torch.equal(first["head.weight"], first["tokens.weight"])
@@ -65,7 +64,7 @@ def thirds(module: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_function_of_the_user_fills_each_module(version: int) -> None:
+def test_a_function_of_the_user_fills_each_module(version: int, run_processes) -> None:
     for found in run_processes(first_weights, version, thirds):
         assert {value for tensor in found.values() for value in tensor.flatten().tolist()} == {
             torch.tensor(1 / 3).item()
@@ -88,7 +87,7 @@ def nobody_knows() -> str:
     return str(caught.value)
 
 
-def test_first_weights_that_nobody_knows_are_an_error_that_says_whose() -> None:
+def test_first_weights_that_nobody_knows_are_an_error_that_says_whose(run_processes) -> None:
     said = run_processes(nobody_knows, world=1)[0]
     assert "a Own was built on the meta device and has no reset_parameters" in said
     assert "fsdp.param_init_fn" in said.splitlines()[-1]
@@ -111,7 +110,7 @@ def peak() -> tuple[int, int, int]:
     return max(kinds["Total"] for kinds in peaks.values()), block, whole
 
 
-def test_a_rank_never_holds_more_than_its_part_and_one_block() -> None:
+def test_a_rank_never_holds_more_than_its_part_and_one_block(run_processes) -> None:
     for held, block, whole in run_processes(peak):
         # Two, as a thread of the process group lets go of what it has sent when it has the time.
         assert whole / 2 <= held < whole / 2 + 2.25 * block

@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_fsdp.norms import Layout, clip_norm
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 SGD = torch.optim.SGD
@@ -38,7 +37,7 @@ def of_doubles(version: int) -> tuple[list[float], dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_models_in_float64_are_clipped_in_float64(version: int) -> None:
+def test_models_in_float64_are_clipped_in_float64(version: int, run_processes) -> None:
     norms, weights = of_doubles(0)
     for found in run_processes(of_doubles, version):
         assert found[0] == pytest.approx(norms, rel=1e-12)
@@ -94,7 +93,7 @@ def in_stages(stages: int) -> tuple[list[Tensor], dict[str, Tensor]]:
 
 
 @pytest.mark.together
-def test_a_decoder_of_transformers_runs_in_stages_in_float64() -> None:
+def test_a_decoder_of_transformers_runs_in_stages_in_float64(run_processes) -> None:
     losses, weights = in_stages(0)
     for found in run_processes(in_stages, 2):
         torch.testing.assert_close(found[0], losses, rtol=1e-12, atol=1e-12)
@@ -118,7 +117,7 @@ def parted_heads() -> str:
 
 
 @pytest.mark.together
-def test_heads_are_not_split() -> None:
+def test_heads_are_not_split(run_processes) -> None:
     for said in run_processes(parted_heads):
         assert said.startswith("model.layers.0.self_attn.k_proj is split over tensor-parallel.tp_size 2")
         assert said.splitlines()[-1] == "choose a tp_size that divides 1"
@@ -141,7 +140,7 @@ def evaluated() -> tuple[float, float]:
     return loss.item(), alone.item()
 
 
-def test_logits_that_are_split_for_training_are_whole_in_evaluation() -> None:
+def test_logits_that_are_split_for_training_are_whole_in_evaluation(run_processes) -> None:
     for loss, alone in run_processes(evaluated):
         assert loss == pytest.approx(alone, rel=1e-6)
 
@@ -161,6 +160,6 @@ def sharing(version: int) -> str:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_models_with_one_parameter_are_refused(version: int) -> None:
+def test_models_with_one_parameter_are_refused(version: int, run_processes) -> None:
     for found in run_processes(sharing, version):
         assert "weight of the Linear is weight of the Linear too" in found

@@ -13,7 +13,6 @@ from torch.optim import _muon
 
 from accel_core import Accelerator, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 ELEMENTWISE = ["Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adagrad", "Adadelta", "RMSprop", "ASGD", "SGD"]
 VERSIONS = (1, 2)
@@ -54,7 +53,7 @@ def each(version: int, names: list[str]) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_optimizers_of_single_elements_step_as_in_one_process(version: int) -> None:
+def test_optimizers_of_single_elements_step_as_in_one_process(version: int, run_processes) -> None:
     names = [*ELEMENTWISE, *(["Rprop"] if version == 1 else [])]
     for found in run_processes(each, version, names):
         torch.testing.assert_close(found, each(0, names))
@@ -69,7 +68,7 @@ def orthogonalized(version: int) -> dict[str, Tensor]:
     return trained(version, "Muon")
 
 
-def test_muon_computes_with_whole_matrices_of_version_2() -> None:
+def test_muon_computes_with_whole_matrices_of_version_2(run_processes) -> None:
     (expected,) = run_processes(orthogonalized, 0, world=1)
     for found in run_processes(orthogonalized, 2):
         torch.testing.assert_close(found, expected)
@@ -102,7 +101,9 @@ def refused(version: int, kind: Any, says: bool, options: dict[str, Any]) -> str
         (1, "Prodigy", "elementwise = True"),
     ],
 )
-def test_an_optimizer_that_needs_whole_weights_is_named(version: int, kind: str, advice: str) -> None:
+def test_an_optimizer_that_needs_whole_weights_is_named(
+    version: int, kind: str, advice: str, run_processes
+) -> None:
     for said in run_processes(refused, version, kind, False, {}):
         assert said is not None
         assert said.startswith(kind)
@@ -128,18 +129,18 @@ def refused_as_scaled(version: int) -> str | None:
     return None
 
 
-def test_an_optimizer_of_any_name_that_needs_whole_weights_is_found() -> None:
+def test_an_optimizer_of_any_name_that_needs_whole_weights_is_found(run_processes) -> None:
     for said in run_processes(refused_as_scaled, 1):
         assert said is not None
         assert said.startswith("Scaled computes with whole weights")
     assert run_processes(refused_as_scaled, 2) == [None, None]
 
 
-def test_an_optimizer_may_say_that_it_treats_each_element_by_itself() -> None:
+def test_an_optimizer_may_say_that_it_treats_each_element_by_itself(run_processes) -> None:
     assert run_processes(refused, 1, "SOAP", True, {}) == [None, None]
 
 
-def test_whole_weights_suit_every_optimizer() -> None:
+def test_whole_weights_suit_every_optimizer(run_processes) -> None:
     assert run_processes(refused, 1, "Muon", False, {"sharding_strategy": "NO_SHARD"}) == [None, None]
     assert refused(1, "Muon", False, {}) is None
 
@@ -160,7 +161,7 @@ def kept_of_all(version: int) -> Any:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_state_of_no_parameter_from_before_prepare_stays(version: int) -> None:
+def test_state_of_no_parameter_from_before_prepare_stays(version: int, run_processes) -> None:
     assert run_processes(kept_of_all, version) == [{"steps": 7}] * 2
 
 
@@ -203,7 +204,9 @@ def trained_late(version: int, joined: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("joined", [False, True], ids=["one each", "over both"])
-def test_optimizers_that_come_after_their_models_find_the_parameters(version: int, joined: bool) -> None:
+def test_optimizers_that_come_after_their_models_find_the_parameters(
+    version: int, joined: bool, run_processes
+) -> None:
     modules = nn.ModuleList(layers())
     optimizer = torch.optim.SGD(modules.parameters(), lr=0.1)
     for loss in losses(*modules):

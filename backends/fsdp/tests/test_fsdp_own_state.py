@@ -10,7 +10,6 @@ from fsdp_problem import accelerator
 from torch import Tensor, nn
 
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 
 class Tally(nn.Linear):
@@ -67,7 +66,7 @@ def resumed(kind: type[nn.Linear], version: int, folder: str) -> tuple[int, int,
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("kind", "key"), [(Tally, "0.calls"), (Journal, "0._extra_state")])
 def test_what_a_module_keeps_of_its_own_is_saved_and_resumed(
-    tmp_path: Any, kind: type[nn.Linear], key: str, version: int
+    tmp_path: Any, kind: type[nn.Linear], key: str, version: int, run_processes
 ) -> None:
     for trained, calls, names in run_processes(resumed, kind, version, str(tmp_path / "ck")):
         assert (trained, calls) == (3, 3)

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 
@@ -45,7 +44,7 @@ def never_prepared(version: int) -> tuple[str | None, float]:
     return said, moved
 
 
-def test_an_optimizer_that_was_never_prepared_steps_or_says_so() -> None:
+def test_an_optimizer_that_was_never_prepared_steps_or_says_so(run_processes) -> None:
     for said, moved in run_processes(never_prepared, 1):
         assert said is None
         assert moved > 0
@@ -69,7 +68,7 @@ def prepared_late() -> float:
     return moved
 
 
-def test_an_optimizer_may_be_prepared_later() -> None:
+def test_an_optimizer_may_be_prepared_later(run_processes) -> None:
     assert min(run_processes(prepared_late)) > 0
 
 
@@ -86,7 +85,7 @@ def hooked_before(version: int, kind: str) -> str | None:
     ("version", "kind"),
     [(1, "register_hook"), (2, "register_hook"), (1, "register_post_accumulate_grad_hook")],
 )
-def test_hooks_that_would_never_be_called_are_refused_by_name(version: int, kind: str) -> None:
+def test_hooks_that_would_never_be_called_are_refused_by_name(version: int, kind: str, run_processes) -> None:
     for said in run_processes(hooked_before, version, kind):
         assert said is not None
         assert said.startswith(f"3.weight has a hook ({kind})")
@@ -101,7 +100,7 @@ def hooked_after(version: int, kind: str) -> str | None:
     return said
 
 
-def test_so_are_those_that_come_later() -> None:
+def test_so_are_those_that_come_later(run_processes) -> None:
     for version, kind in (
         (1, "register_hook"),
         (2, "register_hook"),
@@ -136,7 +135,7 @@ def stepped_in_backward() -> float:
     return gap
 
 
-def test_hooks_after_accumulation_see_reduced_gradients_of_version_2() -> None:
+def test_hooks_after_accumulation_see_reduced_gradients_of_version_2(run_processes) -> None:
     assert max(run_processes(stepped_in_backward)) < 1e-6
 
 
@@ -152,7 +151,7 @@ def prepared_again(version: int) -> str:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_model_that_was_sharded_before_is_refused(version: int) -> None:
+def test_a_model_that_was_sharded_before_is_refused(version: int, run_processes) -> None:
     for said in run_processes(prepared_again, version):
         assert "MLP was sharded by an earlier prepare" in said
         assert said.splitlines()[-1].startswith("build it anew")
@@ -172,7 +171,7 @@ def penalised() -> tuple[str | None, float]:
     return said, found
 
 
-def test_gradients_of_gradients_are_refused_and_two_backwards_add_up() -> None:
+def test_gradients_of_gradients_are_refused_and_two_backwards_add_up(run_processes) -> None:
     alone = net("mlp")
     (alone(batch()[0]).sum() * 2).backward()
     for said, found in run_processes(penalised):
@@ -191,7 +190,7 @@ def copied(version: int) -> str:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_copy_is_refused_in_words_about_copies(version: int) -> None:
+def test_a_copy_is_refused_in_words_about_copies(version: int, run_processes) -> None:
     for said in run_processes(copied, version):
         assert "DataLoader" not in said
 
@@ -223,7 +222,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_buffers_of_dtypes_that_a_group_does_not_carry_are_those_of_rank_0(
-    version: int, tmp_path: Path
+    version: int, tmp_path: Path, run_processes
 ) -> None:
     for first, again in run_processes(odd_buffers, version, str(tmp_path / "saved")):
         assert all(first)
@@ -254,7 +253,9 @@ def with_stand_ins(version: int, kind: str) -> tuple[str | None, float]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", ["first", "later", "parameters"])
-def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(version: int, kind: str) -> None:
+def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(
+    version: int, kind: str, run_processes
+) -> None:
     for said, moved in run_processes(with_stand_ins, version, kind):
         assert said is not None
         assert said.startswith("another tensor stands for the sharded parameter weight of Linear")
@@ -279,7 +280,9 @@ def replaced(kind: str) -> str | None:
 
 
 @pytest.mark.parametrize(("kind", "other"), [("no bias", "nothing"), ("data", "another tensor")])
-def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(kind: str, other: str) -> None:
+def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(
+    kind: str, other: str, run_processes
+) -> None:
     """Torch would put its own shard back, and compute with that, silently."""
     for said in run_processes(replaced, kind):
         assert said is not None
@@ -310,7 +313,7 @@ def given_data(folder: str, split: bool) -> list[str | None]:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_sharded_parameter_that_was_given_other_data_is_not_saved_as_it_was(
-    split: bool, tmp_path: Path
+    split: bool, tmp_path: Path, run_processes
 ) -> None:
     """The shard stays as it was, and is what would be saved, or computed with where a layer is split."""
     for found in run_processes(given_data, str(tmp_path / "saved"), split):
@@ -332,7 +335,7 @@ def loaded_whole() -> float:
     return found
 
 
-def test_whole_weights_are_loaded_inside_full_parameters() -> None:
+def test_whole_weights_are_loaded_inside_full_parameters(run_processes) -> None:
     """Torch looked for a shard in what was loaded, and the model was of no use from then on."""
     assert run_processes(loaded_whole) == [0, 0]
 
@@ -379,12 +382,12 @@ def converted(version: int, kind: str) -> list[str | None]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", [kind for kind in CONVERSIONS if kind != "to another dtype"])
-def test_a_conversion_that_changes_nothing_passes(version: int, kind: str) -> None:
+def test_a_conversion_that_changes_nothing_passes(version: int, kind: str, run_processes) -> None:
     for found in run_processes(converted, version, kind):
         assert found == [None, None, None]
 
 
-def test_a_conversion_of_sharded_weights_is_refused_and_changes_none() -> None:
+def test_a_conversion_of_sharded_weights_is_refused_and_changes_none(run_processes) -> None:
     for found in run_processes(converted, 2, "to another dtype"):
         assert all("are sharded, and cannot be converted" in str(said) for said in found)
 
@@ -399,7 +402,7 @@ def converted_when_released() -> set[torch.dtype]:
     return found
 
 
-def test_a_model_that_was_released_may_be_converted() -> None:
+def test_a_model_that_was_released_may_be_converted(run_processes) -> None:
     assert run_processes(converted_when_released) == [{torch.float64}] * 2
 
 
@@ -416,7 +419,7 @@ def converted_before_backward() -> list[str | None]:
     return found
 
 
-def test_a_conversion_of_a_part_between_forward_and_backward_is_not_lost() -> None:
+def test_a_conversion_of_a_part_between_forward_and_backward_is_not_lost(run_processes) -> None:
     for *refused, passed in run_processes(converted_before_backward):
         assert all("are sharded, and cannot be converted" in str(said) for said in refused)
         assert passed is None
@@ -446,7 +449,7 @@ def followed(own_group: bool) -> bool:
 
 
 @pytest.mark.parametrize("own_group", [True, False])
-def test_a_module_with_a_conversion_of_its_own_is_asked_for_it(own_group: bool) -> None:
+def test_a_module_with_a_conversion_of_its_own_is_asked_for_it(own_group: bool, run_processes) -> None:
     assert all(run_processes(followed, own_group))
 
 
@@ -464,7 +467,9 @@ def assigned(version: int) -> list[tuple[str | None, bool]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_tensors_that_would_take_the_place_of_sharded_weights_are_refused(version: int) -> None:
+def test_tensors_that_would_take_the_place_of_sharded_weights_are_refused(
+    version: int, run_processes
+) -> None:
     for found in run_processes(assigned, version):
         for said, is_untouched in found:
             assert said is not None
@@ -486,7 +491,7 @@ def of_numbers_that_cannot_be_sharded(version: int) -> list[str | None]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_complex_weights_and_sparse_gradients_are_refused_by_name(version: int) -> None:
+def test_complex_weights_and_sparse_gradients_are_refused_by_name(version: int, run_processes) -> None:
     for numbers, nested, alone in run_processes(of_numbers_that_cannot_be_sharded, version):
         assert numbers is not None
         assert nested is not None

@@ -6,14 +6,12 @@ import parity_job
 import pytest
 import torch
 
-from accel_testing import run_processes
-
 REPLICAS = {"dp_replicate_size": 2}
 STAGES = {"pp_size": 2}
 INTERLEAVED = {**STAGES, "pp_schedule": "Interleaved1F1B"}
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("kind", "options", "split", "world"),
@@ -27,7 +25,7 @@ INTERLEAVED = {**STAGES, "pp_schedule": "Interleaved1F1B"}
         ("gpt", {**STAGES, "dp_replicate_size": 2, "dp_shard_size": 1}, False, 4),
     ],
 )
-def test_fifty_steps_are_those_of_one_process(kind, options, split, world):
+def test_fifty_steps_are_those_of_one_process(kind, options, split, world, run_processes):
     losses, norms, weights = parity_job.plain(kind)
     for found in run_processes(parity_job.trained, kind, options, split, world=world, timeout=120):
         assert found[0] == pytest.approx(losses, abs=1e-4)

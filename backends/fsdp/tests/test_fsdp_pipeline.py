@@ -8,7 +8,6 @@ import torch
 from pipeline_problem import Bare, Gpt, Muddled, Named
 
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 SPLIT = {
     "parallelize_plan": {
@@ -32,7 +31,7 @@ WHOLE = sum(parameter.numel() for parameter in Gpt().parameters())
 
 
 @pytest.fixture(scope="module")
-def native():
+def native(run_processes):
     (found,) = run_processes(problem.trained, Gpt, {}, world=1)
     return found
 
@@ -47,7 +46,7 @@ def assert_same(found, native):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
-def test_losses_norms_and_weights_equal_one_process(native, schedule):
+def test_losses_norms_and_weights_equal_one_process(native, schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule}
     first, last = run_processes(problem.trained, Gpt, options, world=2, timeout=100)
     for found in (first, last):
@@ -57,8 +56,8 @@ def test_losses_norms_and_weights_equal_one_process(native, schedule):
     assert (first["outputs"], last["outputs"]) == ([], native["outputs"])
 
 
-@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(world):
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(world, run_processes):
     plainly = problem.counted_plainly()
     for found in run_processes(problem.counted, {"pp_size": 2}, world=world, timeout=100):
         assert_same(found, plainly)
@@ -68,23 +67,23 @@ def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(world):
 
 
 @pytest.fixture(scope="module")
-def native_tied():
+def native_tied(run_processes):
     (found,) = run_processes(problem.trained, problem.tied, {}, world=1)
     return found
 
 
-def test_tied_weights_stay_one_weight(native_tied):
+def test_tied_weights_stay_one_weight(native_tied, run_processes):
     for found in run_processes(problem.trained, problem.tied, {"pp_size": 2}, world=2, timeout=100):
         assert_same(found, native_tied)
 
 
-def test_what_stages_have_summed_is_counted_once_where_another_window_adds_to_it():
+def test_what_stages_have_summed_is_counted_once_where_another_window_adds_to_it(run_processes):
     (expected,) = run_processes(problem.trained_by_two_windows, {}, world=1)
     for norms in run_processes(problem.trained_by_two_windows, {"pp_size": 2}, world=2, timeout=100):
         assert norms == pytest.approx(expected, rel=1e-3)
 
 
-def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path):
+def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path, run_processes):
     ((loss, weights),) = run_processes(problem.begun_apart, {}, str(tmp_path / "one"), world=1)
     for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, str(tmp_path / "two"), world=2):
         assert found == pytest.approx(loss, rel=1e-4)
@@ -94,7 +93,7 @@ def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path):
 
 
 @pytest.mark.parametrize(("saver", "loader"), [("pipeline", "native"), ("native", "pipeline")])
-def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader):
+def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader, run_processes):
     folder = str(tmp_path / "checkpoint")
     (options, world), (others, size) = WAYS[saver], WAYS[loader]
     expected = run_processes(problem.saved, options, folder, 3, True, world=world)[0]
@@ -102,7 +101,7 @@ def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader):
         assert losses == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize(
     "options",
     [
@@ -115,12 +114,12 @@ def test_they_are_saved_as_one_and_loaded_by_both(tmp_path, saver, loader):
     ],
     ids=["interleaved", "four ranks", "offloaded", "split", "sharded", "sharded apart"],
 )
-def test_so_they_do_however_stages_are_laid_out(native_tied, options):
+def test_so_they_do_however_stages_are_laid_out(native_tied, options, run_processes):
     for found in run_processes(problem.trained, problem.tied, options, world=4, timeout=100):
         assert_same(found, native_tied)
 
 
-def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are(native):
+def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are(native, run_processes):
     options = {"activation_checkpointing": True, "transformer_cls_names_to_wrap": ["Block"]}
     first, last = run_processes(
         problem.trained, Gpt, {"pp_size": 2, "pp_split_points": ["norm"], **options}, 3, world=2
@@ -128,15 +127,15 @@ def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are
     assert first["losses"] == last["losses"] == pytest.approx(native["losses"][:3], rel=1e-3)
 
 
-def test_stages_of_two_ranks_are_sharded_over_two_more(native):
+def test_stages_of_two_ranks_are_sharded_over_two_more(native, run_processes):
     options = {"pp_size": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
     options["transformer_cls_names_to_wrap"] = ["Block"]
     for found in run_processes(problem.trained, Gpt, options, world=4, timeout=100):
         assert_same(found, native)
 
 
-@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.slow)])
-def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule):
+@pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.full)])
+def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule, "split": SPLIT}
     found = run_processes(problem.trained, Gpt, options, world=4, timeout=100)
     for each in found:
@@ -145,7 +144,7 @@ def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule):
     assert found[0]["held"] + found[2]["held"] == WHOLE  # of DTensors the whole is counted
 
 
-def test_a_model_may_be_built_on_the_meta_device():
+def test_a_model_may_be_built_on_the_meta_device(run_processes):
     (losses, one, weights), (others, other, same) = run_processes(problem.built_on_meta, PIPE, world=2)
     assert losses == others
     assert losses[1] < losses[0]
@@ -155,7 +154,7 @@ def test_a_model_may_be_built_on_the_meta_device():
         assert weight.isfinite().all(), name
 
 
-def test_the_first_step_draws_and_counts_no_more_than_others():
+def test_the_first_step_draws_and_counts_no_more_than_others(run_processes):
     ((counts, _),) = run_processes(problem.normed, {}, world=1)
     for mine, (first, second) in run_processes(problem.normed, {"pp_size": 2}, world=2):
         assert first == second
@@ -163,32 +162,32 @@ def test_the_first_step_draws_and_counts_no_more_than_others():
         assert mine, "the stage has no buffers"
 
 
-def test_a_loss_in_16_bits_reaches_all_ranks(native):
+def test_a_loss_in_16_bits_reaches_all_ranks(native, run_processes):
     first, last = run_processes(problem.halved, world=2)
     assert first == last == pytest.approx(native["losses"][0], rel=2e-2)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_window_may_be_shorter_than_the_pipeline(schedule):
+def test_a_window_may_be_shorter_than_the_pipeline(schedule, run_processes):
     losses = run_processes(problem.short, schedule, 1, world=2)
     model, (batch,) = Gpt(), problem.window(0, 1)
     assert losses == [pytest.approx(problem.loss_of(model, batch)[0].item())] * 2
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])
-def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sharded(schedule):
+def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sharded(schedule, run_processes):
     (native,) = run_processes(problem.shrunk, {}, world=1)
     options = {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": schedule}
     for weights in run_processes(problem.shrunk, options, world=4):
         torch.testing.assert_close(weights, native)
 
 
-def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named():
+def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named(run_processes):
     for said in run_processes(problem.short, "Interleaved1F1B", 5, world=2):
         assert "ScheduleInterleaved1F1B cannot run 5 micro-batches" in said
 
 
-def test_a_model_names_its_split_points_and_the_config_overrules_it():
+def test_a_model_names_its_split_points_and_the_config_overrules_it(run_processes):
     named = run_processes(problem.trained, Named, {"pp_size": 2}, 1, world=2)
     other = run_processes(problem.trained, Named, {"pp_split_points": ["blocks.3"]}, 1, world=2)
     assert named[0]["held"] < other[0]["held"]
@@ -208,7 +207,7 @@ def test_a_model_names_its_split_points_and_the_config_overrules_it():
         ("pipeline", "split"),
     ],
 )
-def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
+def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader, run_processes):
     folder = str(tmp_path / "checkpoint")
     (options, world), (others, size) = WAYS[saver], WAYS[loader]
     expected = run_processes(problem.saved, options, folder, world=world)[0]
@@ -231,7 +230,7 @@ def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader):
         (Gpt, {"pp_schedule": "Interleaved1F1B", "pp_split_points": ["blocks.1"]}, "several times 2 stages"),
     ],
 )
-def test_a_model_that_cannot_be_cut_is_refused(kind, options, words):
+def test_a_model_that_cannot_be_cut_is_refused(kind, options, words, run_processes):
     for said in run_processes(problem.unprepared, kind, {"pp_size": 2, **options}, world=2):
         assert words in said
 
@@ -243,12 +242,12 @@ def test_a_model_that_cannot_be_cut_is_refused(kind, options, words):
         (problem.LookedUp, "tokens.weight, [18, 16]: sparse gradients (sparse=True) cannot be sharded"),
     ],
 )
-def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages(kind, words):
+def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stages(kind, words, run_processes):
     for said in run_processes(problem.unprepared, kind, {"pp_size": 2}, world=2):
         assert words in said
 
 
-def test_a_module_that_is_registered_out_of_turn_is_named():
+def test_a_module_that_is_registered_out_of_turn_is_named(run_processes):
     said = run_processes(problem.unprepared, Muddled, {"pp_size": 2}, world=2)
     assert "norm is of stage 0" in said[1]
 
@@ -262,61 +261,63 @@ def test_a_module_that_is_registered_out_of_turn_is_named():
         (problem.Copied, "1F1B"),
     ],
 )
-def test_what_skips_a_stage_is_refused(kind, schedule):
+def test_what_skips_a_stage_is_refused(kind, schedule, run_processes):
     said = run_processes(problem.unprepared, kind, {"pp_size": 2, "pp_schedule": schedule}, world=2)
     assert any("beside the one tensor that stages send" in each for each in said)
 
 
-def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it():
+def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it(run_processes):
     _, said = run_processes(problem.unprepared, problem.Several, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: stage 1 cannot pass over the modules before it in Several")
     assert "ValueError: not enough values to unpack" in said
     assert "fsdp.pp_split_points" in said.splitlines()[-1]
 
 
-def test_activations_that_go_by_keyword_are_refused_by_the_stage_before():
+def test_activations_that_go_by_keyword_are_refused_by_the_stage_before(run_processes):
     said, _ = run_processes(problem.unprepared, problem.ByKeyword, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called without a positional")
 
 
-def test_activations_that_are_pairs_are_refused_by_the_stage_before():
+def test_activations_that_are_pairs_are_refused_by_the_stage_before(run_processes):
     """The next stage got the first of them, and could take its rows for the pair."""
     said, _ = run_processes(problem.unprepared, problem.Paired, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
 
 
-def test_activations_of_any_memory_order_are_sent():
+def test_activations_of_any_memory_order_are_sent(run_processes):
     (plain,) = run_processes(problem.trained, problem.Transposed, {}, 3, world=1)
     found, _ = run_processes(problem.trained, problem.Transposed, {"pp_size": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
-def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send():
+def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send(run_processes):
     (plain,) = run_processes(problem.trained, problem.Scaled, {}, 3, world=1)
     found, _ = run_processes(problem.trained, problem.Scaled, {"pp_size": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_model_too(schedule):
+def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_model_too(
+    schedule, run_processes
+):
     (plain,) = run_processes(problem.scaled_later, {}, world=1)
     for losses in run_processes(problem.scaled_later, {"pp_schedule": schedule}, world=2):
         assert losses == pytest.approx(plain, abs=1e-5)
 
 
-def test_a_backward_hook_of_a_module_in_several_stages_is_refused():
+def test_a_backward_hook_of_a_module_in_several_stages_is_refused(run_processes):
     options = {"pp_size": 2, "pp_split_points": ["1.2"]}
     for said in run_processes(problem.unprepared, problem.Listed, options, world=2):
         assert said.startswith("pipeline: a backward hook of 1 is never called, as no stage has its inputs")
 
 
-def test_a_backward_hook_of_the_model_is_refused_where_its_input_requires_a_gradient():
+def test_a_backward_hook_of_the_model_is_refused_where_its_input_requires_a_gradient(run_processes):
     said, _ = run_processes(problem.hooked_with_an_input_that_requires_a_gradient, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: a backward hook of Sequential, whose input requires a gradient, is")
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule):
+def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule, run_processes):
     ((plain, _),) = run_processes(problem.noised, {}, world=1)
     first, last = run_processes(problem.noised, {"pp_schedule": schedule})
 
@@ -326,21 +327,21 @@ def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(sche
 
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_draws_after_the_model_leave_those_before_it_alike(schedule, every):
+def test_draws_after_the_model_leave_those_before_it_alike(schedule, every, run_processes):
     first, last = run_processes(problem.noised, {"pp_schedule": schedule}, True, every)
 
     assert first[1] == last[1]
 
 
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
-def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind):
+def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind, run_processes):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)
     for found in run_processes(problem.trained, kind, {"pp_size": 2}, 3, world=2):
         assert_same(found, plain)
         assert found["evaluated"] == pytest.approx(plain["evaluated"], rel=1e-3)
 
 
-def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
+def test_what_a_pipeline_cannot_do_says_what_to_do_instead(run_processes):
     for said in run_processes(problem.misused, world=2):
         assert "forward_backward" in said["call"].splitlines()[-1]
         assert "forward_backward" in said["backward"].splitlines()[-1]
@@ -349,7 +350,7 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead():
         assert "give each model an optimizer of its own" in said["two"]
 
 
-def test_after_an_exception_in_a_window_the_next_is_refused():
+def test_after_an_exception_in_a_window_the_next_is_refused(run_processes):
     for said in run_processes(problem.interrupted, world=2):
         assert said.startswith("pipeline: an exception has left a window in its midst")
 
@@ -370,7 +371,7 @@ def test_version_1_has_no_stages():
     ],
     ids=["alone", "bf16", "policy", "offloaded", "offloaded in bf16"],
 )
-def test_a_stage_that_no_rank_shares_stays_whole(options, whole):
+def test_a_stage_that_no_rank_shares_stays_whole(options, whole, run_processes):
     precision = {"mixed_precision": "bf16"} if "bf16" in options.values() else {}
     losses, norms, *_ = problem.staged(precision)
     for found in run_processes(problem.staged, {"pp_size": 2, **options}, world=2, timeout=100):
@@ -382,7 +383,7 @@ def test_a_stage_that_no_rank_shares_stays_whole(options, whole):
         assert f"Gpt was {said} by an earlier prepare" in found[3]
 
 
-def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in():
+def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in(run_processes):
     found = run_processes(problem.sent, world=4, timeout=100)
     assert found == ["None", "None", "torch.bfloat16", "torch.bfloat16"]
 
@@ -391,13 +392,13 @@ def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in():
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
-def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule):
+def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule, "transformer_cls_names_to_wrap": ["Block"]}
     for few, many in run_processes(problem.reductions, options, [2, 8], world=4, timeout=100):
         assert few == many == 3  # two blocks, and the model around them
 
 
-def test_blocks_of_stages_are_compiled_alone_and_share_their_code():
+def test_blocks_of_stages_are_compiled_alone_and_share_their_code(run_processes):
     few = run_processes(problem.compiled, 4, world=2, timeout=110)
     many = run_processes(problem.compiled, 8, world=2, timeout=110)
     assert few == many

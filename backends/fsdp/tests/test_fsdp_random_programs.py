@@ -11,7 +11,6 @@ import pytest
 
 from accel_core import Accelerator, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
-from accel_testing import run_processes
 from accel_testing.random_programs import Program, make_program, require_equal, train
 
 SEEDS = range(12)
@@ -59,7 +58,7 @@ def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("stack", STACKS)
-def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str) -> None:
+def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str, run_processes) -> None:
     ranks, readers, _ = STACKS[stack]
     for found in run_processes(trained, str(tmp_path), stack, world=ranks):
         for seed, weights in zip(SEEDS, found, strict=True):

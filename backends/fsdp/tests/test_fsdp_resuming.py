@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from accel_core import Accelerator, ConfigError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 
@@ -128,7 +127,7 @@ def world_of(stack: str) -> int:
 
 @pytest.mark.parametrize(("first", "second"), [("fsdp1", "single"), ("single", "fsdp1"), ("fsdp1", "fsdp1")])
 def test_parameters_in_any_memory_order_are_saved_as_what_they_are(
-    tmp_path: Path, first: str, second: str
+    tmp_path: Path, first: str, second: str, run_processes
 ) -> None:
     folder = str(tmp_path / "saved")
     run_processes(in_one_go, first, "Lying", "AdamW", 2, folder, world=world_of(first))
@@ -152,7 +151,9 @@ def prepare_whole(lying: bool) -> str:
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(world: int) -> None:
+def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(
+    world: int, run_processes
+) -> None:
     for said in run_processes(prepare_whole, True, world=world):
         assert said.startswith("weight, [4, 3, 3, 3]: fsdp_version 1 without shards cannot train")
     assert run_processes(prepare_whole, False, world=world) == [""] * world
@@ -162,7 +163,7 @@ def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(wor
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_resumed_run_is_saved_and_resumed_again(
-    tmp_path: Path, version: int, optimizer: str, twice: bool
+    tmp_path: Path, version: int, optimizer: str, twice: bool, run_processes
 ) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     stack = f"fsdp{version}"
@@ -175,7 +176,9 @@ def test_a_resumed_run_is_saved_and_resumed_again(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_parameter_without_elements_is_saved_and_resumed(tmp_path: Path, version: int) -> None:
+def test_a_parameter_without_elements_is_saved_and_resumed(
+    tmp_path: Path, version: int, run_processes
+) -> None:
     folder, stack = str(tmp_path / "saved"), f"fsdp{version}"
     run_processes(in_one_go, stack, "Empty", "AdamW", 2, folder)
     expected = in_one_go("single", "Empty", "AdamW", 4)

@@ -8,8 +8,6 @@ import split_job
 import torch
 from test_fsdp_grids import PLAN, SEQUENCE, TIED
 
-from accel_testing import run_processes
-
 LOSS = {"ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL": "true"}
 RECOMPUTED = {
     "ACCEL__FSDP__ACTIVATION_CHECKPOINTING": "true",
@@ -39,7 +37,7 @@ CASES = {
 
 
 @pytest.fixture(scope="module")
-def found():
+def found(run_processes):
     return run_processes(split_job.all_trained, CASES, world=2, timeout=200)
 
 
@@ -60,7 +58,7 @@ def test_an_optimizer_has_its_groups_again_after_a_step(found, name):
 
 
 @pytest.mark.parametrize("kind", ["plain", "closure"])
-def test_hooks_and_closures_of_a_step_see_the_groups_whole(kind):
+def test_hooks_and_closures_of_a_step_see_the_groups_whole(kind, run_processes):
     seen, weights = split_job.grouped(None, kind)
     for mine, found in run_processes(split_job.grouped, PLAN, kind, world=2):
         assert mine == seen
@@ -83,39 +81,39 @@ def test_layers_that_only_tensor_parallelism_splits_are_not_sharded(found, name)
     ],
     ids=["bf16", "policy", "offloaded", "hook of a parameter"],
 )
-def test_what_needs_hooks_of_torch_is_sharded_over_one_rank(environment, hooked):
+def test_what_needs_hooks_of_torch_is_sharded_over_one_rank(environment, hooked, run_processes):
     found = run_processes(split_job.sharded, PLAN, environment, hooked, world=2)
     assert [(modules > 0, plain) for modules, plain in found] == [(True, 0)] * 2
 
 
-def test_a_sequences_gradients_are_summed_once_per_window():
+def test_a_sequences_gradients_are_summed_once_per_window(run_processes):
     for of_one, of_three in run_processes(split_job.sent, SEQUENCE, world=2):
         assert of_one == of_three
         norms = 2 * 2 * 2 + 2  # weights and biases
         assert of_one[0] == norms
 
 
-def test_gradients_are_laid_out_as_their_parameters_once_they_are_unscaled():
+def test_gradients_are_laid_out_as_their_parameters_once_they_are_unscaled(run_processes):
     for before, after in run_processes(split_job.complete, SEQUENCE, world=2):
         assert before > 0
         assert after == 0
 
 
-def test_a_write_to_whole_weights_counts_if_it_is_written_back():
+def test_a_write_to_whole_weights_counts_if_it_is_written_back(run_processes):
     for found in run_processes(split_job.whole_weights, SEQUENCE | {"norm": None}, world=2):
         assert found["state dict"] == {1.0}
         assert found["writeback False"] == {False}
         assert found["writeback True"] == {True}
 
 
-def test_a_second_prepare_and_an_optimizer_of_old_parameters_are_refused():
+def test_a_second_prepare_and_an_optimizer_of_old_parameters_are_refused(run_processes):
     for stepped, prepared in run_processes(split_job.refused, PLAN, world=2):
         assert "prepare the optimizer too" in stepped
         assert "was sharded by an earlier prepare" in prepared
 
 
 @pytest.mark.parametrize("kind", ["whole", "part", "object"])
-def test_gradients_of_gradients_are_refused(kind):
+def test_gradients_of_gradients_are_refused(kind, run_processes):
     for said in run_processes(split_job.second_order, PLAN, kind, world=2):
         assert "backward with create_graph=True" in said
 
@@ -130,7 +128,7 @@ def test_gradients_of_gradients_are_refused(kind):
     ],
     ids=["split-sharded", "sharded-split", "split-split"],
 )
-def test_a_checkpoint_goes_on_with_other_parts(saved, resumed, optimizer, tmp_path):
+def test_a_checkpoint_goes_on_with_other_parts(saved, resumed, optimizer, tmp_path, run_processes):
     def run(sizes, *, saves):
         case = {"sizes": sizes, "plan": SEQUENCE if "tp" in sizes else None, "optimizer": optimizer}
         return run_processes(split_job.continued, case, str(tmp_path / "state"), saves, world=2)

@@ -27,7 +27,6 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 
@@ -55,7 +54,7 @@ def after_evaluation(version: int, strategy: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_evaluating_between_steps_changes_nothing(version: int, strategy: str) -> None:
+def test_evaluating_between_steps_changes_nothing(version: int, strategy: str, run_processes) -> None:
     for found in run_processes(after_evaluation, version, strategy):
         assert distance(found, train_plainly("gpt", 2)[1]) < 1e-5
 
@@ -71,7 +70,7 @@ def streamed(version: int) -> tuple[list[str], set[torch.dtype], bool]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_weights_come_one_by_one_under_the_models_names(version: int) -> None:
+def test_weights_come_one_by_one_under_the_models_names(version: int, run_processes) -> None:
     names = sorted(name for name, _ in net("gpt").named_parameters())
     for found, dtypes, tied in run_processes(streamed, version):
         assert found == names
@@ -114,7 +113,9 @@ def said_of_stand_ins(version: int, folder: str) -> list[str]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(version: int, tmp_path: Path) -> None:
+def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(
+    version: int, tmp_path: Path, run_processes
+) -> None:
     for said in run_processes(said_of_stand_ins, version, str(tmp_path)):
         assert all("of which this rank has parts" in each for each in said)
 
@@ -130,7 +131,7 @@ def freed(version: int) -> bool:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_free_memory_lets_a_model_go(version: int) -> None:
+def test_free_memory_lets_a_model_go(version: int, run_processes) -> None:
     assert run_processes(freed, version) == [True, True]
 
 
@@ -155,7 +156,7 @@ def said_after_freeing(version: int, trains: bool, folder: str) -> list[str]:
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
-    version: int, trains: bool, tmp_path: Path
+    version: int, trains: bool, tmp_path: Path, run_processes
 ) -> None:
     for said in run_processes(said_after_freeing, version, trains, str(tmp_path)):
         assert all("of before free_memory, and this rank has parts of its weights" in each for each in said)
@@ -163,7 +164,9 @@ def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(version: int) -> None:
+def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(
+    version: int, run_processes
+) -> None:
     assert run_processes(for_a_moment, version, True) == [((3, 16), 1.0, False)] * 2
     assert run_processes(for_a_moment, version, False) == [((3, 16), 0.0, True)] * 2
 
@@ -185,7 +188,7 @@ def averaged() -> float:
     return gap
 
 
-def test_an_average_of_the_parts_is_the_part_of_the_average() -> None:
+def test_an_average_of_the_parts_is_the_part_of_the_average(run_processes) -> None:
     assert max(run_processes(averaged)) < 1e-5
 
 
@@ -215,7 +218,7 @@ def _with_adapters() -> nn.Module:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_adapters_train_beside_frozen_weights(version: int) -> None:
+def test_adapters_train_beside_frozen_weights(version: int, run_processes) -> None:
     for gap, trains in run_processes(adapters, version):
         assert gap < 1e-5
         assert {*trains} == {True, False}
@@ -252,7 +255,9 @@ def frozen_within(version: int, frozen: str) -> float:
 
 @pytest.mark.parametrize("frozen", ["", "1"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_what_is_frozen_for_a_pass_within_a_window_keeps_its_gradients(version: int, frozen: str) -> None:
+def test_what_is_frozen_for_a_pass_within_a_window_keeps_its_gradients(
+    version: int, frozen: str, run_processes
+) -> None:
     for world in (1, 2):
         assert max(run_processes(frozen_within, version, frozen, world=world)) < 1e-5
 
@@ -279,7 +284,7 @@ def distilled(version: int, strategy: str) -> tuple[float, bool]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_whole_teacher_trains_a_student_in_parts(version: int) -> None:
+def test_a_whole_teacher_trains_a_student_in_parts(version: int, run_processes) -> None:
     for gap, whole in run_processes(distilled, version, "single"):
         assert gap < 1e-5
         assert whole
@@ -296,7 +301,7 @@ def dictionaries(kind: str | None, version: int) -> tuple[str, bool]:
     return type(state[name]).__name__, same
 
 
-def test_state_dict_gives_what_its_type_says_and_takes_it_back() -> None:
+def test_state_dict_gives_what_its_type_says_and_takes_it_back(run_processes) -> None:
     assert run_processes(dictionaries, None, 2) == [("DTensor", True)] * 2
     assert run_processes(dictionaries, "sharded_state_dict", 2) == [("DTensor", True)] * 2
     assert run_processes(dictionaries, "full_state_dict", 2) == [("Tensor", True)] * 2
@@ -305,7 +310,7 @@ def test_state_dict_gives_what_its_type_says_and_takes_it_back() -> None:
 @pytest.mark.parametrize(
     ("kind", "given"), [("FULL_STATE_DICT", "Tensor"), ("SHARDED_STATE_DICT", "DTensor")]
 )
-def test_so_does_that_of_version_1(kind: str, given: str) -> None:
+def test_so_does_that_of_version_1(kind: str, given: str, run_processes) -> None:
     assert run_processes(dictionaries, kind, 1) == [(given, True)] * 2
 
 
@@ -320,7 +325,7 @@ def on_one_rank() -> list[str]:
     return found
 
 
-def test_configs_of_torch_say_where_version_1_gives_whole_weights() -> None:
+def test_configs_of_torch_say_where_version_1_gives_whole_weights(run_processes) -> None:
     first, second = run_processes(on_one_rank)
     assert first == list(net("mlp").state_dict())
     assert second == []
@@ -345,7 +350,9 @@ def resumed(folder: str, version: int) -> list[float]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_save_that_does_not_wait_is_resumed_by_the_other_version(tmp_path: Path, version: int) -> None:
+def test_a_save_that_does_not_wait_is_resumed_by_the_other_version(
+    tmp_path: Path, version: int, run_processes
+) -> None:
     expected = run_processes(saved, str(tmp_path / "saved"), version)[0]
     found = run_processes(resumed, str(tmp_path / "saved"), 3 - version)[0]
     assert found == pytest.approx(expected, abs=1e-5)

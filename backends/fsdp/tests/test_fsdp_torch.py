@@ -15,7 +15,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from accel_core import Accelerator, CollectiveError
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_fsdp.experts import Spread
-from accel_testing import run_processes
 
 NAMES = {
     "torch.distributed.fsdp.wrap": ["_Policy", "_recursive_wrap"],
@@ -57,7 +56,7 @@ def replicated_by_slices() -> tuple[int, tuple[str, ...] | None]:
     return mesh.ndim, mesh.mesh_dim_names
 
 
-def test_replicas_are_made_without_what_torch_2_9_lacks() -> None:
+def test_replicas_are_made_without_what_torch_2_9_lacks(run_processes) -> None:
     assert run_processes(replicated_by_slices, world=4) == [(2, ("dp_replicate", "dp_shard"))] * 4
 
 
@@ -76,7 +75,7 @@ def groups_left() -> list[int]:
     return found
 
 
-def test_a_run_leaves_no_groups_in_a_process_group_of_the_users() -> None:
+def test_a_run_leaves_no_groups_in_a_process_group_of_the_users(run_processes) -> None:
     for found in run_processes(groups_left, world=4):
         assert found[0] == found[1] == found[2]
 
@@ -115,7 +114,7 @@ def after_others() -> list[list[float]]:
     return found
 
 
-def test_runs_of_one_mesh_train_alike_beside_and_after_each_other() -> None:
+def test_runs_of_one_mesh_train_alike_beside_and_after_each_other(run_processes) -> None:
     for found in run_processes(after_others, world=4):
         assert all(losses == found[0] for losses in found)
 
@@ -168,7 +167,7 @@ def clipped_without_the_other() -> str:
     return "nothing"
 
 
-def test_a_rank_that_clipping_has_lost_is_named() -> None:
+def test_a_rank_that_clipping_has_lost_is_named(run_processes) -> None:
     said, _ = run_processes(clipped_without_the_other, world=2)
     assert said.startswith("clip_grad_norm_: rank 0 lost rank 1 (")
 
@@ -216,7 +215,7 @@ def evaluated_without_the_other_part() -> str:
     return "nothing"
 
 
-def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone() -> None:
+def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone(run_processes) -> None:
     said, _ = run_processes(evaluated_without_the_other_part, world=2)
     assert said.startswith("forward: rank 0 lost rank 1 (")
 
@@ -224,7 +223,9 @@ def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone() 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("wraps", [None, ["Linear"]])
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_rank_that_a_forward_has_lost_is_named(version: int, wraps: list[str] | None, trains: bool) -> None:
+def test_a_rank_that_a_forward_has_lost_is_named(
+    version: int, wraps: list[str] | None, trains: bool, run_processes
+) -> None:
     said, _ = run_processes(forward_without_the_other, version, wraps, trains, world=2)
     assert said.startswith("forward: rank 0 lost rank 1 (")
     assert said.splitlines()[-1].startswith("look at what those ranks did")

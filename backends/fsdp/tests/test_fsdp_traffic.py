@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 import traffic_problem
 
-from accel_testing import run_processes
-
 OF_TWO = {
     "FSDP2": {"dp_shard": 2},
     "tensor parallel": {"tp": 2},
@@ -22,7 +20,7 @@ ONE_LOSS_FOR_ALL_STAGES = {"broadcast": (1, 4)}
 
 
 @pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
-def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(world, cases):
+def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(world, cases, run_processes):
     for rank, found in enumerate(run_processes(traffic_problem.traffic, cases, world=world, timeout=120)):
         for name, (by_hand, ours) in found.items():
             where = f"{name}, rank {rank}"

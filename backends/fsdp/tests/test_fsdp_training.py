@@ -30,7 +30,6 @@ from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError, GradScalerKwargs
 from accel_fsdp.precision import SharedScaler
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 Trained = tuple[list[float], dict[str, torch.Tensor]]
@@ -44,7 +43,7 @@ def assert_same(trained: list[Trained], plain: Trained, tolerance: float = 1e-5)
 
 @pytest.mark.parametrize("kind", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("version", VERSIONS)
-def test_fifty_steps_have_the_losses_of_one_process(version: int, kind: str) -> None:
+def test_fifty_steps_have_the_losses_of_one_process(version: int, kind: str, run_processes) -> None:
     assert_same(run_processes(train_ours, kind, 50, {"version": version}), train_plainly(kind, 50), 1e-4)
 
 
@@ -87,7 +86,7 @@ OWN: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_no_option_changes_what_is_trained(version: int) -> None:
+def test_no_option_changes_what_is_trained(version: int, run_processes) -> None:
     cases = {name: {"version": version, **options} for name, options in (SHARED | OWN[version]).items()}
     plain = train_plainly("mlp", 3)
 
@@ -107,7 +106,7 @@ def first_losses(version: int, syncs: bool, alike: bool) -> float:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_weights_that_are_equal_already_need_not_be_sent(version: int) -> None:
+def test_weights_that_are_equal_already_need_not_be_sent(version: int, run_processes) -> None:
     expected = train_plainly("mlp", 1)[0][0]
     assert run_processes(first_losses, version, False, True) == pytest.approx([expected] * 2, abs=1e-5)
     assert run_processes(first_losses, version, False, False)[0] != pytest.approx(expected, abs=1e-3)
@@ -118,7 +117,7 @@ def accumulated(version: int) -> Trained:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_accumulated_windows_equal_whole_batches(version: int) -> None:
+def test_accumulated_windows_equal_whole_batches(version: int, run_processes) -> None:
     assert_same(run_processes(accumulated, version), train_plainly("gpt", 4))
 
 
@@ -137,7 +136,7 @@ def collectives_of_a_window(version: int) -> list[set[str]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_gradients_are_reduced_at_the_end_of_a_window_only(version: int) -> None:
+def test_gradients_are_reduced_at_the_end_of_a_window_only(version: int, run_processes) -> None:
     for inside, at_its_end in run_processes(collectives_of_a_window, version):
         assert not any("reduce" in name for name in inside)
         assert any("reduce" in name for name in at_its_end)
@@ -155,7 +154,7 @@ def parts(version: int) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_each_rank_holds_its_share_under_the_models_own_names(version: int) -> None:
+def test_each_rank_holds_its_share_under_the_models_own_names(version: int, run_processes) -> None:
     names = [name for name, _ in net("gpt").named_parameters()]
     for held, whole, found in run_processes(parts, version):
         assert whole / 2 * 0.9 < held < whole / 2 * 1.1
@@ -171,7 +170,7 @@ def unwrapped(version: int) -> tuple[bool, bool]:
     return found
 
 
-def test_version_2_leaves_the_user_the_very_same_model() -> None:
+def test_version_2_leaves_the_user_the_very_same_model(run_processes) -> None:
     assert run_processes(unwrapped, 2, world=1) == [(True, True)]
     assert run_processes(unwrapped, 1, world=1) == [(False, True)]
 
@@ -201,7 +200,7 @@ POLICIES: list[tuple[Any, str | None, torch.dtype]] = [
 @pytest.mark.parametrize(("given", "precision", "dtype"), POLICIES)
 @pytest.mark.parametrize("version", VERSIONS)
 def test_weights_are_gathered_in_the_policys_dtype_and_kept_in_their_own(
-    version: int, given: Any, precision: str | None, dtype: torch.dtype
+    version: int, given: Any, precision: str | None, dtype: torch.dtype, run_processes
 ) -> None:
     (found,) = run_processes(policies, version, given, precision, world=1)
     assert found == {"computed in": dtype, "kept in": {torch.float32}}
@@ -215,12 +214,12 @@ def outputs(version: int, precision: str) -> torch.dtype:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_outputs_are_float32_whatever_the_run_computes_in(version: int) -> None:
+def test_outputs_are_float32_whatever_the_run_computes_in(version: int, run_processes) -> None:
     for precision in ("bf16", "fp16"):
         assert run_processes(outputs, version, precision) == [torch.float32] * 2
 
 
-def test_a_policy_object_of_torch_is_taken_as_it_is() -> None:
+def test_a_policy_object_of_torch_is_taken_as_it_is(run_processes) -> None:
     for version, make in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
         (found,) = run_processes(policies, version, make(param_dtype=torch.bfloat16), None, world=1)
         assert found["computed in"] == torch.bfloat16
@@ -244,7 +243,7 @@ def overflow_on_one_rank(version: int) -> tuple[list[bool], float]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_overflow_on_one_rank_skips_the_step_on_all(version: int) -> None:
+def test_an_overflow_on_one_rank_skips_the_step_on_all(version: int, run_processes) -> None:
     first, second = run_processes(overflow_on_one_rank, version)
     assert first == second
     assert first[0] == [False, True, False]
@@ -270,7 +269,7 @@ def overflow_in_one_replica(version: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int) -> None:
+def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int, run_processes) -> None:
     assert run_processes(overflow_in_one_replica, version, world=4) == [[False, True]] * 4
 
 
@@ -307,7 +306,7 @@ def ended_by_hand(version: int) -> Any:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: int) -> None:
+def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: int, run_processes) -> None:
     plain = net("mlp")
     for step in range(2):
         (loss_of(plain, *batch("mlp", step)) / 3).backward()
@@ -337,7 +336,9 @@ def stepping_on_what_no_sync_kept(version: int, options: dict[str, Any]) -> str 
 
 
 @pytest.mark.parametrize(("version", "strategy"), [(2, None), (1, None), (1, "NO_SHARD")])
-def test_a_step_on_gradients_that_no_sync_kept_is_refused(version: int, strategy: str | None) -> None:
+def test_a_step_on_gradients_that_no_sync_kept_is_refused(
+    version: int, strategy: str | None, run_processes
+) -> None:
     options = {"sharding_strategy": strategy} if strategy else {}
     for said in run_processes(stepping_on_what_no_sync_kept, version, options):
         assert "ran inside no_sync" in str(said)
@@ -355,7 +356,9 @@ def editing_sums_over_items() -> str:
     return str(refusal.value)
 
 
-def test_sharded_gradients_that_are_edited_before_they_are_divided_by_items_are_refused() -> None:
+def test_sharded_gradients_that_are_edited_before_they_are_divided_by_items_are_refused(
+    run_processes,
+) -> None:
     for said in run_processes(editing_sums_over_items):
         assert "was changed after backward" in said
 
@@ -376,12 +379,12 @@ def evaluating_before_a_step_by_items(version: int) -> float:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_evaluation_before_the_step_is_no_edit_of_sums_over_items(version: int) -> None:
+def test_an_evaluation_before_the_step_is_no_edit_of_sums_over_items(version: int, run_processes) -> None:
     assert max(run_processes(evaluating_before_a_step_by_items, version)) < 1e-6
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_one_process_has_nothing_to_reduce_in_no_sync(version: int) -> None:
+def test_one_process_has_nothing_to_reduce_in_no_sync(version: int, run_processes) -> None:
     (distance_to_plain,) = run_processes(stepping_on_what_no_sync_kept, version, {}, world=1)
     assert distance_to_plain == 0
 
@@ -413,7 +416,7 @@ def left_out_at_the_end_of_a_window() -> str:
     return "stepped"
 
 
-def test_a_step_by_gradients_of_a_block_that_the_last_micro_batch_left_out_is_refused() -> None:
+def test_a_step_by_gradients_of_a_block_that_the_last_micro_batch_left_out_is_refused(run_processes) -> None:
     """They are of one rank: each would train a block of its own."""
     for said in run_processes(left_out_at_the_end_of_a_window):
         assert "the last backward through second.0.weight ran inside no_sync" in said
@@ -445,7 +448,7 @@ def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("way", ["optimizer", "model", "parts", "load_state"])
 def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
-    version: int, way: str, tmp_path: Path
+    version: int, way: str, tmp_path: Path, run_processes
 ) -> None:
     """Version 2 keeps them apart from `parameter.grad`, where `zero_grad` does not see them."""
     wanted, _ = run_processes(dropped, version, None, "")
@@ -498,7 +501,7 @@ def all_dropped_in_part(cases: list[tuple[dict[str, Any], str]]) -> list[dict[st
     return [dropped_in_part(*case) for case in cases]
 
 
-def test_one_of_two_optimizers_may_drop_its_gradients_within_a_window() -> None:
+def test_one_of_two_optimizers_may_drop_its_gradients_within_a_window(run_processes) -> None:
     """Version 1 zeroed elements of other parameters, and kept those that were dropped."""
     options: list[dict[str, Any]] = [
         {"version": 1},
@@ -535,7 +538,7 @@ def edits_told(version: int, edits: bool) -> list[str]:
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("edits", [False, True])
-def test_fp16_tells_of_edits_of_scaled_gradients_alone(version: int, edits: bool) -> None:
+def test_fp16_tells_of_edits_of_scaled_gradients_alone(version: int, edits: bool, run_processes) -> None:
     """Version 1 makes other views of gradients in the forward; version 2 has them in DTensors."""
     first, _ = run_processes(edits_told, version, edits)
     assert ["was changed between backward and the step" in said for said in first] == [True] * edits
@@ -559,7 +562,7 @@ def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dic
 
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_a_forward_without_backward_changes_nothing(version: int, precision: str) -> None:
+def test_a_forward_without_backward_changes_nothing(version: int, precision: str, run_processes) -> None:
     """Version 1 reduced in the backward of the first one alone: no step after it trained."""
     wanted, _ = run_processes(with_forwards, version, precision, False, False)
     assert distance(wanted, net("mlp").state_dict()) > 0.01
@@ -586,7 +589,7 @@ def second_backward(precision: str, retains: bool, options: dict[str, Any]) -> s
 @pytest.mark.parametrize("retains", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}])
 def test_version_1_refuses_a_second_backward_after_its_forwards(
-    precision: str, retains: bool, options: dict[str, Any]
+    precision: str, retains: bool, options: dict[str, Any], run_processes
 ) -> None:
     """It would have no weights, or its gradients would not be reduced."""
     for said in run_processes(second_backward, precision, retains, options):
@@ -608,7 +611,7 @@ def weights_with_names() -> tuple[int, set[str]]:
     return named
 
 
-def test_frozen_weights_keep_their_names_after_a_forward_without_backward() -> None:
+def test_frozen_weights_keep_their_names_after_a_forward_without_backward(run_processes) -> None:
     """Where version 1 cuts nothing, a save would have left them out."""
     names = net("mlp").state_dict().keys()
     for count, named in run_processes(weights_with_names):
@@ -632,7 +635,7 @@ def after_gradients_of_inputs(options: dict[str, Any], first: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("cut", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
-def test_a_backward_for_inputs_alone_changes_nothing(cut: str) -> None:
+def test_a_backward_for_inputs_alone_changes_nothing(cut: str, run_processes) -> None:
     """Where version 1 cuts nothing, no step would have trained a weight after it, and saves had no names."""
     options = {"version": 1, "sharding_strategy": cut}
     wanted, _ = run_processes(after_gradients_of_inputs, options, False)
@@ -656,7 +659,7 @@ def evaluated(version: int, first: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_an_evaluation_in_inference_mode_may_come_first(version: int) -> None:
+def test_an_evaluation_in_inference_mode_may_come_first(version: int, run_processes) -> None:
     """The memory that it gathers weights into is that of later forwards, which train."""
     wanted, _ = run_processes(evaluated, version, False)
     for found in run_processes(evaluated, version, True):

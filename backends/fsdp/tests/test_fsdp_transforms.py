@@ -12,7 +12,6 @@ from fsdp_problem import accelerator, distance, net, optimizer_of, plugin, steps
 from torch import nn
 
 from accel_core import TorchDynamoPlugin
-from accel_testing import run_processes
 
 VERSIONS = (1, 2)
 
@@ -33,7 +32,7 @@ def compiled(version: int) -> tuple[list[float], int, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
-def test_blocks_are_compiled_and_then_sharded(version: int) -> None:
+def test_blocks_are_compiled_and_then_sharded(version: int, run_processes) -> None:
     plain = train_plainly("gpt", 3)
     for losses, frames, weights in run_processes(compiled, version, timeout=110):
         assert frames > 0
@@ -74,7 +73,7 @@ def low(number: int) -> tuple[list[float], list[float], int]:
 
 
 @pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
-def test_layers_converted_to_float8_train_in_parts_as_they_do_whole() -> None:
+def test_layers_converted_to_float8_train_in_parts_as_they_do_whole(run_processes) -> None:
     for ours, theirs, layers in run_processes(low, 5, timeout=110):
         assert layers == 3
         assert ours == pytest.approx(theirs, rel=1e-4)

@@ -16,7 +16,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.unused import followed
-from accel_testing import run_processes
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""
@@ -85,7 +84,7 @@ def of_heads(used: Used, optimizer: str, sharded: bool, options: dict[str, Any])
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("case", CASES)
-def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str) -> None:
+def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str, run_processes) -> None:
     expected = of_heads(CASES[case], optimizer, False, {})
     for found in run_processes(of_heads, CASES[case], optimizer, True, {}):
         torch.testing.assert_close(found, expected)
@@ -102,14 +101,14 @@ def of_heads_on_an_older_torch(case: str) -> tuple[dict[str, Tensor], str]:
     reason="this torch holds gradients otherwise than an older one",
 )
 @pytest.mark.parametrize("case", ["by rank", "one rank all"])
-def test_zeros_take_part_on_a_torch_without_zeros_of_its_own(case: str) -> None:
+def test_zeros_take_part_on_a_torch_without_zeros_of_its_own(case: str, run_processes) -> None:
     expected = of_heads(CASES[case], "SGD", False, {})
     for found, said in run_processes(of_heads_on_an_older_torch, case):
         torch.testing.assert_close(found, expected)
         assert "heads.1.weight, heads.1.bias got no gradient" in said
 
 
-def test_ranks_may_compare_in_each_step() -> None:
+def test_ranks_may_compare_in_each_step(run_processes) -> None:
     used = [[[0, 1, 2], [0, 1, 2]], [[0], [1]]]
     expected = of_heads(used, "SGD", False, {})
     for found in run_processes(of_heads, used, "SGD", True, {"find_unused_parameters": True}):
@@ -129,7 +128,7 @@ def mixed(sharded: bool) -> dict[str, Tensor]:
     return found
 
 
-def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some() -> None:
+def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some(run_processes) -> None:
     for found in run_processes(mixed, True):
         torch.testing.assert_close(found, mixed(False))
 
@@ -155,7 +154,7 @@ def accumulated(precision: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_what_an_earlier_micro_batch_used_counts(precision: str) -> None:
+def test_what_an_earlier_micro_batch_used_counts(precision: str, run_processes) -> None:
     net, x = Heads(), data(0)[0]
     (net(x, [0, 1]) / 2).backward()
     expected = net.heads[1].weight.grad.sum().item()
@@ -175,13 +174,13 @@ def refused(used: Used, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
-def test_a_parameter_that_is_left_out_later_is_named() -> None:
+def test_a_parameter_that_is_left_out_later_is_named(run_processes) -> None:
     for said in run_processes(refused, [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {}):
         assert "heads.1.weight, heads.1.bias got no gradient" in said
         assert said.splitlines()[-1] == "set fsdp.find_unused_parameters: true"
 
 
-def test_blocks_that_only_some_ranks_run_are_named() -> None:
+def test_blocks_that_only_some_ranks_run_are_named(run_processes) -> None:
     blocks = {"transformer_cls_names_to_wrap": ["Linear"]}
     for said in run_processes(refused, [[[0], [1]]], blocks):
         assert "only some ranks ran the modules of heads.0.weight" in said
@@ -248,7 +247,7 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[d
     ids=["reader", "micro-batch", "all"],
 )
 def test_ranks_that_share_a_stage_of_a_pipeline_use_different_parameters(
-    used: list[list[list[int]]] | None,
+    used: list[list[list[int]]] | None, run_processes
 ) -> None:
     wanted, _ = in_a_pipeline(used, pipeline=False)
     for found, compares in run_processes(in_a_pipeline, used, True, world=4):
@@ -278,6 +277,6 @@ def two_forwards_in_one_backward(before: int) -> float:
 
 
 @pytest.mark.parametrize("before", [0, 1])
-def test_two_forwards_in_one_backward_train_as_one_process_does(before: int) -> None:
+def test_two_forwards_in_one_backward_train_as_one_process_does(before: int, run_processes) -> None:
     for apart in run_processes(two_forwards_in_one_backward, before):
         assert apart < 1e-5

@@ -22,12 +22,13 @@ from torch.nn import functional as F
 from accel_core import Accelerator, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
 from accel_testing import Traffic
+from accel_testing.patience import patience
 
 WINDOW = 3
 """Micro-batches of a step."""
 CLIP = 0.5
 LEARNING_RATE = 1e-2
-PATIENCE = timedelta(seconds=40)
+PATIENCE = timedelta(seconds=patience(40))
 
 
 class Scale(NamedTuple):

@@ -16,7 +16,6 @@ from accel_core import Accelerator, ConfigError, World
 from accel_hpu import HpuConfig, device, machine
 from accel_hpu.device import HpuDevice
 from accel_hpu.machine import HpuLaunch, probe
-from accel_testing import run_processes
 from accel_testing.simulated.simulate import simulate_plugin
 
 DEVICE = torch.device("cpu")  # only handed through
@@ -164,7 +163,7 @@ def trained_and_teacher(stand_in: str) -> tuple[int, int]:
     return first, len(hpu.CACHED)
 
 
-def test_a_run_records_what_it_trains() -> None:
+def test_a_run_records_what_it_trains(run_processes) -> None:
     assert run_processes(trained_and_teacher, str(STAND_IN), world=1) == [(1, 1)]
 
 

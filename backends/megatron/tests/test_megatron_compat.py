@@ -10,8 +10,6 @@ import pytest
 import torch
 from megatron_jobs import MODELS, VOCABULARY, batches, optimizer_of, quiet, write_indexed_text
 
-from accel_testing import run_processes
-
 END = VOCABULARY - 1
 
 pytestmark = pytest.mark.together
@@ -114,7 +112,7 @@ def in_plain_pytorch(model: Any) -> list[float]:
     return found
 
 
-def test_the_documented_train_step_judges_by_its_own_loss() -> None:
+def test_the_documented_train_step_judges_by_its_own_loss(run_processes) -> None:
     for found, wanted, size in run_processes(with_a_loss_of_its_own):
         assert size == 8
         assert found == pytest.approx(wanted, rel=1e-4)
@@ -149,7 +147,7 @@ def over_other_data() -> tuple[list[float], list[float], float]:
     return trained, losses, sum(wanted) / 4
 
 
-def test_the_loss_is_that_of_all_data_as_megatron_lms() -> None:
+def test_the_loss_is_that_of_all_data_as_megatron_lms(run_processes) -> None:
     """Each rank had the loss of its own rows, which the documented evaluation takes for the whole."""
     for trained, losses, wanted in run_processes(over_other_data):
         assert trained == pytest.approx(losses, rel=1e-4)
@@ -183,7 +181,7 @@ def judged(kind: str) -> tuple[float, float, int]:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
-def test_a_loss_function_in_megatrons_words_judges_the_models_own_step(kind: str) -> None:
+def test_a_loss_function_in_megatrons_words_judges_the_models_own_step(kind: str, run_processes) -> None:
     for loss, wanted, ranks in run_processes(judged, kind):
         assert loss == pytest.approx(wanted, rel=1e-4)
         assert ranks == 2
@@ -208,7 +206,7 @@ def with_variables() -> tuple[Any, ...]:
     return by_variables()
 
 
-def test_variables_of_accelerates_launcher_choose_it_and_its_options() -> None:
+def test_variables_of_accelerates_launcher_choose_it_and_its_options(run_processes) -> None:
     wanted = (2, True, {"attention_dropout": 0.25})
     assert run_processes(with_variables) == [wanted, wanted]
 
@@ -254,7 +252,7 @@ def over_indexed_files(folder: str) -> tuple[list[float], int]:
     return losses, len(batch["input_ids"])
 
 
-def test_a_stand_in_gives_loaders_of_indexed_files(tmp_path: Path) -> None:
+def test_a_stand_in_gives_loaders_of_indexed_files(tmp_path: Path, run_processes) -> None:
     one, other = run_processes(over_indexed_files, str(tmp_path))
     assert one == other
     losses, rows = one

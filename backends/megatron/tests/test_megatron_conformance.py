@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 PRELOAD = (
     "cuda_on_cpu_now,megatron.core.distributed,megatron.core.optimizer,megatron.core.pipeline_parallel,"
     "megatron.core.models.gpt,transformers.models.gpt2.modeling_gpt2"
@@ -22,7 +20,7 @@ GRID = ("tp_degree=2", "pp_degree=2", SHARDED)
 INTERLEAVED = ("pp_degree=2", "num_layers_per_virtual_pipeline_stage=1")
 
 
-def kit(folder: Path, *options: str, settings: tuple[str, ...] = (), partners: str = "") -> str:
+def kit(conform, folder: Path, *options: str, settings: tuple[str, ...] = (), partners: str = "") -> str:
     sets = [word for each in settings for word in ("--accel-set", f"megatron.{each}")]
     options = (*options, *sets, "--accel-exchange-with", partners)
     return conform(folder, "megatron", *options, path=[Path(__file__).parent])
@@ -38,16 +36,16 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0,1,2", ()),
         ("3,4", ()),
-        pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.slow),
+        pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.full),
     ],
 )
 @pytest.mark.timeout(900)
-def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> None:
+def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], conform) -> None:
     (tmp_path / "xfails").write_text(KNOWN)
     known = 2 if "2" in levels else 0
 
     options = ("--accel-level", levels, "--accel-xfails", str(tmp_path / "xfails"))
-    printed = kit(tmp_path, *options, settings=settings)
+    printed = kit(conform, tmp_path, *options, settings=settings)
 
     # Skipped: loops that split a model's forward and backward apart, and what only several optimizers show.
     assert f" 0 failed, {known} xfailed" in printed
@@ -58,7 +56,7 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> 
     [
         ("3", "4", GRID, ""),
         *(
-            pytest.param(*each, "", marks=pytest.mark.slow)
+            pytest.param(*each, "", marks=pytest.mark.full)
             for each in [
                 ("2", "2", ("pp_degree=2",)),
                 ("2", "2", ("tp_degree=2",)),
@@ -68,12 +66,12 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...]) -> 
                 ("3,4", "4", ("tp_degree=2", SHARDED)),
             ]
         ),
-        pytest.param("2,4", "4", GRID, OTHERS, marks=[pytest.mark.slow, pytest.mark.together]),
+        pytest.param("2,4", "4", GRID, OTHERS, marks=[pytest.mark.full, pytest.mark.together]),
     ],
 )
 @pytest.mark.timeout(600)
 def test_it_conforms_where_ranks_share_a_model(
-    tmp_path: Path, levels: str, worlds: str, settings: tuple[str, ...], partners: str
+    tmp_path: Path, levels: str, worlds: str, settings: tuple[str, ...], partners: str, conform
 ) -> None:
     options = ("--accel-level", levels, "--accel-world", worlds, "--accel-network", "megatron_network")
-    assert "0 failed, 0 xfailed" in kit(tmp_path, *options, settings=settings, partners=partners)
+    assert "0 failed, 0 xfailed" in kit(conform, tmp_path, *options, settings=settings, partners=partners)

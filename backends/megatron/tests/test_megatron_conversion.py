@@ -9,8 +9,6 @@ import pytest
 import torch
 from megatron_jobs import MODELS, accelerator, quiet
 
-from accel_testing import run_processes
-
 
 def there_and_back(kind: str, options: dict[str, Any], folder: str) -> bool:
     ours = accelerator(**options)
@@ -38,10 +36,12 @@ def there_and_back(kind: str, options: dict[str, Any], folder: str) -> bool:
         ("gpt2", {"tp_degree": 2}, 2),
         ("llama", {"pp_degree": 2}, 2),
         ("bert", {"tp_degree": 2}, 2),
-        pytest.param("llama", {"tp_degree": 2, "pp_degree": 2}, 4, marks=pytest.mark.slow),
+        pytest.param("llama", {"tp_degree": 2, "pp_degree": 2}, 4, marks=pytest.mark.full),
     ],
 )
-def test_every_bit_comes_back(tmp_path: Path, kind: str, options: dict[str, Any], world: int) -> None:
+def test_every_bit_comes_back(
+    tmp_path: Path, kind: str, options: dict[str, Any], world: int, run_processes
+) -> None:
     assert all(run_processes(there_and_back, kind, options, str(tmp_path), world=world))
     assert (tmp_path / "model.safetensors").exists()
 
@@ -55,6 +55,6 @@ def drawn() -> float:
     return float(torch.rand((), device="cuda"))
 
 
-def test_ranks_that_share_a_layer_draw_the_same() -> None:
+def test_ranks_that_share_a_layer_draw_the_same(run_processes) -> None:
     one, other = run_processes(drawn)
     assert one == other

@@ -10,7 +10,6 @@ import torch
 from megatron_jobs import MODELS, VOCABULARY, accelerator, write_indexed_text
 
 from accel_core import AccelError, ConfigError, DataLoaderConfiguration
-from accel_testing import run_processes
 
 
 def trained(folder: str) -> tuple[list[int], list[int], list[float]]:
@@ -47,7 +46,7 @@ def trained(folder: str) -> tuple[list[int], list[int], list[float]]:
     return first["input_ids"].tolist(), first["shift_labels"].tolist(), losses
 
 
-def test_samples_have_the_token_that_follows_each_and_train(tmp_path: Path) -> None:
+def test_samples_have_the_token_that_follows_each_and_train(tmp_path: Path, run_processes) -> None:
     one, other = run_processes(trained, str(tmp_path))
     tokens, following, losses = one
     assert one == other
@@ -101,7 +100,9 @@ def flat(*batches: Any) -> list[int]:
     return sorted(number for each in batches for batch in each for number in batch)
 
 
-def test_loaders_have_as_many_samples_as_training_and_go_on_where_it_stood(tmp_path: Path) -> None:
+def test_loaders_have_as_many_samples_as_training_and_go_on_where_it_stood(
+    tmp_path: Path, run_processes
+) -> None:
     one, other = run_processes(loaded, str(tmp_path), True)
     assert one[0] == other[0] == [48, 32, 16]
     assert flat(one[1], other[1]) == list(range(16, 24))
@@ -110,7 +111,7 @@ def test_loaders_have_as_many_samples_as_training_and_go_on_where_it_stood(tmp_p
     assert passes == [list(range(16)), list(range(16, 32)), list(range(16))]
 
 
-def test_loaders_read_indexed_files(tmp_path: Path) -> None:
+def test_loaders_read_indexed_files(tmp_path: Path, run_processes) -> None:
     for _, shapes, (length,), _ in run_processes(loaded, str(tmp_path), False):
         assert shapes == [(4, 12)] * 4
         assert length == 2
@@ -131,7 +132,7 @@ def split() -> tuple[int, int, int]:
     return len(train), len(valid), len(next(iter(train)))
 
 
-def test_loaders_of_batches_that_are_split_have_as_many() -> None:
+def test_loaders_of_batches_that_are_split_have_as_many(run_processes) -> None:
     assert run_processes(split) == [(6, 3, 4)] * 2
 
 
@@ -143,7 +144,7 @@ def two_of_three() -> None:
         indexed_loaders(ours, micro_batch_size=2)
 
 
-def test_a_provider_of_other_than_three_datasets_is_refused() -> None:
+def test_a_provider_of_other_than_three_datasets_is_refused(run_processes) -> None:
     run_processes(two_of_three, world=1)
 
 
@@ -154,7 +155,7 @@ def consumed_elsewhere() -> None:
         ours.prepare(MODELS["gpt2"](), loader)
 
 
-def test_samples_of_a_dataloader_of_ones_own_are_not_left_out_unsaid() -> None:
+def test_samples_of_a_dataloader_of_ones_own_are_not_left_out_unsaid(run_processes) -> None:
     run_processes(consumed_elsewhere, world=1)
 
 
@@ -163,5 +164,5 @@ def nothing_consumed() -> int:
     return len(ours.prepare(MODELS["gpt2"](), torch.utils.data.DataLoader(list(range(8))))[1])
 
 
-def test_no_samples_are_nothing_to_leave_out() -> None:
+def test_no_samples_are_nothing_to_leave_out(run_processes) -> None:
     assert run_processes(nothing_consumed, world=1) == [8]

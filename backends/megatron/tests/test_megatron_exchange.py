@@ -10,7 +10,6 @@ import torch
 from megatron_jobs import MODELS, accelerator, batches, optimizer_of
 
 from accel_core import CheckpointError
-from accel_testing import run_processes
 
 
 def step(ours: Any, model: Any, optimizer: Any, number: int) -> float:
@@ -56,7 +55,9 @@ def imported(options: dict[str, Any], folder: str) -> float:
         ({"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1}, {"tp_degree": 2}),
     ],
 )
-def test_another_layout_goes_on(tmp_path: Path, saver: dict[str, Any], loader: dict[str, Any]) -> None:
+def test_another_layout_goes_on(
+    tmp_path: Path, saver: dict[str, Any], loader: dict[str, Any], run_processes
+) -> None:
     folder = str(tmp_path / "iter_0000001")
     wanted = run_processes(exported, saver, folder)
     found = run_processes(imported, loader, folder)
@@ -102,11 +103,11 @@ def of_any_model(folder: str) -> float:
     return max(float((found[name] - each).abs().max()) for name, each in wanted.items())
 
 
-def test_any_model_is_exported_by_its_own_names(tmp_path: Path) -> None:
+def test_any_model_is_exported_by_its_own_names(tmp_path: Path, run_processes) -> None:
     assert run_processes(of_any_model, str(tmp_path / "any")) == [0.0, 0.0]
 
 
-def test_without_its_own_steps_a_distributed_optimizer_is_left_out(tmp_path: Path) -> None:
+def test_without_its_own_steps_a_distributed_optimizer_is_left_out(tmp_path: Path, run_processes) -> None:
     assert run_processes(distributed, str(tmp_path / "weights")) == [0.0, 0.0]
 
 
@@ -125,5 +126,5 @@ def stepped_just_now(folder: str) -> float:
     return max(float((found[name] - each).abs().max()) for name, each in wanted.items())
 
 
-def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path) -> None:
+def test_weights_that_are_still_on_their_way_are_waited_for(tmp_path: Path, run_processes) -> None:
     assert run_processes(stepped_just_now, str(tmp_path / "new")) == [0.0, 0.0]

@@ -12,7 +12,6 @@ from megatron_jobs import MODELS, accelerator, batches
 from torch import nn
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 
 class FusedAdam(torch.optim.Optimizer):
@@ -68,7 +67,7 @@ OPTIONS: dict[str, Any] = {"whole": {}, "shared": {"use_distributed_optimizer": 
 
 @pytest.mark.parametrize("saver", ["native", "whole", "fused whole", "fused shared"])
 @pytest.mark.parametrize("loader", ["native", "whole", "fused whole", "fused shared"])
-def test_the_count_of_steps_goes_on(tmp_path: Path, saver: str, loader: str) -> None:
+def test_the_count_of_steps_goes_on(tmp_path: Path, saver: str, loader: str, run_processes) -> None:
     (wanted,) = run_processes(moved, "native", str(tmp_path / "native"), 0, 12, world=1)
     run_processes(moved, saver, str(tmp_path / saver), 0, 8, world=1)
     run_processes(moved, loader, str(tmp_path / saver), 8, 10, world=1)
@@ -118,13 +117,13 @@ def partly(folder: str, late: bool) -> tuple[str, bool, float]:
     return "\n".join(said.lines), all(torch.equal(before[name], each) for name, each in after.items()), total
 
 
-def test_a_weight_without_state_begins_with_no_moments_and_is_named(tmp_path: Path) -> None:
+def test_a_weight_without_state_begins_with_no_moments_and_is_named(tmp_path: Path, run_processes) -> None:
     ((said, untouched, moments),) = run_processes(partly, str(tmp_path / "state"), False, world=1)
     assert "no optimizer state of model.layers.0.self_attn.q_proj.weight" in said
     assert (untouched, moments) == (False, 0.0)
 
 
-def test_steps_that_differ_are_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+def test_steps_that_differ_are_refused_before_anything_is_loaded(tmp_path: Path, run_processes) -> None:
     ((said, untouched, _),) = run_processes(partly, str(tmp_path / "state"), True, world=1)
     assert "step of model.layers.0.self_attn.q_proj.weight is 1, of" in said
     assert "they are stepped as one" in said
@@ -140,5 +139,5 @@ def stepped_before() -> None:
         accelerator().prepare(model, optimizer)
 
 
-def test_an_optimizer_that_has_stepped_is_refused() -> None:
+def test_an_optimizer_that_has_stepped_is_refused(run_processes) -> None:
     run_processes(stepped_before, world=1)

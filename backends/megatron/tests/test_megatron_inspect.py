@@ -11,7 +11,6 @@ from click.testing import CliRunner
 from megatron_jobs import go_on
 
 from accel_core.cli import accel
-from accel_testing import run_processes
 
 pytest.importorskip("accel_inspect")
 
@@ -34,7 +33,7 @@ def shown(folder: Path) -> dict[str, tuple[list[int], str]]:
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(tmp_path_factory: pytest.TempPathFactory, run_processes) -> Path:
     """Two steps of one process without megatron-core."""
     folder = tmp_path_factory.mktemp("alone")
     run_processes(go_on, "gpt2", NATIVE, str(folder), 0, 2, world=1)
@@ -43,7 +42,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_resumed_run_is_the_run_itself_and_one_process_has_the_same_tensors(
-    tmp_path: Path, alone: Path, layout: str
+    tmp_path: Path, alone: Path, layout: str, run_processes
 ) -> None:
     world, options = LAYOUTS[layout]
     run_processes(go_on, "gpt2", options, str(tmp_path), 0, 1, world=world)
@@ -64,7 +63,7 @@ def test_a_resumed_run_is_the_run_itself_and_one_process_has_the_same_tensors(
     assert (ended.exit_code, ended.stdout) == (0, "no difference\n")
 
 
-def test_tensors_that_a_step_has_changed_are_named_whole(tmp_path: Path, alone: Path) -> None:
+def test_tensors_that_a_step_has_changed_are_named_whole(tmp_path: Path, alone: Path, run_processes) -> None:
     run_processes(go_on, "gpt2", {"tp_degree": 2}, str(tmp_path), 0, 1, world=2)
 
     ended = command("diff", tmp_path / "1", alone, "--only", "model", "--json")

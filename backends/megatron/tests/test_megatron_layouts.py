@@ -10,7 +10,6 @@ import pytest
 from megatron_jobs import MODELS, accelerator, optimizer_of
 
 from accel_core import ConfigError
-from accel_testing import run_processes
 
 
 def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str:
@@ -67,7 +66,7 @@ def refused(kind: str, settings: dict[str, Any], options: dict[str, Any]) -> str
         ),
     ],
 )
-def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: str) -> None:
+def test_it_is_refused(options: dict[str, Any], settings: dict[str, Any], says: str, run_processes) -> None:
     for found in run_processes(refused, "llama", settings, options, world=2):
         assert says in found
 
@@ -83,7 +82,7 @@ def beside_context_parallelism() -> str:
 
 
 @pytest.mark.skipif(find_spec("accel_context_parallel") is None, reason="needs accel-context-parallel")
-def test_an_extension_that_divides_the_ranks_is_refused() -> None:
+def test_an_extension_that_divides_the_ranks_is_refused(run_processes) -> None:
     for said in run_processes(beside_context_parallelism):
         assert "megatron: an extension divides the ranks along 'cp'" in said
         assert said.endswith("set strategy: fsdp beside it")
@@ -111,7 +110,7 @@ def two_runs() -> str:
     return str(caught.value)
 
 
-def test_another_layout_waits_for_the_end_of_the_first() -> None:
+def test_another_layout_waits_for_the_end_of_the_first(run_processes) -> None:
     for found in run_processes(two_runs, world=2):
         assert "end_training" in found
 
@@ -126,5 +125,5 @@ def few_micro_batches() -> None:
         ours.forward_backward(model, iter([{}]), lambda m, b: (m(**b).loss, None), microbatches=1)
 
 
-def test_fewer_micro_batches_than_stages_are_refused() -> None:
+def test_fewer_micro_batches_than_stages_are_refused(run_processes) -> None:
     run_processes(few_micro_batches)

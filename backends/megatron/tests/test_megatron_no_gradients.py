@@ -10,7 +10,6 @@ from megatron_jobs import MODELS, accelerator, batches
 from torch import nn
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -48,7 +47,7 @@ def stepped(options: dict[str, Any], own: bool, clips: bool) -> list[Any]:
     ],
 )
 def test_a_step_after_no_backward_is_an_error_and_moves_nothing(
-    options: dict[str, Any], own: bool, clips: bool
+    options: dict[str, Any], own: bool, clips: bool, run_processes
 ) -> None:
     for first, is_still, moves_not, later, is_still_again, moves_not_again in run_processes(
         stepped, options, own, clips
@@ -73,7 +72,7 @@ def in_stages() -> tuple[str, bool]:
     return str(caught.value), torch.equal(weights_of(ours, model), before)
 
 
-def test_stages_refuse_a_step_after_no_backward() -> None:
+def test_stages_refuse_a_step_after_no_backward(run_processes) -> None:
     for said, is_still in run_processes(in_stages):
         assert said.startswith("megatron: no gradient")
         assert not is_still
@@ -92,7 +91,7 @@ def by_one_rank() -> list[float]:
     return found
 
 
-def test_a_rank_without_a_backward_adds_zeros_to_those_of_others() -> None:
+def test_a_rank_without_a_backward_adds_zeros_to_those_of_others(run_processes) -> None:
     assert run_processes(by_one_rank) == [[-0.5, -0.5]] * 2
 
 
@@ -119,7 +118,9 @@ def clipped_before_another_backward(steps: bool) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("steps", [True, False])
-def test_a_backward_after_clipping_is_refused_before_its_gradients_are_lost(steps: bool) -> None:
+def test_a_backward_after_clipping_is_refused_before_its_gradients_are_lost(
+    steps: bool, run_processes
+) -> None:
     for said, moves in run_processes(clipped_before_another_backward, steps):
         assert said.startswith("megatron: backward came after clipping or unscaling")
         assert "once, just before optimizer.step()" in said.splitlines()[-1]

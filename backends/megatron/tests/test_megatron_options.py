@@ -10,7 +10,6 @@ import torch
 from megatron_jobs import MODELS, accelerator, batches, optimizer_of
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 
 def with_functions() -> tuple[float, float, float, float, int]:
@@ -47,7 +46,7 @@ def with_functions() -> tuple[float, float, float, float, int]:
     return float(loss.detach()), 3 * float(wanted.detach()), found, 3 * norm, len(prepared)
 
 
-def test_functions_of_ones_own_prepare_read_and_judge() -> None:
+def test_functions_of_ones_own_prepare_read_and_judge(run_processes) -> None:
     for loss, wanted, norm, wanted_norm, prepared in run_processes(with_functions):
         assert (loss, norm) == (pytest.approx(wanted, rel=1e-5), pytest.approx(wanted_norm, rel=1e-4))
         assert prepared == 1
@@ -61,7 +60,7 @@ def with_logits() -> float:
     return float((model(**batch).logits - wanted).abs().max())
 
 
-def test_logits_are_returned_in_training_where_asked() -> None:
+def test_logits_are_returned_in_training_where_asked(run_processes) -> None:
     assert all(far < 1e-5 for far in run_processes(with_logits))
 
 
@@ -92,11 +91,11 @@ def too_long_to_decode() -> None:
         run(input_ids=ids)
 
 
-def test_an_encoder_and_a_decoder_have_lengths_of_their_own() -> None:
+def test_an_encoder_and_a_decoder_have_lengths_of_their_own(run_processes) -> None:
     run_processes(too_long_to_decode, world=1)
 
 
-def test_a_sequence_longer_than_seq_length_is_refused() -> None:
+def test_a_sequence_longer_than_seq_length_is_refused(run_processes) -> None:
     run_processes(too_long, world=1)
 
 
@@ -120,7 +119,7 @@ def by_samples() -> list[float]:
     return rates
 
 
-def test_a_schedule_by_samples_counts_those_of_all_ranks() -> None:
+def test_a_schedule_by_samples_counts_those_of_all_ranks(run_processes) -> None:
     for rates in run_processes(by_samples):
         assert rates == pytest.approx([0.09, 0.08, 0.07, 0.06])
 
@@ -151,7 +150,7 @@ def resumed(folder: str) -> tuple[list[float], list[float], list[float], list[fl
     return found[0], found[1], found[2], found[3]
 
 
-def test_the_loss_scale_and_megatrons_streams_go_on(tmp_path: Path) -> None:
+def test_the_loss_scale_and_megatrons_streams_go_on(tmp_path: Path, run_processes) -> None:
     for losses, scales, again, scales_again in run_processes(resumed, str(tmp_path / "saved")):
         assert again == losses
         assert scales_again == scales
@@ -185,7 +184,7 @@ def accelerator_off(ours: Any, model: Any, batch: dict[str, Any]) -> None:
     model(**batch)
 
 
-def test_batches_of_megatrons_datasets_are_read_where_the_flag_is_set() -> None:
+def test_batches_of_megatrons_datasets_are_read_where_the_flag_is_set(run_processes) -> None:
     for transformers, new, old, masked in run_processes(flagged):
         assert new == pytest.approx(transformers, rel=1e-6)
         assert old == pytest.approx(transformers, rel=1e-6)
@@ -219,7 +218,7 @@ def by_the_names_of_others() -> tuple[list[float], str]:
 
 
 @pytest.mark.together
-def test_accelerates_plugin_trains_through_accel_compat() -> None:
+def test_accelerates_plugin_trains_through_accel_compat(run_processes) -> None:
     for losses, kind in run_processes(by_the_names_of_others):
         assert losses == pytest.approx(as_by_hand(), rel=1e-5)
         assert "MEGATRON_LM" in kind
@@ -258,7 +257,7 @@ def taken() -> list[int]:
     return [*found, count(), count(microbatches=1)]
 
 
-def test_a_window_takes_as_many_micro_batches_as_a_step_of_a_loop() -> None:
+def test_a_window_takes_as_many_micro_batches_as_a_step_of_a_loop(run_processes) -> None:
     assert run_processes(taken, world=1) == [[3, 6, 1]]
 
 
@@ -277,7 +276,7 @@ def contradicted() -> None:
         reconfigure(ours, other_megatron_args={"overlap_param_gather": True})
 
 
-def test_options_that_contradict_the_model_or_each_other_are_refused() -> None:
+def test_options_that_contradict_the_model_or_each_other_are_refused(run_processes) -> None:
     run_processes(contradicted, world=1)
 
 
@@ -291,7 +290,7 @@ def too_late() -> None:
         reconfigure(ours, num_micro_batches=4)
 
 
-def test_what_a_prepared_model_was_made_with_stays() -> None:
+def test_what_a_prepared_model_was_made_with_stays(run_processes) -> None:
     run_processes(too_late, world=1)
 
 
@@ -305,5 +304,5 @@ def divided_again() -> None:
     accelerator(pp_degree=2).prepare(MODELS["llama"]())
 
 
-def test_a_model_that_could_not_be_prepared_leaves_the_ranks_to_others() -> None:
+def test_a_model_that_could_not_be_prepared_leaves_the_ranks_to_others(run_processes) -> None:
     run_processes(divided_again)

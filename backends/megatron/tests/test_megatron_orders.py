@@ -12,8 +12,6 @@ from megatron_jobs import accelerator
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from accel_testing import run_processes
-
 
 def clip_to_two_norms(loop: Any) -> None:
     loop.clip_norm(0.05)
@@ -99,7 +97,7 @@ def trained(options: dict[str, Any]) -> list[Any]:
     return found
 
 
-def test_clipping_takes_effect_in_the_order_of_its_calls() -> None:
+def test_clipping_takes_effect_in_the_order_of_its_calls(run_processes) -> None:
     for each_found in run_processes(trained, {}, timeout=100):
         for program, (norms, found) in zip(PROGRAMS, each_found, strict=True):
             model = small()
@@ -123,5 +121,5 @@ def measured(limit: float) -> float:
     return sum(float((after[name] - each).square().sum()) for name, each in before.items()) ** 0.5
 
 
-def test_a_program_that_only_measures_the_norm_is_clipped_as_configured() -> None:
+def test_a_program_that_only_measures_the_norm_is_clipped_as_configured(run_processes) -> None:
     assert run_processes(measured, 0.1) == pytest.approx([0.1, 0.1], rel=1e-3)

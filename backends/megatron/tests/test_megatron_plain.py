@@ -14,7 +14,6 @@ from torch import nn
 
 from accel_core import AccelError
 from accel_megatron.stepping import Stepper
-from accel_testing import run_processes
 
 
 def stepped(strategy: str, options: dict[str, Any], items: bool) -> list[float]:
@@ -44,7 +43,9 @@ def whole(ours: Any, model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("items", [False, True])
 @pytest.mark.parametrize("options", [{}, {"other_megatron_args": {"overlap_grad_reduce": True}}])
-def test_a_plain_loop_steps_by_the_gradients_of_native(options: dict[str, Any], items: bool) -> None:
+def test_a_plain_loop_steps_by_the_gradients_of_native(
+    options: dict[str, Any], items: bool, run_processes
+) -> None:
     (wanted,) = run_processes(stepped, "single", {}, items, world=1)
     assert wanted[-4:] == [-5.0, -5.0, -5.0, wanted[-1]]  # two windows of a mean input of 2.5
     for found in run_processes(stepped, "megatron", options, items):
@@ -69,13 +70,13 @@ def cleared_by(strategy: str, clear: str) -> list[float] | str:
 
 
 @pytest.mark.parametrize("clear", ["model", "model to 0"])
-def test_zero_grad_of_the_model_clears_gradients(clear: str) -> None:
+def test_zero_grad_of_the_model_clears_gradients(clear: str, run_processes) -> None:
     (wanted,) = run_processes(cleared_by, "single", clear, world=1)
     for found in run_processes(cleared_by, "megatron", clear):
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
-def test_gradients_of_a_step_that_are_not_cleared_are_refused() -> None:
+def test_gradients_of_a_step_that_are_not_cleared_are_refused(run_processes) -> None:
     """megatron-core would reduce what is reduced already, and add it to itself."""
     for said in run_processes(cleared_by, "megatron", "nothing"):
         assert said.startswith("megatron: backward came after optimizer.step() without zero_grad()")
@@ -110,7 +111,7 @@ def buffered(precision: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_buffers_are_rank_zeros_in_their_own_dtype(precision: str) -> None:
+def test_buffers_are_rank_zeros_in_their_own_dtype(precision: str, run_processes) -> None:
     dtype = {"no": "torch.float32", "bf16": "torch.bfloat16"}[precision]  # forward's copy of the weights
     for found in run_processes(buffered, precision):
         assert found.pop("weight") == (dtype, [0.0, 0.0])
@@ -155,7 +156,9 @@ def remembered(strategy: str, options: dict[str, Any], folder: str, steps: int) 
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}])
-def test_parameters_of_any_order_and_size_step_and_resume(tmp_path: Path, options: dict[str, Any]) -> None:
+def test_parameters_of_any_order_and_size_step_and_resume(
+    tmp_path: Path, options: dict[str, Any], run_processes
+) -> None:
     (wanted,) = run_processes(remembered, "single", {}, str(tmp_path / "none"), 4, world=1)
     run_processes(remembered, "megatron", options, str(tmp_path / "two"), 2)
     found = run_processes(remembered, "megatron", options, str(tmp_path / "two"), 2)
@@ -172,7 +175,7 @@ def answered(optimizes: bool) -> str:
 
 
 @pytest.mark.parametrize("optimizes", [False, True])
-def test_a_model_in_16_bits_answers_in_float32(optimizes: bool) -> None:
+def test_a_model_in_16_bits_answers_in_float32(optimizes: bool, run_processes) -> None:
     assert run_processes(answered, optimizes, world=1) == ["torch.float32"]
 
 
@@ -192,7 +195,7 @@ def changed(begins: bool) -> list[str]:
     return said
 
 
-def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
+def test_a_parameter_that_is_unfrozen_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would leave it as it is, without a word."""
     (found,) = run_processes(changed, False, world=1)
     assert len(found) == 1
@@ -200,7 +203,7 @@ def test_a_parameter_that_is_unfrozen_after_prepare_is_refused() -> None:
     assert "(0.weight)" in found[0]
 
 
-def test_a_parameter_that_is_frozen_after_prepare_is_refused() -> None:
+def test_a_parameter_that_is_frozen_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would go on by its moments and decay."""
     (found,) = run_processes(changed, True, world=1)
     assert len(found) == 1
@@ -223,7 +226,7 @@ def added() -> str:
     return "nothing"
 
 
-def test_a_group_that_is_added_after_prepare_is_refused() -> None:
+def test_a_group_that_is_added_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would leave its weights as they are, without a word."""
     (found,) = run_processes(added, world=1)
     assert found.startswith("megatron: 2 parameter(s) came into the optimizer after prepare (0.weight)")
@@ -259,7 +262,7 @@ def of_some_trained() -> list[str]:
     return said
 
 
-def test_a_part_of_what_is_trained_is_not_clipped_alone() -> None:
+def test_a_part_of_what_is_trained_is_not_clipped_alone(run_processes) -> None:
     """megatron-core would clip all of it, without a word."""
     for said in run_processes(of_some_trained):
         assert ["clips a unit's parameters together" in each for each in said] == [True, True]
@@ -276,7 +279,7 @@ def of_all_but_positions() -> str:
         return str(error)
 
 
-def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others() -> None:
+def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others(run_processes) -> None:
     """megatron-core's norm would be without them, without a word."""
     for of_both, of_one in run_processes(of_a_part):
         assert "no optimizer has 0.weight (2 such parameter(s)), whose gradient would count" in of_both
@@ -306,7 +309,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
-def test_layers_that_no_optimizer_has_are_frozen_no_longer_than_they_are_prepared() -> None:
+def test_layers_that_no_optimizer_has_are_frozen_no_longer_than_they_are_prepared(run_processes) -> None:
     for moved, trains in run_processes(trained_in_turn):
         assert moved
         assert trains == [True] * 4
@@ -366,14 +369,16 @@ def replaced() -> str:
     return str(caught.value)
 
 
-def test_a_weight_in_16_bits_whose_memory_was_replaced_is_refused() -> None:
+def test_a_weight_in_16_bits_whose_memory_was_replaced_is_refused(run_processes) -> None:
     (said,) = run_processes(replaced, world=1)
     assert "a weight of shape [4, 4] was replaced" in said
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("distributed", [False, True])
-def test_the_next_step_and_the_next_save_start_from_edited_weights_in_16_bits(distributed: bool) -> None:
+def test_the_next_step_and_the_next_save_start_from_edited_weights_in_16_bits(
+    distributed: bool, run_processes
+) -> None:
     for found in run_processes(edited, distributed, timeout=250):
         for name, (before, saved, after, live) in found.items():
             wanted = torch.cat([torch.full((20,), 0.5), before[20:]])  # the rest keeps its masters' digits
@@ -479,7 +484,7 @@ SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
     ],
 )
 def test_a_change_that_megatron_core_would_not_follow_is_refused(
-    change: str, options: dict[str, Any], said: str
+    change: str, options: dict[str, Any], said: str, run_processes
 ) -> None:
     """Each was silent: the step, or what is saved, was of what prepare saw."""
     for found in run_processes(after, change, "megatron", options):
@@ -488,7 +493,7 @@ def test_a_change_that_megatron_core_would_not_follow_is_refused(
 
 @pytest.mark.parametrize("options", [{}, SHARDED])
 @pytest.mark.parametrize("change", ["a hook before", "a hook after"])
-def test_hooks_of_a_step_are_called(change: str, options: dict[str, Any]) -> None:
+def test_hooks_of_a_step_are_called(change: str, options: dict[str, Any], run_processes) -> None:
     (wanted,) = run_processes(after, change, "single", {}, world=1)
     for found in run_processes(after, change, "megatron", options):
         torch.testing.assert_close(found, wanted)
@@ -510,7 +515,7 @@ def written(writes: bool) -> str | None:
     return None
 
 
-def test_a_write_into_a_converted_model_is_refused_by_the_step() -> None:
+def test_a_write_into_a_converted_model_is_refused_by_the_step(run_processes) -> None:
     """It went into placeholders, silently."""
     assert run_processes(written, False, world=1) == [None]
     (said,) = run_processes(written, True, world=1)

@@ -10,8 +10,6 @@ import pytest
 import torch
 from megatron_jobs import LENGTH, VOCABULARY, accelerator, batches
 
-from accel_testing import run_processes
-
 
 def chunk(config: Any, pre_process: bool, post_process: bool, vp_stage: int | None) -> Any:
     from megatron.core.models.gpt import GPTModel
@@ -77,11 +75,11 @@ def train(options: dict[str, Any], experts: int | None, folder: str, last: int) 
         (None, {"tp_degree": 2, "sequence_parallelism": True}, 2),
         (None, {"pp_degree": 2, "use_distributed_optimizer": True}, 2),
         (4, {"expert_model_parallel_size": 2}, 2),
-        pytest.param(4, {"expert_model_parallel_size": 2, "pp_degree": 2}, 4, marks=pytest.mark.slow),
+        pytest.param(4, {"expert_model_parallel_size": 2, "pp_degree": 2}, 4, marks=pytest.mark.full),
     ],
 )
 def test_it_trains_the_same_in_any_layout(
-    tmp_path: Path, experts: int | None, options: dict[str, Any], world: int
+    tmp_path: Path, experts: int | None, options: dict[str, Any], world: int, run_processes
 ) -> None:
     ((losses, names, rates),) = run_processes(train, {}, experts, str(tmp_path), 3, world=1)
     assert rates == pytest.approx([1e-2 * 0.7])

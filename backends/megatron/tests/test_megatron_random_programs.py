@@ -9,7 +9,6 @@ import pytest
 import torch
 from megatron_jobs import accelerator
 
-from accel_testing import run_processes
 from accel_testing.random_programs import Program, make_program, require_equal, train
 
 SEEDS = range(8)
@@ -30,7 +29,7 @@ def trained(folder: str, overlaps: bool) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
-def test_programs_train_as_plain_pytorch_does(tmp_path: Path, overlaps: bool) -> None:
+def test_programs_train_as_plain_pytorch_does(tmp_path: Path, overlaps: bool, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), overlaps):
         for seed, weights in zip(SEEDS, found, strict=True):
             require_equal(weights, program_of(seed), 2, atol=1e-5)

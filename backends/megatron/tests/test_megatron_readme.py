@@ -10,8 +10,6 @@ import cuda_on_cpu
 import torch
 from megatron_jobs import MODELS, batches, optimizer_of, quiet
 
-from accel_testing import run_processes
-
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -42,5 +40,5 @@ def program() -> int:
     return len(asked)
 
 
-def test_the_readmes_programs_run() -> None:
+def test_the_readmes_programs_run(run_processes) -> None:
     assert sorted(run_processes(program, world=4)) == [0, 0, 8, 8]

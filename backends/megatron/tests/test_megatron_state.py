@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 from megatron_jobs import MODELS, accelerator, batches, go_on, optimizer_of
 
-from accel_testing import run_processes
-
 NATIVE: dict[str, Any] = {"strategy": "single"}
 GRID = {"tp_degree": 2, "pp_degree": 2, "use_distributed_optimizer": True}
 INTERLEAVED = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_micro_batches": 4}
@@ -24,24 +22,24 @@ INTERLEAVED = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_
         ("gpt2", (4, GRID), (2, {"use_distributed_optimizer": True})),
         ("llama", (2, {"use_distributed_optimizer": True}), (2, INTERLEAVED)),
         ("gpt2", (2, {"tp_degree": 2, "use_distributed_optimizer": True}), (4, GRID)),
-        pytest.param("llama", (4, GRID), (1, {}), marks=pytest.mark.slow),
-        pytest.param("llama", (2, INTERLEAVED), (4, GRID), marks=pytest.mark.slow),
+        pytest.param("llama", (4, GRID), (1, {}), marks=pytest.mark.full),
+        pytest.param("llama", (2, INTERLEAVED), (4, GRID), marks=pytest.mark.full),
         pytest.param(
-            "gpt2", (2, {"strategy": "ddp"}), (4, GRID), marks=[pytest.mark.slow, pytest.mark.together]
+            "gpt2", (2, {"strategy": "ddp"}), (4, GRID), marks=[pytest.mark.full, pytest.mark.together]
         ),
         pytest.param(
-            "llama", (4, GRID), (2, {"strategy": "ddp"}), marks=[pytest.mark.slow, pytest.mark.together]
+            "llama", (4, GRID), (2, {"strategy": "ddp"}), marks=[pytest.mark.full, pytest.mark.together]
         ),
         pytest.param(
-            "gpt2", (4, GRID), (2, {"strategy": "fsdp"}), marks=[pytest.mark.slow, pytest.mark.together]
+            "gpt2", (4, GRID), (2, {"strategy": "fsdp"}), marks=[pytest.mark.full, pytest.mark.together]
         ),
         pytest.param(
-            "llama", (2, {"strategy": "fsdp"}), (4, GRID), marks=[pytest.mark.slow, pytest.mark.together]
+            "llama", (2, {"strategy": "fsdp"}), (4, GRID), marks=[pytest.mark.full, pytest.mark.together]
         ),
     ],
 )
 def test_it_goes_on_as_if_nothing_had_happened(
-    tmp_path: Path, kind: str, saver: tuple[int, Any], loader: tuple[int, Any]
+    tmp_path: Path, kind: str, saver: tuple[int, Any], loader: tuple[int, Any], run_processes
 ) -> None:
     (whole, rates), *_ = run_processes(go_on, kind, NATIVE, str(tmp_path / "whole"), 0, 4, world=1)
     folder = str(tmp_path / "parts")
@@ -73,7 +71,7 @@ def told(folder: str, frozen: str | None, first: bool) -> list[str]:
     return said
 
 
-def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Path) -> None:
+def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Path, run_processes) -> None:
     before, since = str(tmp_path / "before"), str(tmp_path / "since")
     run_processes(told, before, "transformer.wpe", True)
     run_processes(told, since, None, True)

@@ -11,7 +11,6 @@ from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, quiet
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 
 def odd_vocabulary() -> tuple[float, float, torch.Size, float]:
@@ -33,7 +32,7 @@ def odd_vocabulary() -> tuple[float, float, torch.Size, float]:
     return float(found.loss), float(wanted.loss), logits.shape, far
 
 
-def test_padding_of_an_odd_vocabulary_is_in_no_loss_and_no_logits() -> None:
+def test_padding_of_an_odd_vocabulary_is_in_no_loss_and_no_logits(run_processes) -> None:
     for found, wanted, shape, far in run_processes(odd_vocabulary):
         assert found == pytest.approx(wanted, rel=1e-5)
         assert shape == (8, 12, VOCABULARY - 1)
@@ -60,7 +59,7 @@ def evaluated(options: dict[str, Any]) -> tuple[Any, ...]:
     return float((mine - wanted).abs().max()), tuple(gathered.shape), float(output.loss), len(output.outputs)
 
 
-def test_evaluation_gives_logits_on_all_stages() -> None:
+def test_evaluation_gives_logits_on_all_stages(run_processes) -> None:
     found = run_processes(evaluated, {"pp_degree": 2})
     assert all(far < 1e-5 and shape == (8, 12, VOCABULARY) for far, shape, _, _ in found)
     assert found[0][2] == found[1][2]
@@ -81,7 +80,7 @@ def evaluated_in_rows(count: int) -> tuple[float, float]:
     return float((logits - wanted.logits)[counts].abs().max()), float((loss - wanted.loss).abs())
 
 
-def test_interleaved_stages_evaluate_a_batch_that_is_cut_into_fewer_parts_than_stages() -> None:
+def test_interleaved_stages_evaluate_a_batch_that_is_cut_into_fewer_parts_than_stages(run_processes) -> None:
     for distances in run_processes(evaluated_in_rows, 3):
         assert max(distances) < 1e-5
 
@@ -110,7 +109,9 @@ def counted(options: dict[str, Any]) -> tuple[float, float, float, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"pp_degree": 2}])
-def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(options: dict[str, Any]) -> None:
+def test_losses_that_are_sums_are_divided_by_the_tokens_of_the_window(
+    options: dict[str, Any], run_processes
+) -> None:
     for loss, norm, plainly, its in run_processes(counted, options, world=options.get("pp_degree", 1)):
         assert (loss, norm) == pytest.approx((plainly, its), rel=1e-4)
 
@@ -144,7 +145,7 @@ def in_16_bits(name: str, options: dict[str, Any]) -> tuple[list[float], str, st
         ("fp16", {"pp_degree": 2, "other_megatron_args": {"initial_loss_scale": 256.0}}),
     ],
 )
-def test_weights_in_16_bits_train(name: str, options: dict[str, Any]) -> None:
+def test_weights_in_16_bits_train(name: str, options: dict[str, Any], run_processes) -> None:
     for losses, stored, computed in run_processes(in_16_bits, name, options):
         assert losses[-1] < losses[0] - 0.3
         assert (stored, computed) == (
@@ -183,7 +184,7 @@ def refused() -> None:
         ours.prepare(llama, torch.optim.AdamW([{"params": list(some.values())}, {"params": rest}]))
 
 
-def test_what_would_go_wrong_unseen_is_refused() -> None:
+def test_what_would_go_wrong_unseen_is_refused(run_processes) -> None:
     run_processes(refused, world=1)
 
 
@@ -196,7 +197,7 @@ def refused_in_parts() -> None:
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2, dtype=torch.complex64))
 
 
-def test_a_model_without_a_twin_is_split_over_no_ranks() -> None:
+def test_a_model_without_a_twin_is_split_over_no_ranks(run_processes) -> None:
     run_processes(refused_in_parts)
 
 
@@ -207,7 +208,7 @@ def scaled_otherwise() -> None:
         accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_factor=3.0)])
 
 
-def test_a_loss_scale_that_megatron_core_has_not_is_refused() -> None:
+def test_a_loss_scale_that_megatron_core_has_not_is_refused(run_processes) -> None:
     run_processes(scaled_otherwise, world=1)
 
 
@@ -262,7 +263,7 @@ def by_hand(options: dict[str, Any], precision: str) -> float:
     ],
 )
 def test_any_model_trains_where_each_rank_has_all_of_it(
-    options: dict[str, Any], precision: str, far: float
+    options: dict[str, Any], precision: str, far: float, run_processes
 ) -> None:
     for found in run_processes(by_hand, options, precision):
         assert found < far
@@ -292,7 +293,7 @@ def accumulated(overlap: bool) -> float:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_calls_accumulate_in_a_window(overlap: bool) -> None:
+def test_calls_accumulate_in_a_window(overlap: bool, run_processes) -> None:
     assert all(far < 1e-6 for far in run_processes(accumulated, overlap))
 
 
@@ -326,7 +327,7 @@ def in_windows(overlap: bool, options: dict[str, Any]) -> tuple[dict[str, torch.
     ("world", "options"), [(2, {}), (4, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1})]
 )
 def test_gradients_reduced_during_backward_are_those_reduced_after_it(
-    world: int, options: dict[str, Any]
+    world: int, options: dict[str, Any], run_processes
 ) -> None:
     after = run_processes(in_windows, False, options, world=world)
     during = run_processes(in_windows, True, options, world=world)
@@ -366,7 +367,7 @@ def unread(items: bool) -> tuple[int, list[float]]:
 
 
 @pytest.mark.parametrize("items", [False, True])
-def test_backward_of_the_models_own_loss_waits_for_nothing(items: bool) -> None:
+def test_backward_of_the_models_own_loss_waits_for_nothing(items: bool, run_processes) -> None:
     ((reads, norms),) = run_processes(unread, items, world=1)
     ((_, again),) = run_processes(unread, not items, world=1)
     assert reads == 0
@@ -383,7 +384,7 @@ def read() -> list[list[float]]:
     return [batch.flatten().tolist() for batch in loader]
 
 
-def test_ranks_of_one_model_train_on_what_the_first_has_read() -> None:
+def test_ranks_of_one_model_train_on_what_the_first_has_read(run_processes) -> None:
     one, other = run_processes(read)
     assert one == other
     assert len(one) == 2
@@ -418,7 +419,7 @@ def scheduled() -> tuple[list[list[float]], list[list[float]]]:
     return rates, decays
 
 
-def test_megatrons_schedule_sets_rates_and_decays_by_group() -> None:
+def test_megatrons_schedule_sets_rates_and_decays_by_group(run_processes) -> None:
     ((rates, decays),) = run_processes(scheduled, world=1)
     assert rates[0] == pytest.approx([0.025, 0.05, 0.05])
     assert rates[1] == pytest.approx([0.05, 0.1, 0.1])
@@ -445,7 +446,7 @@ def late(together: bool) -> list[float]:
     return losses
 
 
-def test_an_optimizer_may_come_late() -> None:
+def test_an_optimizer_may_come_late(run_processes) -> None:
     assert run_processes(late, False) == run_processes(late, True)
 
 
@@ -478,7 +479,7 @@ def on_their_way(folder: str, overlap: bool) -> list[float]:
     return [*found, evaluated()]
 
 
-def test_weights_that_are_gathered_beside_forward_are_waited_for(tmp_path: Path) -> None:
+def test_weights_that_are_gathered_beside_forward_are_waited_for(tmp_path: Path, run_processes) -> None:
     (wanted, _), (found, other) = (
         run_processes(on_their_way, str(tmp_path / str(overlap)), overlap) for overlap in (False, True)
     )
@@ -503,7 +504,9 @@ def unstepped(own_loop: bool, optimizer: bool) -> str:
 
 
 @pytest.mark.parametrize("own_loop", [True, False])
-def test_gradients_that_an_optimizer_which_is_not_prepared_cannot_see_are_an_error(own_loop: bool) -> None:
+def test_gradients_that_an_optimizer_which_is_not_prepared_cannot_see_are_an_error(
+    own_loop: bool, run_processes
+) -> None:
     (said,) = run_processes(unstepped, own_loop, False, world=1)
 
     assert said.startswith("megatron: backward of GPT2LMHeadModel, which was prepared without an optimizer")
@@ -521,5 +524,5 @@ def stepped_by_its_own() -> bool:
     return torch.equal(ours.unwrap_model(model).weight, before - 0.5)
 
 
-def test_any_other_model_in_one_process_has_gradients_for_any_optimizer() -> None:
+def test_any_other_model_in_one_process_has_gradients_for_any_optimizer(run_processes) -> None:
     assert run_processes(stepped_by_its_own, world=1) == [True]

@@ -9,7 +9,6 @@ import torch
 from megatron_jobs import VOCABULARY, accelerator, batches
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 ENCODED, DECODED = 12, 5
 
@@ -62,6 +61,6 @@ def trained(options: dict[str, Any]) -> list[float]:
     return losses
 
 
-def test_it_trains() -> None:
+def test_it_trains(run_processes) -> None:
     for losses in run_processes(trained, {"tp_degree": 2, "num_micro_batches": 2}):
         assert losses == sorted(losses, reverse=True)

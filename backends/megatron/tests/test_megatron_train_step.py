@@ -12,7 +12,6 @@ from megatron_jobs import MODELS, VOCABULARY, accelerator, batches, optimizer_of
 from torch import Tensor, nn
 
 from accel_core import AccelError
-from accel_testing import run_processes
 
 
 class Weighted:
@@ -81,7 +80,7 @@ def trained(options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
         {"pp_degree": 2, "encoder_seq_length": 11},
     ],
 )
-def test_it_reads_computes_and_judges_each_micro_batch(options: dict[str, Any]) -> None:
+def test_it_reads_computes_and_judges_each_micro_batch(options: dict[str, Any], run_processes) -> None:
     for found, wanted, shape in run_processes(trained, options):
         assert found == pytest.approx(wanted, rel=1e-4)
         assert shape == (8, 11)
@@ -95,5 +94,5 @@ def refused() -> None:
         ours.prepare(torch.nn.Linear(2, 2))
 
 
-def test_a_model_with_a_forward_of_its_own_has_none_and_no_layers_to_tell() -> None:
+def test_a_model_with_a_forward_of_its_own_has_none_and_no_layers_to_tell(run_processes) -> None:
     run_processes(refused, world=1)

@@ -7,8 +7,6 @@ from typing import Any
 import pytest
 from megatron_jobs import native, train
 
-from accel_testing import run_processes
-
 CASES = [
     ("gpt2", 1, {}, False),
     ("gpt2", 1, {"num_micro_batches": 4}, True),
@@ -30,7 +28,7 @@ CASES = [
 
 @pytest.mark.parametrize(("kind", "world", "options", "by_model"), CASES)
 def test_losses_norms_and_weights_are_those_of_plain_pytorch(
-    kind: str, world: int, options: dict[str, Any], by_model: bool
+    kind: str, world: int, options: dict[str, Any], by_model: bool, run_processes
 ) -> None:
     readers = world // (options.get("tp_degree", 1) * options.get("pp_degree", 1))
     ((losses, norms, weights),) = run_processes(native, kind, 3, 4 * readers, world=1)

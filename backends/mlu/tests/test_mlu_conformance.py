@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
 from accel_testing.simulated import write_distribution
 
 
@@ -15,11 +14,13 @@ from accel_testing.simulated import write_distribution
     ("stack", "worlds", "levels"),
     [
         ("mlu+bf16", "1", "0,1,2"),
-        pytest.param("mlu+bf16", "1", "3,4", marks=pytest.mark.slow),
-        pytest.param("mlu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.slow]),
+        pytest.param("mlu+bf16", "1", "3,4", marks=pytest.mark.full),
+        pytest.param("mlu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
     ],
 )
-def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str, levels: str) -> None:
+def test_it_conforms_on_the_simulated_device(
+    tmp_path: Path, stack: str, worlds: str, levels: str, conform
+) -> None:
     write_distribution(tmp_path, "torch_mlu", "\n", version="1.30.0+torch2.13.0", requires=())
     options = ("--accel-world", worlds, "--accel-level", levels)
     options += ("--accel-simulate", "cncl")

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -16,11 +14,11 @@ STAND_IN = Path(__file__).parent / "stand_in"
     ("stack", "levels"),
     [
         ("mps+bf16", "0,1,2"),
-        pytest.param("mps+bf16", "3,4", marks=pytest.mark.slow),
-        pytest.param("mps", "0,1,2,3,4", marks=pytest.mark.slow),
+        pytest.param("mps+bf16", "3,4", marks=pytest.mark.full),
+        pytest.param("mps", "0,1,2,3,4", marks=pytest.mark.full),
     ],
 )
-def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, levels: str) -> None:
+def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, levels: str, conform) -> None:
     options = ("--accel-world", "1", "--accel-level", levels)
     options += ("--accel-simulate", "none", "--accel-stand-in", "stands_for_mps")
 

@@ -6,19 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("stack", "worlds", "levels"),
     [
         ("sdaa+bf16", "1", "0,1,2"),
-        pytest.param("sdaa+bf16", "1", "3,4", marks=pytest.mark.slow),
-        pytest.param("sdaa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.slow]),
+        pytest.param("sdaa+bf16", "1", "3,4", marks=pytest.mark.full),
+        pytest.param("sdaa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
     ],
 )
-def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str, levels: str) -> None:
+def test_it_conforms_on_the_simulated_device(
+    tmp_path: Path, stack: str, worlds: str, levels: str, conform
+) -> None:
     options = ("--accel-world", worlds, "--accel-level", levels)
     options += ("--accel-simulate", "tccl")
 

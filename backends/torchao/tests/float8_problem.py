@@ -11,9 +11,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_testing.patience import patience
 from accel_torchao import Float8Config
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(60)))
 STEPS = 4
 CONVERTED = ["block.up.weight", "block.down.weight"]
 

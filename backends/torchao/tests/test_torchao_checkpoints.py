@@ -10,7 +10,6 @@ import torch
 from float8_problem import TIMEOUT, accelerator, batches, model, steps_of, weights
 
 from accel_core import Accelerator
-from accel_testing import run_processes
 
 
 def goes_on(strategy: str | None, gathers: bool, source: Path | None, target: Path) -> Any:
@@ -55,7 +54,7 @@ def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("gathers", [False, True])
-def test_one_process_two_and_one_again(tmp_path: Path, gathers: bool) -> None:
+def test_one_process_two_and_one_again(tmp_path: Path, gathers: bool, run_processes) -> None:
     _, saved = goes_on(None, False, None, tmp_path / "a")
     parts = run_processes(goes_on, "fsdp", gathers, tmp_path / "a", tmp_path / "b", world=2, timeout=200)
     for loaded, _ in parts:

@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 # The kit's layers are small and odd, which a CPU multiplies too.
 OPTIONS = (
     *("--accel-reference", "float8_reference"),
@@ -27,12 +25,12 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("stack", "levels", "worlds"),
     [
         ("fp8-torchao", "0,2", "1"),
-        pytest.param("fp8-torchao", "1,3,4", "1", marks=pytest.mark.slow),
-        pytest.param("ddp+fp8-torchao", "0,1,2,3,4", "1,2", marks=pytest.mark.slow),
-        pytest.param("fsdp+fp8-torchao", "0,1,2,3,4", "2", marks=pytest.mark.slow),
+        pytest.param("fp8-torchao", "1,3,4", "1", marks=pytest.mark.full),
+        pytest.param("ddp+fp8-torchao", "0,1,2,3,4", "1,2", marks=pytest.mark.full),
+        pytest.param("fsdp+fp8-torchao", "0,1,2,3,4", "2", marks=pytest.mark.full),
     ],
 )
-def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str) -> None:
+def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str, conform) -> None:
     path = [Path(__file__).parent]
     chosen = ("--accel-level", levels, "--accel-world", worlds)
     assert " 0 failed" in conform(tmp_path, stack, *chosen, *OPTIONS, path=path)

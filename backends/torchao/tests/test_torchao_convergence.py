@@ -63,7 +63,7 @@ def learnt(precision: str) -> tuple[float, float]:
     return losses[0], statistics.mean(losses[-10:])
 
 
-@pytest.mark.slow  # 15 s of CPU
+@pytest.mark.full  # 15 s of CPU
 @pytest.mark.timeout(300)
 def test_the_loss_at_the_end_is_that_of_bfloat16() -> None:
     first, wide = learnt("bf16")

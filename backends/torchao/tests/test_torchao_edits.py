@@ -10,7 +10,6 @@ from float8_problem import accelerator, batches, train
 from torch.distributed.tensor import DTensor
 
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 
 EDITS = ("full_parameters", "in place", "one rank's shard", "load_state", "between micro-batches", "part")
 Outputs = dict[str, list[torch.Tensor]]
@@ -63,7 +62,7 @@ def outputs(gathers: bool, folder: str) -> Outputs:
 
 
 @pytest.fixture(scope="module")
-def compared(tmp_path_factory: pytest.TempPathFactory) -> tuple[Outputs, Outputs]:
+def compared(tmp_path_factory: pytest.TempPathFactory, run_processes) -> tuple[Outputs, Outputs]:
     """Gathered in float8, and not."""
     gathered, plain = (
         run_processes(outputs, gathers, str(tmp_path_factory.mktemp("states")), timeout=250)[0]

@@ -12,7 +12,6 @@ from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core import Accelerator, CheckpointError
-from accel_testing import run_processes
 from accel_torchao import load_quantized, quantize, quantizer
 
 big_models = pytest.importorskip("accel_big_models")
@@ -62,7 +61,7 @@ def test_it_is_saved_whole_and_safetensors_refuse_it_by_name(tmp_path: Path) -> 
     assert torch.equal(load_quantized(Model(), tmp_path / "out")(batches(1)[0]), output)
 
 
-def test_on_a_device_each_block_is_quantised_there(tmp_path: Path) -> None:
+def test_on_a_device_each_block_is_quantised_there(tmp_path: Path, run_processes) -> None:
     checkpoint(tmp_path)
     # In a process of its own: torch's backward knows only devices that came before the first backward.
     (result,) = run_processes(on_the_simulated_device, str(tmp_path), world=1)
@@ -100,7 +99,7 @@ def on_the_simulated_device(folder: str) -> tuple[set[str], torch.Tensor, torch.
 
 
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_quantised_weights_come_and_go_as_they_are(scheme: str) -> None:
+def test_quantised_weights_come_and_go_as_they_are(scheme: str, run_processes) -> None:
     # In a process of its own, as above.
     (results,) = run_processes(streamed, scheme, world=1)
 
@@ -141,7 +140,7 @@ def adapted(target: nn.Module, device: str) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("place", ["cpu", "disk"])
-def test_a_block_is_quantised_on_its_device_and_leaves_it(tmp_path: Path, place: str) -> None:
+def test_a_block_is_quantised_on_its_device_and_leaves_it(tmp_path: Path, place: str, run_processes) -> None:
     checkpoint(tmp_path)
     ((output, want, held, size, kinds),) = run_processes(away, str(tmp_path), place, world=1)
 

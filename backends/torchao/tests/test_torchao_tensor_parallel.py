@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from accel_fsdp import TorchTensorParallelPlugin
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 
 def plan(styles: str) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def ours(styles: str, recipe: str = "tensorwise") -> tuple[list[float], dict[str
 
 
 @pytest.mark.parametrize("styles", ["torchao", "torch"])
-def test_it_trains_as_the_same_styles_do_by_hand(styles: str) -> None:
+def test_it_trains_as_the_same_styles_do_by_hand(styles: str, run_processes) -> None:
     losses, weights, split = run_processes(ours, styles, world=2)[0]
     wanted_losses, wanted = run_processes(by_hand, styles, world=2)[0]
     assert losses == wanted_losses
@@ -71,17 +71,19 @@ def test_it_trains_as_the_same_styles_do_by_hand(styles: str) -> None:
     assert not any(torch.equal(weights[name], before[name]) for name in problem.CONVERTED)
 
 
-def test_torchaos_styles_send_float8_which_rounds_once_more() -> None:
+def test_torchaos_styles_send_float8_which_rounds_once_more(run_processes) -> None:
     losses = {styles: run_processes(ours, styles, world=2)[0][0] for styles in ("torchao", "torch")}
     assert losses["torchao"] != losses["torch"]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
-def test_inputs_that_torchaos_styles_cast_are_refused_where_rows_have_scales(recipe: str) -> None:
+def test_inputs_that_torchaos_styles_cast_are_refused_where_rows_have_scales(
+    recipe: str, run_processes
+) -> None:
     with pytest.raises(ProcessError, match="layer block.up gets an input .* with one scale"):
         run_processes(ours, "torchao", recipe, world=2)
 
 
-def test_torchs_styles_serve_scales_of_rows() -> None:
+def test_torchs_styles_serve_scales_of_rows(run_processes) -> None:
     losses, _, _ = run_processes(ours, "torch", "rowwise", world=2)[0]
     assert losses != run_processes(ours, "torch", world=2)[0][0]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -38,10 +37,10 @@ print("still:", [name for name, weight in llama.named_parameters() if torch.equa
 @pytest.mark.skipif(
     not (find_spec("transformers") and find_spec("accel_compat")), reason="accel-compat and transformers"
 )
-def test_the_trainer_of_transformers_trains_every_weight_in_float8(tmp_path: Path) -> None:
+def test_the_trainer_of_transformers_trains_every_weight_in_float8(tmp_path: Path, run_command) -> None:
     """`accelerate launch --mixed_precision fp8` sets this variable."""
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "fp8", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", SCRIPT, str(tmp_path)], env=env, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -8,8 +8,6 @@ import pytest
 import torch
 from float8_problem import CONVERTED, accelerator, batches, by_hand, loss_of, model, train, weights
 
-from accel_testing import run_processes
-
 WAYS = [(None, False, 1), ("ddp", False, 2), ("fsdp", False, 2), ("fsdp", True, 2)]
 
 
@@ -39,7 +37,9 @@ def test_losses_and_weights_are_those_of_the_loop_by_hand(recipe: str) -> None:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "gathers", "world"), WAYS[1:], ids=["ddp", "fsdp", "fsdp-gathers"])
-def test_all_weights_train_in_parts_as_they_do_whole(strategy: str, gathers: bool, world: int) -> None:
+def test_all_weights_train_in_parts_as_they_do_whole(
+    strategy: str, gathers: bool, world: int, run_processes
+) -> None:
     expected, by_library = by_hand("tensorwise")
     for losses, after in run_processes(trained, strategy, gathers, "tensorwise", world=world, timeout=200):
         assert losses == pytest.approx(expected, abs=1e-5)

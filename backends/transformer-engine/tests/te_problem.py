@@ -12,9 +12,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_testing.patience import patience
 from accel_transformer_engine import TransformerEngineConfig
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(60)))
 STEPS = 3
 CONVERTED = ["first.weight", "block.up.weight", "block.down.weight", "head.weight"]
 

@@ -13,7 +13,6 @@ from torch import nn
 from transformer_engine.common.recipe import DelayedScaling
 
 from accel_core import Accelerator, CheckpointError
-from accel_testing import run_processes
 from accel_transformer_engine.scaling import begin_anew, collect, restore
 
 
@@ -81,7 +80,7 @@ def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> Non
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
-def test_one_process_two_and_one_again(tmp_path: Path, strategy: str) -> None:
+def test_one_process_two_and_one_again(tmp_path: Path, strategy: str, run_processes) -> None:
     _, _, saved = goes_on(None, None, tmp_path / "a")
     parts = run_processes(goes_on, strategy, tmp_path / "a", tmp_path / "b", world=2, timeout=200)
     for loaded, _, _ in parts:
@@ -132,7 +131,9 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
-def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: Path, case: str) -> None:
+def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(
+    tmp_path: Path, case: str, run_processes
+) -> None:
     strategy, evaluates, options = CASES[case]
     args = (strategy, tmp_path / "state", evaluates, options)
     of_ranks = run_processes(after_an_evaluation, *args, world=2, timeout=200)

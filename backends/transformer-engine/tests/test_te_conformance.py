@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 # The kit's own features are no multiples of 16, which the library needs.
 OPTIONS = (
     *("--accel-network", "te_kit_network"),
@@ -23,12 +21,12 @@ OPTIONS = (
     ("stack", "levels", "worlds"),
     [
         ("fp8-te", "0,2", "1"),
-        pytest.param("fp8-te", "1,3,4", "1", marks=pytest.mark.slow),
-        pytest.param("ddp+fp8-te", "0,1,2,3,4", "1,2", marks=pytest.mark.slow),
-        pytest.param("fsdp+fp8-te", "0,1,2,3,4", "2", marks=pytest.mark.slow),
+        pytest.param("fp8-te", "1,3,4", "1", marks=pytest.mark.full),
+        pytest.param("ddp+fp8-te", "0,1,2,3,4", "1,2", marks=pytest.mark.full),
+        pytest.param("fsdp+fp8-te", "0,1,2,3,4", "2", marks=pytest.mark.full),
     ],
 )
-def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str) -> None:
+def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str, conform) -> None:
     here = Path(__file__).parent
     chosen = ("--accel-level", levels, "--accel-world", worlds)
     assert " 0 failed" in conform(tmp_path, stack, *chosen, *OPTIONS, path=[here, here / "stand_in"])
@@ -50,9 +48,9 @@ test_4_checkpoints.py::test_a_killed_save_leaves_a_checkpoint[world2]  # steps o
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
-def test_the_kit_is_green_under_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kit_is_green_under_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conform) -> None:
     pytest.importorskip("accel_megatron")
     monkeypatch.setenv("ACCEL_TEST_PRELOAD", PRELOAD)
     (tmp_path / "xfails").write_text(KNOWN)

@@ -9,8 +9,6 @@ import torch
 from te_problem import accelerator, by_hand, model, train, weights
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
-from accel_testing import run_processes
-
 deepspeed = pytest.importorskip("accel_deepspeed")
 pytest.importorskip("deepspeed")
 
@@ -31,7 +29,7 @@ def trained(stage: int) -> list[Any]:
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("stage", [2, 3])
-def test_losses_and_weights_are_those_of_the_loop_by_hand(stage: int) -> None:
+def test_losses_and_weights_are_those_of_the_loop_by_hand(stage: int, run_processes) -> None:
     first = model().state_dict()
     for pairs in run_processes(trained, stage, world=2, timeout=250):
         for (losses, after), (expected, by_library) in pairs:

@@ -21,12 +21,10 @@ from te_megatron_jobs import (
     unbroken,
 )
 
-from accel_testing import run_processes
-
 pytestmark = pytest.mark.timeout(300)
 
 
-def test_the_forward_is_that_of_megatrons_own_config_and_spec() -> None:
+def test_the_forward_is_that_of_megatrons_own_config_and_spec(run_processes) -> None:
     ((found, hand, told),) = run_processes(forward, "fp8-te", world=1, timeout=200)
     ((wide, _, _),) = run_processes(forward, "bf16", world=1, timeout=200)
     assert torch.equal(found, hand)
@@ -34,13 +32,13 @@ def test_the_forward_is_that_of_megatrons_own_config_and_spec() -> None:
     assert "float8 (Float8CurrentScaling): the layers of strategy megatron" in told
 
 
-def test_every_weight_trains() -> None:
+def test_every_weight_trains(run_processes) -> None:
     ((losses, untouched),) = run_processes(trained, world=1, timeout=200)
     assert untouched == []
     assert len(set(losses)) == 4
 
 
-def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path) -> None:
+def test_a_checkpoint_goes_on_bit_for_bit(tmp_path: Path, run_processes) -> None:
     ((expected, found),) = run_processes(resumed, str(tmp_path / "state"), world=1, timeout=200)
     assert found == expected
 
@@ -51,7 +49,7 @@ TENSORS = {"tp_degree": 2}
 
 
 @pytest.fixture(scope="module")
-def delayed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[Any]]:
+def delayed_run(tmp_path_factory: pytest.TempPathFactory, run_processes) -> tuple[Path, list[Any]]:
     """A checkpoint after two steps of delayed scaling in one process, and what it does."""
     folder = tmp_path_factory.mktemp("delayed") / "state"
     (found,) = run_processes(delayed, None, str(folder), 0, 3, ONE, world=1, timeout=200)
@@ -59,12 +57,12 @@ def delayed_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[An
 
 
 @pytest.fixture(scope="module")
-def without_a_break() -> tuple[list[float], list[float]]:
+def without_a_break(run_processes) -> tuple[list[float], list[float]]:
     return run_processes(unbroken, world=1, timeout=200)[0]
 
 
 def test_delayed_scaling_goes_on_bit_for_bit(
-    delayed_run: tuple[Path, Any], without_a_break: tuple[list[float], list[float]]
+    delayed_run: tuple[Path, Any], without_a_break: tuple[list[float], list[float]], run_processes
 ) -> None:
     folder, (_, _, none, after) = delayed_run
     assert none == {}
@@ -79,12 +77,13 @@ def test_delayed_scaling_goes_on_bit_for_bit(
     assert (losses, checked) == without_a_break
 
 
-@pytest.mark.parametrize("layout", [STAGES, pytest.param(TENSORS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", [STAGES, pytest.param(TENSORS, marks=pytest.mark.full)])
 def test_delayed_scaling_resumes_where_ranks_share_the_model(
     delayed_run: tuple[Path, Any],
     without_a_break: tuple[list[float], list[float]],
     tmp_path: Path,
     layout: dict[str, int],
+    run_processes,
 ) -> None:
     folder, (_, _, _, after) = delayed_run
     found = run_processes(delayed, str(folder), str(tmp_path / "two"), 2, 4, layout, world=2, timeout=200)
@@ -99,8 +98,8 @@ def test_delayed_scaling_resumes_where_ranks_share_the_model(
     assert all(torch.equal(back[name], ended[name]) for name in ended)
 
 
-@pytest.mark.slow
-def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: Path) -> None:
+@pytest.mark.full
+def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: Path, run_processes) -> None:
     first, second = run_processes(after_an_evaluation, str(tmp_path / "state"), world=2, timeout=200)
     for _, expected, found in (first, second):
         assert found.keys() == expected.keys()
@@ -110,7 +109,7 @@ def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(tmp_path: P
     assert any(larger.values())
 
 
-def test_a_run_with_delayed_scaling_leaves_no_buffers_to_reduce() -> None:
+def test_a_run_with_delayed_scaling_leaves_no_buffers_to_reduce(run_processes) -> None:
     ((buffers, layers, right, told),) = run_processes(left_behind, world=1, timeout=200)
     assert (layers, right) == (8, 8)
     assert buffers == []
@@ -141,7 +140,7 @@ REFUSED = {
 }
 
 
-def test_what_would_not_compute_or_resume_in_float8_is_refused() -> None:
+def test_what_would_not_compute_or_resume_in_float8_is_refused(run_processes) -> None:
     (said,) = run_processes(refusals, world=1, timeout=200)
     assert said.keys() == REFUSED.keys()
     for name, (reason, remedy) in REFUSED.items():

@@ -13,7 +13,6 @@ from torch.nn.functional import cross_entropy
 
 from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 from accel_transformer_engine import TransformerEngineConfig
 
 STEPS = 2
@@ -75,13 +74,13 @@ def goes_on(stages: int, source: Path | None, target: Path | None, steps: list[i
 
 
 @pytest.fixture(scope="module")
-def whole() -> Found:
+def whole(run_processes) -> Found:
     return run_processes(goes_on, 1, None, None, [0, 1], world=1)[0]
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [2, 4])
-def test_each_stage_sees_the_maxima_that_one_process_sees(whole: Found, world: int) -> None:
+def test_each_stage_sees_the_maxima_that_one_process_sees(whole: Found, world: int, run_processes) -> None:
     found = run_processes(goes_on, 2, None, None, [0, 1], world=world, timeout=200)
     seen: dict[str, torch.Tensor] = {}
     for losses, of_rank in found:
@@ -94,7 +93,7 @@ def test_each_stage_sees_the_maxima_that_one_process_sees(whole: Found, world: i
 
 
 @pytest.mark.timeout(300)
-def test_scales_of_all_stages_are_saved_and_loaded_by_any_number(tmp_path: Path) -> None:
+def test_scales_of_all_stages_are_saved_and_loaded_by_any_number(tmp_path: Path, run_processes) -> None:
     run_processes(goes_on, 2, None, tmp_path / "a", [0, 1], world=2, timeout=200)
     expected = run_processes(goes_on, 2, tmp_path / "a", tmp_path / "b", [2, 3], world=2, timeout=200)
     again = run_processes(goes_on, 2, tmp_path / "a", None, [2, 3], world=2, timeout=200)

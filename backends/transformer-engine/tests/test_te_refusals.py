@@ -11,7 +11,6 @@ from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
 
 from accel_core import Accelerator, AccelError, ConfigError
 from accel_fsdp import TorchTensorParallelPlugin
-from accel_testing import run_processes
 from accel_transformer_engine import TransformerEngineConfig, card
 from accel_transformer_engine.card import FP8
 
@@ -39,7 +38,7 @@ def split() -> str:
 
 
 @pytest.mark.timeout(200)
-def test_layers_that_a_plan_splits_are_refused() -> None:
+def test_layers_that_a_plan_splits_are_refused(run_processes) -> None:
     for said in run_processes(split, world=2, timeout=100):
         assert "compute no parts of weights that a tensor-parallel plan has split" in said
         assert said.endswith("leave out tensor parallelism, or use mixed_precision: fp8-torchao")

@@ -26,7 +26,6 @@ from transformer_engine.pytorch import quantization
 
 from accel_core import AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_testing import run_processes
 from accel_transformer_engine.scaling import collect
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
@@ -133,7 +132,7 @@ def trained_beside_the_hand(strategy: str, recipe: str) -> Any:
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_all_weights_train_in_parts_as_by_hand(strategy: str, recipe: str) -> None:
+def test_all_weights_train_in_parts_as_by_hand(strategy: str, recipe: str, run_processes) -> None:
     for (losses, after), (expected, by_library) in run_processes(
         trained_beside_the_hand, strategy, recipe, world=2, timeout=200
     ):
@@ -220,7 +219,7 @@ def in_parts(recompute: bool) -> tuple[list[float], Any, Any]:
 
 
 @pytest.mark.timeout(300)
-def test_fsdp_computes_blocks_again_and_changes_no_loss_weight_scale_or_history() -> None:
+def test_fsdp_computes_blocks_again_and_changes_no_loss_weight_scale_or_history(run_processes) -> None:
     ranks = [run_processes(in_parts, recompute, world=2, timeout=200) for recompute in (True, False)]
     for again, kept in zip(*ranks, strict=True):
         assert_recomputation_changes_nothing(again, kept)

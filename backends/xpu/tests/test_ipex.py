@@ -12,7 +12,7 @@ import ipex_jobs as jobs
 import pytest
 import torch
 
-from accel_testing import ProcessError, conform, run_processes
+from accel_testing import ProcessError
 from accel_xpu import IpexConfig, machine
 from accel_xpu.ipex import Ipex
 from accel_xpu.machine import probe_ipex
@@ -20,7 +20,7 @@ from accel_xpu.machine import probe_ipex
 real = pytest.mark.skipif(find_spec("intel_extension_for_pytorch") is None, reason="needs ipex: tox -e ipex")
 
 
-def one(function: Any, *args: Any, **options: Any) -> Any:
+def one(run_processes, function: Any, *args: Any, **options: Any) -> Any:
     (found,) = run_processes(function, *args, world=1, timeout=100, **options)
     return found
 
@@ -73,8 +73,8 @@ def compiled_by_hand() -> tuple[list[str], bool]:
     return [str(each.message).partition(";")[0] for each in told], bool(before)
 
 
-def test_a_model_that_is_compiled_by_hand_later_is_noticed_once() -> None:
-    told, before = one(compiled_by_hand)
+def test_a_model_that_is_compiled_by_hand_later_is_noticed_once(run_processes) -> None:
+    told, before = one(run_processes, compiled_by_hand)
 
     assert not before
     assert told == [
@@ -122,53 +122,57 @@ def test_compiling_is_refused_for_it_loses_gradients() -> None:
 
 @real
 @pytest.mark.parametrize(("name", "fused"), [("SGD", True), ("Adam", True), ("AdamW", False)])
-def test_losses_are_those_of_a_plain_loop_with_the_steps_it_can_fuse(name: str, fused: bool) -> None:
-    losses, is_fused, lstm = one(jobs.ours, name)
+def test_losses_are_those_of_a_plain_loop_with_the_steps_it_can_fuse(
+    name: str, fused: bool, run_processes
+) -> None:
+    losses, is_fused, lstm = one(run_processes, jobs.ours, name)
 
     assert losses == pytest.approx(jobs.plain(name), rel=1e-5)
     assert (is_fused, lstm) == (fused, "torch.nn.modules.rnn")
 
 
 @real
-def test_its_own_lstm_trains_the_same() -> None:
-    losses, _, lstm = one(jobs.ours, "Adam", IpexConfig(optimize_lstm=True))
+def test_its_own_lstm_trains_the_same(run_processes) -> None:
+    losses, _, lstm = one(run_processes, jobs.ours, "Adam", IpexConfig(optimize_lstm=True))
 
     assert losses == pytest.approx(jobs.plain("Adam"), rel=1e-5)
     assert lstm.startswith("intel_extension_for_pytorch")
 
 
 @real
-def test_bf16_is_cores_autocast() -> None:
-    losses, *_ = one(jobs.bf16, "SGD")
+def test_bf16_is_cores_autocast(run_processes) -> None:
+    losses, *_ = one(run_processes, jobs.bf16, "SGD")
 
     assert losses == pytest.approx(jobs.plain("SGD", bf16=True), rel=2e-2)
     assert losses != pytest.approx(jobs.plain("SGD"), rel=1e-5)
 
 
 @real
-def test_a_step_it_cannot_fuse_is_an_error_when_asked_for() -> None:
+def test_a_step_it_cannot_fuse_is_an_error_when_asked_for(run_processes) -> None:
     with pytest.raises(ProcessError, match="ipex has no fused step of AdamW on cpu"):
-        one(jobs.ours, "AdamW", IpexConfig(fuse_update_step=True))
+        one(run_processes, jobs.ours, "AdamW", IpexConfig(fuse_update_step=True))
 
 
 @real
-def test_each_optimizer_of_a_model_is_fused_and_holds_what_its_lstm_became() -> None:
-    fused, held = one(jobs.several)
+def test_each_optimizer_of_a_model_is_fused_and_holds_what_its_lstm_became(run_processes) -> None:
+    fused, held = one(run_processes, jobs.several)
 
     assert fused == [True, True]
     assert held == [True, True]
 
 
 @real
-def test_hooks_on_the_optimizer_are_still_called() -> None:
-    assert one(jobs.hooked) == 5
+def test_hooks_on_the_optimizer_are_still_called(run_processes) -> None:
+    assert one(run_processes, jobs.hooked) == 5
 
 
 @real
-def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path) -> None:
-    expected = one(jobs.saved, str(tmp_path / "state"))
+def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path, run_processes) -> None:
+    expected = one(run_processes, jobs.saved, str(tmp_path / "state"))
 
-    assert one(jobs.resumed_without, str(tmp_path / "state")) == pytest.approx(expected, rel=1e-5)
+    assert one(run_processes, jobs.resumed_without, str(tmp_path / "state")) == pytest.approx(
+        expected, rel=1e-5
+    )
 
 
 @real
@@ -177,7 +181,7 @@ def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path) -> None:
     ("stack", "worlds"),
     [("native+ipex", (1,)), pytest.param("ddp+ipex", (1, 2), marks=pytest.mark.together)],
 )
-def test_it_conforms(tmp_path: Path, stack: str, worlds: tuple[int, ...]) -> None:
+def test_it_conforms(tmp_path: Path, stack: str, worlds: tuple[int, ...], conform) -> None:
     xfails = tmp_path / "xfails"
     xfails.write_text("".join(f"{name}  # {reason}\n" for name, reason in known().items()))
     options = ("--accel-world", ",".join(map(str, worlds)), "--accel-xfails", str(xfails))

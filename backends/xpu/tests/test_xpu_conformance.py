@@ -6,8 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 STAND_IN = Path(__file__).parent / "stand_in"
 
 
@@ -16,11 +14,13 @@ STAND_IN = Path(__file__).parent / "stand_in"
     ("stack", "worlds", "levels"),
     [
         ("xpu+bf16", "1", "0,1,2"),
-        pytest.param("xpu+bf16", "1", "3,4", marks=pytest.mark.slow),
-        pytest.param("xpu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.slow]),
+        pytest.param("xpu+bf16", "1", "3,4", marks=pytest.mark.full),
+        pytest.param("xpu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
     ],
 )
-def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str, levels: str) -> None:
+def test_it_conforms_on_the_simulated_device(
+    tmp_path: Path, stack: str, worlds: str, levels: str, conform
+) -> None:
     options = ("--accel-world", worlds, "--accel-level", levels)
     options += ("--accel-simulate", "xccl", "--accel-stand-in", "stands_for_xpu")
 

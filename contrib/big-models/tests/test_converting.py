@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -259,7 +258,7 @@ print((max(peaks) - base) / one, (anonymous() - base) / one)
 
 @pytest.mark.parametrize(("device", "mapped"), [("cpu", False), ("sim", True)])
 def test_host_memory_is_the_converted_model_and_two_blocks_at_most(
-    tmp_path: Path, device: str, mapped: bool
+    tmp_path: Path, device: str, mapped: bool, run_command
 ) -> None:
     from safetensors.torch import save_file
 
@@ -272,7 +271,7 @@ def test_host_memory_is_the_converted_model_and_two_blocks_at_most(
     # Small blocks would else share the allocator's pages, and be counted after they are freed.
     env = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "500000"}
     command = [sys.executable, "-c", MEMORY, str(tmp_path), device, str(mapped)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+    done = run_command(command, capture_output=True, text=True, check=False, env=env)
     assert done.returncode == 0, done.stderr
     peak, resident = map(float, done.stdout.split())
 

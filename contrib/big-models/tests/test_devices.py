@@ -25,7 +25,6 @@ from accel_big_models.hooks import enters_of
 from accel_big_models.moving import Mover
 from accel_big_models.planning import plan, plan_from_map
 from accel_core import Accelerator
-from accel_testing import run_processes
 
 simulated = pytest.importorskip("accel_testing.simulated.device")
 
@@ -289,7 +288,7 @@ def test_the_strategy_asks_the_devices_plugin_what_is_free(monkeypatch):
     assert enters_of(target)
 
 
-def test_a_frozen_base_streams_while_an_adapter_trains_on_the_device():
+def test_a_frozen_base_streams_while_an_adapter_trains_on_the_device(run_processes):
     # In a process of its own: torch's backward knows only devices that came before the first backward.
     ((streamed, resident),) = run_processes(gradients_of_adapters, world=1)
 

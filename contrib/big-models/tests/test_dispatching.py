@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import io
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -313,7 +312,7 @@ def test_a_model_that_is_dispatched_or_on_meta_is_refused(folder):
         dispatch(empty(), plan_from_map(empty(), {"": "cpu"}))
 
 
-def test_a_full_disk_is_named_and_the_model_stays_as_it_was(tmp_path):
+def test_a_full_disk_is_named_and_the_model_stays_as_it_was(tmp_path, run_command):
     code = f"""
 import resource, signal, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
@@ -330,7 +329,7 @@ except AccelError as error:
     print(str(error).splitlines()[0])
 assert torch.equal(target(ids()), want)
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) in done.stdout
@@ -407,9 +406,9 @@ assert torch.equal(torch.compile(target, backend="eager")(ids()), model()(ids())
 """
 
 
-def test_streaming_imports_no_compiler_before_something_is_compiled():
+def test_streaming_imports_no_compiler_before_something_is_compiled(run_command):
     command = [sys.executable, "-c", WITHOUT_COMPILER]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    done = run_command(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
 
     assert done.stdout == "False\n", done.stderr
     assert done.returncode == 0, done.stderr

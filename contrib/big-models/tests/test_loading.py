@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -173,14 +172,14 @@ model(ids())
 """
 
 
-def test_the_launcher_names_a_file_that_is_cut_under_its_mapping(tmp_path):
+def test_the_launcher_names_a_file_that_is_cut_under_its_mapping(tmp_path, run_command):
     path = tmp_path / "weights.safetensors"
     state = {name: value for name, value in model().state_dict().items() if name != "head.weight"}
     save_file(state, path)
     (tmp_path / "job.py").write_text(LAUNCHED)
     words = [sys.executable, "-m", "accel_core", "launch", "-n", "1", str(tmp_path / "job.py"), str(path)]
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parent)}
-    ended = subprocess.run(words, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
+    ended = run_command(words, capture_output=True, text=True, check=False, env=env, cwd=tmp_path)
 
     assert ended.returncode == 128 + signal.SIGBUS
     assert "rank 0 (local 0) was killed by SIGBUS" in ended.stderr

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,11 +103,11 @@ def write(folder: Path, blocks: int, width: int = 4096) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
 
 
-def run(folder: Path, target: Path | str, how: str, group: Path | None = None) -> dict:
+def run(run_command, folder: Path, target: Path | str, how: str, group: Path | None = None) -> dict:
     command = [sys.executable, "-c", CODE, str(folder), str(target), str(BLOCKS), how, str(SHARD)]
     if group is not None:
         command = ["sh", "-c", 'echo $$ > "$0"/cgroup.procs && exec "$@"', str(group), *command]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_command(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"{done.returncode} {done.stderr}"
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -147,27 +146,27 @@ def group() -> Iterator[Path]:
         made.rmdir()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3600)
-def test_twenty_gigabytes_in_four(checkpoint: Path, tmp_path: Path) -> None:
-    check(checkpoint, tmp_path / "out")
+def test_twenty_gigabytes_in_four(checkpoint: Path, tmp_path: Path, run_command) -> None:
+    check(run_command, checkpoint, tmp_path / "out")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(3600)
 def test_twenty_gigabytes_where_the_system_gives_no_more_than_four(
-    checkpoint: Path, tmp_path: Path, group: Path
+    checkpoint: Path, tmp_path: Path, group: Path, run_command
 ) -> None:
-    check(checkpoint, tmp_path / "out", group)
+    check(run_command, checkpoint, tmp_path / "out", group)
 
 
-def check(checkpoint: Path, out: Path, group: Path | None = None) -> None:
+def check(run_command, checkpoint: Path, out: Path, group: Path | None = None) -> None:
     try:
-        mapped = run(checkpoint, out, "mapped", group)
+        mapped = run(run_command, checkpoint, out, "mapped", group)
         exported = sum(path.stat().st_size for path in out.glob("*.safetensors"))
     finally:
         shutil.rmtree(out, ignore_errors=True)
-    read = run(checkpoint, "", "read", group)
+    read = run(run_command, checkpoint, "", "read", group)
 
     print(f"mapped: {mapped}, read: {read}")  # for reports of a run with -s
     assert exported > 0.99 * SIZE

@@ -13,6 +13,7 @@ from torch import nn
 from accel_big_models import empty_weights
 from accel_bitsandbytes import BnbQuantizationConfig
 from accel_core import InitProcessGroupKwargs
+from accel_testing.patience import patience
 
 KINDS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True},
@@ -89,4 +90,4 @@ def ids(seed: int = 5, rows: int = 2) -> torch.Tensor:
     return torch.randint(0, 96, (rows, 7), generator=torch.Generator().manual_seed(seed))
 
 
-TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=60))
+TIMEOUT = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(60)))

@@ -14,7 +14,6 @@ from torch import nn
 
 from accel_bitsandbytes import BitsAndBytesPlugin, adopt, load_and_quantize_model, report
 from accel_core import Accelerator, CheckpointError, ConfigError
-from accel_testing import run_processes
 
 
 def prepared(net: nn.Module, *plugins: Any) -> tuple[Accelerator, Any]:
@@ -51,7 +50,7 @@ def test_a_checkpoint_restores_weights_and_scales_over_other_ones(tmp_path: Path
     assert not again.blocks[0].up.weight.requires_grad
 
 
-def test_another_process_resumes(tmp_path: Path) -> None:
+def test_another_process_resumes(tmp_path: Path, run_processes) -> None:
     run, net = prepared(load_and_quantize_model(model(), config("nf4, double")))
     expected = net(ids()).detach()
     run.save_state(tmp_path / "state")

@@ -10,7 +10,6 @@ import torch
 from quantised_problem import QUANTISED, config, empty, ids, model, saved
 
 from accel_bitsandbytes import load_and_quantize_model
-from accel_testing import run_processes
 
 pytest.importorskip("accel_compat")
 
@@ -50,7 +49,7 @@ def program(file: Path, away: Path) -> Any:
     return found
 
 
-def test_the_names_of_accelerate_do_the_same(tmp_path: Path) -> None:
+def test_the_names_of_accelerate_do_the_same(tmp_path: Path, run_processes) -> None:
     (found,) = run_processes(program, saved(tmp_path), tmp_path / "away", world=1)
     expected = load_and_quantize_model(model(), config("nf4"))(ids())
     assert torch.equal(found["output"], expected)

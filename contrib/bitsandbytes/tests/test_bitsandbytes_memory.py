@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -57,7 +56,9 @@ BLOCKS, BLOCK = 8, 32 * MEGABYTE
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what memory a process has")
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
-def test_memory_beyond_the_result_does_not_grow_with_the_model(tmp_path: Path, kind: str) -> None:
+def test_memory_beyond_the_result_does_not_grow_with_the_model(
+    tmp_path: Path, kind: str, run_command
+) -> None:
     file = tmp_path / "model.safetensors"
     torch.manual_seed(0)
     weight = torch.randn(2048, 2048)
@@ -65,7 +66,7 @@ def test_memory_beyond_the_result_does_not_grow_with_the_model(tmp_path: Path, k
     save_file({**weights, f"{BLOCKS}.weight": weight[:8].clone()}, file)
     try:
         command = [sys.executable, "-c", LOAD, kind, str(file), str(BLOCKS)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = run_command(command, capture_output=True, text=True, check=False)
     finally:
         file.unlink()  # pytest keeps its folders
     assert done.returncode == 0, done.stderr

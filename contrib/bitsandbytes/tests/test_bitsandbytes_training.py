@@ -15,7 +15,6 @@ from torch import nn
 
 from accel_bitsandbytes import BitsAndBytesPlugin, load_and_quantize_model
 from accel_core import Accelerator, ConfigError
-from accel_testing import run_processes
 
 
 def adapted(kind: str) -> Any:
@@ -75,7 +74,7 @@ def test_lora_trains_as_by_hand(tmp_path: Path, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4, double"])
-def test_lora_trains_in_two_processes_as_in_one(tmp_path: Path, kind: str) -> None:
+def test_lora_trains_in_two_processes_as_in_one(tmp_path: Path, kind: str, run_processes) -> None:
     expected = by_hand(kind)
     first, second = run_processes(in_a_run, kind, tmp_path / "state", world=2)
     for name, tensor in expected.items():
@@ -102,7 +101,7 @@ def continued(kind: str, folder: Path, first: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4, double"])
-def test_adapters_go_on_in_two_processes_and_again_in_one(tmp_path: Path, kind: str) -> None:
+def test_adapters_go_on_in_two_processes_and_again_in_one(tmp_path: Path, kind: str, run_processes) -> None:
     for first, world in enumerate((1, 2, 1)):
         found, *_ = run_processes(continued, kind, tmp_path, first, world=world)
     for name, tensor in by_hand(kind).items():

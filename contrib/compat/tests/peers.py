@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 
-from accel_testing import run_processes
-
 OURS = "import accel_compat; accel_compat.install()\n"
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 ALONE = dict.fromkeys((*WORLD, "MASTER_ADDR", "MASTER_PORT"))
@@ -36,7 +34,7 @@ def printed(code: str) -> str:
 
 
 def run_program(
-    code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1
+    run_processes, code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1
 ) -> str:
     """What the code printed on rank 0, in processes that know nothing of this one's `accelerate`."""
     text = (OURS if ours else "") + textwrap.dedent(code)
@@ -44,7 +42,9 @@ def run_program(
     return run_processes(printed, text, world=processes, environment=variables, timeout=110)[0]
 
 
-def said(code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1) -> Any:
+def said(
+    run_processes, code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1
+) -> Any:
     """What the code printed as JSON on its last line, on rank 0."""
-    lines = run_program(code, ours=ours, environment=environment, processes=processes)
+    lines = run_program(run_processes, code, ours=ours, environment=environment, processes=processes)
     return json.loads(lines.strip().splitlines()[-1])

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import tarfile
 import textwrap
@@ -25,7 +24,7 @@ from accel_compat.launch.shim import write_shim
 
 ARCHIVE = Path(os.environ.get("ACCEL_TEST_VENDOR", "."), f"accelerate-{VERSION}.tar.gz")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.timeout(1800),
     needs_accelerate,
     pytest.mark.skipif(
@@ -95,7 +94,7 @@ def sources(tmp_path_factory) -> Path:
     return source
 
 
-def passed(sources: Path, name: str, *, ours: bool) -> set[str]:
+def passed(run_command, sources: Path, name: str, *, ours: bool) -> set[str]:
     """The tests of a file that pass."""
     shim = sources.parent / "shim"
     paths = {"PYTHONPATH": str(sources)}
@@ -103,7 +102,7 @@ def passed(sources: Path, name: str, *, ours: bool) -> set[str]:
         paths = {"PYTHONPATH": f"{shim}:{sources}", "PATH": f"{shim / 'bin'}:{os.environ['PATH']}"}
     report = sources.parent / f"{name}.{'ours' if ours else 'theirs'}.xml"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:accel"]
-    subprocess.run(
+    run_command(
         [*words, "--timeout", "300", f"--junitxml={report}", f"tests/{name}"],
         cwd=sources,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **paths},
@@ -121,8 +120,8 @@ def names_of_passed(report: Path) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", [f"test_{each}.py" for each in FILES])
-def test_what_passes_on_accelerate_passes_here(sources, name):
-    theirs, ours = (passed(sources, name, ours=each) for each in (False, True))
+def test_what_passes_on_accelerate_passes_here(sources, name, run_command):
+    theirs, ours = (passed(run_command, sources, name, ours=each) for each in (False, True))
 
     has_configs = (sources / "tests" / CONFIGS).is_dir()
     assert theirs - ours == set(DIFFERENT.get(name, ())) - (set() if has_configs else READ_CONFIGS)

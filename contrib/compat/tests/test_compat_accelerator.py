@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import pickle
-import subprocess
 import sys
 import weakref
 from pathlib import Path
@@ -30,7 +29,6 @@ from peers import needs_accelerate, said
 
 from accel_compat.unsupported import NotServedError
 from accel_core import CheckpointError, Mesh, MeshDim, arrange
-from accel_testing import run_processes
 
 
 def trained(accelerator: Accelerator, steps: int = 3) -> torch.Tensor:
@@ -213,7 +211,9 @@ def save_with_gradients(folder):
     return str(accelerator.save_state(folder))
 
 
-def test_a_save_that_the_main_process_refuses_for_its_gradients_is_refused_on_all_ranks(tmp_path):
+def test_a_save_that_the_main_process_refuses_for_its_gradients_is_refused_on_all_ranks(
+    tmp_path, run_processes
+):
     assert run_processes(save_with_gradients, str(tmp_path / "here")) == [str(tmp_path / "here")] * 2
 
 
@@ -240,8 +240,10 @@ if accelerator.is_main_process:
 
 
 @needs_accelerate
-def test_a_backward_reduces_what_forwards_under_no_sync_left():
-    assert said(TRIGGERED, ours=True, processes=2) == said(TRIGGERED, ours=False, processes=2)
+def test_a_backward_reduces_what_forwards_under_no_sync_left(run_processes):
+    assert said(run_processes, TRIGGERED, ours=True, processes=2) == said(
+        run_processes, TRIGGERED, ours=False, processes=2
+    )
 
 
 def test_hooks_see_what_is_saved_and_loaded(tmp_path):
@@ -325,7 +327,7 @@ def test_one_process_leaves_no_files_of_ranks_beside_its_checkpoint(tmp_path):
     assert not [*tmp_path.rglob("*.states")]
 
 
-def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path):
+def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path, run_processes):
     variables = {"COPIED_STATES": str(tmp_path / "store"), "ACCEL__PROJECT__STORE": "memory://bucket/run"}
     first = str(tmp_path / "first")
     drawn = run_processes(copied_states_job.saved, first, world=2, environment=variables)
@@ -338,12 +340,14 @@ def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(
         assert number == 2, "beyond the store's"
 
 
-def test_a_state_that_all_ranks_saved_is_not_said_to_start_streams_anew(tmp_path):
+def test_a_state_that_all_ranks_saved_is_not_said_to_start_streams_anew(tmp_path, run_processes):
     folder = str(tmp_path / "here")
     assert run_processes(copied_states_job.saved_by_core, folder, world=2) == [(True, [])] * 2
 
 
-def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_all_ranks_numbers(tmp_path):
+def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_all_ranks_numbers(
+    tmp_path, run_processes
+):
     for first in (0, 2):
         names = [str(tmp_path / "checkpoints" / f"checkpoint_{first + more}") for more in range(2)]
         assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
@@ -404,13 +408,13 @@ def test_load_state_refuses_an_argument_that_would_change_what_is_loaded(tmp_pat
         accelerator.load_state(tmp_path / "here", map_location="cpu", load_module_only=True)
 
 
-def test_a_pickled_accelerator_is_itself_in_its_process_and_an_error_where_it_is_not():
+def test_a_pickled_accelerator_is_itself_in_its_process_and_an_error_where_it_is_not(run_command):
     accelerator = Accelerator()
     kept = pickle.dumps(accelerator)
     assert pickle.loads(kept) is accelerator
 
     program = f"import pickle; pickle.loads({kept!r})"
-    read = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    read = run_command([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "another process than its own" in read.stderr
 
 

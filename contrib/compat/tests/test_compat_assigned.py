@@ -129,9 +129,9 @@ a.print(json.dumps([streams if who == "all" else 0, [p.detach().sum().item() for
 
 
 @needs_accelerate
-def test_each_attribute_can_be_assigned_as_there():
+def test_each_attribute_can_be_assigned_as_there(run_processes):
     accelerator = Accelerator(cpu=True)
-    names = said(ATTRIBUTES, ours=False)
+    names = said(run_processes, ATTRIBUTES, ours=False)
     assert "state" in names
     for name in names:
         setattr(accelerator, name, getattr(accelerator, name))
@@ -141,17 +141,20 @@ def test_each_attribute_can_be_assigned_as_there():
 @pytest.mark.parametrize(
     "code", [HELPER, STEPS, METRICS, LOOKED_AT], ids=["helper", "steps", "metrics", "looked at"]
 )
-def test_the_same_is_seen_as_there(code):
+def test_the_same_is_seen_as_there(code, run_processes):
     variables = {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"} if code == HELPER else {}
-    assert said(code, ours=True, environment=variables) == said(code, ours=False, environment=variables)
+    assert said(run_processes, code, ours=True, environment=variables) == said(
+        run_processes, code, ours=False, environment=variables
+    )
 
 
 @needs_accelerate
 @pytest.mark.parametrize("who", ["all", "main"])
-def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, monkeypatch, who):
+def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, monkeypatch, who, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     found = [
         said(
+            run_processes,
             SAVED,
             ours=ours,
             processes=2,

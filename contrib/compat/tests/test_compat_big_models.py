@@ -236,7 +236,7 @@ print(json.dumps(model(torch.ones(1, 3)).tolist()))
 
 
 @needs_accelerate
-def test_accelerate_reads_the_folder_that_is_left(tmp_path):
+def test_accelerate_reads_the_folder_that_is_left(tmp_path, run_processes):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
     save_file(model.state_dict(), tmp_path / "model.safetensors")
@@ -245,7 +245,11 @@ def test_accelerate_reads_the_folder_that_is_left(tmp_path):
     load_checkpoint_in_model(hollow, tmp_path, {"": "disk"}, tmp_path / "off")
     code = READ.replace("FOLDER", repr(str(tmp_path / "off")))
 
-    assert said(code, ours=False) == model(torch.ones(1, 3)).tolist() == said(code, ours=True)
+    assert (
+        said(run_processes, code, ours=False)
+        == model(torch.ones(1, 3)).tolist()
+        == said(run_processes, code, ours=True)
+    )
 
 
 def test_without_the_package_its_name_is_said(tmp_path, monkeypatch):

@@ -66,8 +66,10 @@ def file(tmp_path) -> str:
 
 
 @needs_accelerate
-def test_a_command_line_is_parsed_as_there():
-    for theirs, ours in zip(said(PARSED, ours=False), said(PARSED, ours=True), strict=True):
+def test_a_command_line_is_parsed_as_there(run_processes):
+    for theirs, ours in zip(
+        said(run_processes, PARSED, ours=False), said(run_processes, PARSED, ours=True), strict=True
+    ):
         assert {name: ours.get(name, "absent") for name in theirs} == theirs
 
 
@@ -310,8 +312,8 @@ print(json.dumps(shown))
 
 
 @needs_accelerate
-def test_the_memory_that_a_model_takes_is_told_in_the_same_columns():
-    assert said(ESTIMATE, ours=True) == said(ESTIMATE, ours=False)
+def test_the_memory_that_a_model_takes_is_told_in_the_same_columns(run_processes):
+    assert said(run_processes, ESTIMATE, ours=True) == said(run_processes, ESTIMATE, ours=False)
 
 
 def test_the_script_estimates_a_model_from_its_folder(tmp_path, monkeypatch, capsys):

@@ -83,10 +83,10 @@ MENDED = ["IndexError", "AttributeError"]
 
 
 @needs_accelerate
-@pytest.mark.parametrize("first", [0, pytest.param(400, marks=pytest.mark.slow)])
-def test_maps_of_random_models_are_the_same(first):
+@pytest.mark.parametrize("first", [0, pytest.param(400, marks=pytest.mark.full)])
+def test_maps_of_random_models_are_the_same(first, run_processes):
     code = CASES.replace("FIRST", str(first))
-    theirs, ours = said(code, ours=False), said(code, ours=True)
+    theirs, ours = said(run_processes, code, ours=False), said(run_processes, code, ours=True)
     pairs = [pair for cases in zip(theirs, ours, strict=True) for pair in zip(*cases, strict=True)]
 
     assert [pair for pair in pairs if pair[0] != pair[1] and pair[0] not in MENDED] == []

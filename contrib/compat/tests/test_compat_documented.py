@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 
@@ -61,14 +60,14 @@ def test_an_example_names_the_package_it_needs(number, monkeypatch):
         run(code)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("number", NEED_A_PACKAGE)
-def test_an_example_runs_with_its_package(number):
+def test_an_example_runs_with_its_package(number, run_command):
     package, code = NEED_A_PACKAGE[number]
     pytest.importorskip(package)
     if package == "accel_transformer_engine" and find_spec("transformer_engine") is None:
         pytest.skip("transformer-engine, which needs CUDA, is not installed")
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", OURS + code], capture_output=True, text=True, timeout=110, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]

@@ -64,11 +64,13 @@ BY_HAND = """accelerator._do_sync()
 
 @needs_accelerate
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_window_that_a_program_counts_ends_with_its_loader(processes):
+def test_a_window_that_a_program_counts_ends_with_its_loader(processes, run_processes):
     """`_do_sync` is called by programs that do not use `accumulate`."""
     code = TRAINED.replace("BODY", BY_HAND).replace("steps=2", "steps=3").replace("PRECISION", "'no'")
 
-    assert said(code, ours=True, processes=processes) == said(code, ours=False, processes=processes)
+    assert said(run_processes, code, ours=True, processes=processes) == said(
+        run_processes, code, ours=False, processes=processes
+    )
 
 
 @needs_accelerate
@@ -76,10 +78,12 @@ def test_a_window_that_a_program_counts_ends_with_its_loader(processes):
 @pytest.mark.parametrize(
     "body", [INSIDE, BEFORE_AND_AFTER, ONE_LOSS, CLEARED], ids=["inside", "around", "one loss", "cleared"]
 )
-def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes):
+def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes, run_processes):
     code = TRAINED.replace("BODY", body).replace("PRECISION", "'no'")
 
-    assert said(code, ours=True, processes=processes) == said(code, ours=False, processes=processes)
+    assert said(run_processes, code, ours=True, processes=processes) == said(
+        run_processes, code, ours=False, processes=processes
+    )
 
 
 SHARDED = """
@@ -109,20 +113,22 @@ print(json.dumps(seen))
 
 
 @pytest.mark.parametrize("version", [1, 2])
-def test_a_sharded_model_that_is_not_named_trains_as_under_ddp(version):
+def test_a_sharded_model_that_is_not_named_trains_as_under_ddp(version, run_processes):
     pytest.importorskip("accel_fsdp")
-    found = said(SHARDED.replace("VERSION", str(version)), ours=True, processes=2)
-    usual = said(SHARDED.replace("VERSION", "None"), ours=True, processes=2)
+    found = said(run_processes, SHARDED.replace("VERSION", str(version)), ours=True, processes=2)
+    usual = said(run_processes, SHARDED.replace("VERSION", "None"), ours=True, processes=2)
 
     assert len({str(each) for each in found}) == 4  # both models step in each second micro-batch of six
     assert found == [pytest.approx(each, abs=1e-6) for each in usual]
 
 
-def test_under_fp16_one_scale_is_for_both():
+def test_under_fp16_one_scale_is_for_both(run_processes):
     code = TRAINED.replace("PRECISION", "'fp16'")
     named = INSIDE.replace("accumulate(first)", "accumulate(first, second)")
 
-    assert said(code.replace("BODY", INSIDE), ours=True) == said(code.replace("BODY", named), ours=True)
+    assert said(run_processes, code.replace("BODY", INSIDE), ours=True) == said(
+        run_processes, code.replace("BODY", named), ours=True
+    )
 
 
 def test_a_step_that_is_left_out_does_not_keep_a_scale():

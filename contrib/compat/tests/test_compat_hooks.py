@@ -177,10 +177,10 @@ print(json.dumps([same, [str(found[name].dtype) for name in state], json.load(op
 
 @needs_accelerate
 @pytest.mark.parametrize("ours", [True, False])
-def test_a_folder_that_one_writes_the_other_reads(tmp_path, ours):
+def test_a_folder_that_one_writes_the_other_reads(tmp_path, ours, run_processes):
     code = FOLDER.replace("FOLDER", repr(str(tmp_path)))
-    written = said(code.replace("WRITES", "True"), ours=ours)
-    read = said(code.replace("WRITES", "False"), ours=not ours)
+    written = said(run_processes, code.replace("WRITES", "True"), ours=ours)
+    read = said(run_processes, code.replace("WRITES", "False"), ours=not ours)
 
     assert written[0]
     assert read == written

@@ -18,8 +18,8 @@ from accel_compat.launch.commands import compat
 from accel_compat.unsupported import NotServedError, inventory
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+def python(run_command, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return run_command(
         [sys.executable, "-c", code],
         env={**os.environ, **environment},
         capture_output=True,
@@ -35,31 +35,33 @@ def test_the_distribution_says_which_release_is_served():
     assert "accelerate" in metadata.packages_distributions()["accelerate"]
 
 
-def test_nothing_changes_before_it_is_installed(tmp_path: Path):
+def test_nothing_changes_before_it_is_installed(tmp_path: Path, run_command):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").write_text("mine = True")
     code = "import accel_compat, accelerate; print(accelerate.mine)"
 
-    assert python(code, PYTHONPATH=str(tmp_path)).stdout == "True\n"
+    assert python(run_command, code, PYTHONPATH=str(tmp_path)).stdout == "True\n"
 
 
-def test_too_late_is_an_error_that_says_so(tmp_path: Path):
+def test_too_late_is_an_error_that_says_so(tmp_path: Path, run_command):
     (tmp_path / "accelerate").mkdir()
     (tmp_path / "accelerate" / "__init__.py").write_text("")
-    ended = python("import accelerate, accel_compat; accel_compat.install()", PYTHONPATH=str(tmp_path))
+    ended = python(
+        run_command, "import accelerate, accel_compat; accel_compat.install()", PYTHONPATH=str(tmp_path)
+    )
 
     assert "accel_compat.install() came too late: accelerate is imported already" in ended.stderr
     assert str(tmp_path) in ended.stderr
 
 
-def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path):
+def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path, run_command):
     shown = CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
     code = "import accelerate, importlib.metadata as m; bases = accelerate.Accelerator.__mro__\n"
     code += "home = 'accel_core.accelerator.accelerator';"
     code += "print(home in [base.__module__ for base in bases], m.version('accelerate'))"
 
     assert shown.output.startswith(f"export PYTHONPATH={tmp_path / 'shim'}")
-    assert python(code, PYTHONPATH=str(tmp_path / "shim")).stdout == "True 1.15.0\n"
+    assert python(run_command, code, PYTHONPATH=str(tmp_path / "shim")).stdout == "True 1.15.0\n"
 
 
 @pytest.mark.parametrize("words", [["shim"], ["import", "default_config.yaml", "-o"]])
@@ -82,7 +84,7 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path):
     assert "bytes.yaml cannot be read: 'utf-8' codec" in str(done.exception)
 
 
-def test_the_shims_script_launches(tmp_path: Path):
+def test_the_shims_script_launches(tmp_path: Path, run_command):
     CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
     script = tmp_path / "script.py"
     script.write_text(
@@ -97,7 +99,7 @@ def test_the_shims_script_launches(tmp_path: Path):
         "2",
         str(script),
     ]
-    ended = subprocess.run(program, capture_output=True, text=True, check=True)
+    ended = run_command(program, capture_output=True, text=True, check=True)
 
     assert {"rank 0", "rank 1"} <= {line.strip()[-6:] for line in ended.stdout.splitlines()}
 
@@ -130,20 +132,22 @@ def test_the_shims_script_lists_its_commands_where_it_does_not_know_one(monkeypa
     assert advice in said
 
 
-def test_importing_the_package_imports_no_torch():
+def test_importing_the_package_imports_no_torch(run_command):
     assert (
-        python("import sys, accel_compat, accel_compat.card; print('torch' in sys.modules)").stdout
+        python(
+            run_command, "import sys, accel_compat, accel_compat.card; print('torch' in sys.modules)"
+        ).stdout
         == "False\n"
     )
 
 
-def test_importing_accelerate_leaves_out_what_takes_long_and_few_programs_need():
+def test_importing_accelerate_leaves_out_what_takes_long_and_few_programs_need(run_command):
     rare = ["sympy", "torch.distributed.fsdp", "torch.distributed.tensor", "deepspeed"]
     rare += ["yaml", "cattrs", "accel_core.checkpoint.reader"]
     code = "import sys, accel_compat; accel_compat.install(); import accelerate.utils, accelerate.tracking\n"
     code += "from accelerate import Accelerator"
 
-    done = python(f"{code}\nprint([name for name in {rare} if name in sys.modules])")
+    done = python(run_command, f"{code}\nprint([name for name in {rare} if name in sys.modules])")
     assert (done.stdout, done.returncode) == ("[]\n", 0)
 
 
@@ -180,12 +184,12 @@ def test_a_name_that_accelerate_does_not_have_is_absent():
     assert not hasattr(accelerate.utils, "make_coffee")
 
 
-def test_the_page_of_names_is_what_is_served():
+def test_the_page_of_names_is_what_is_served(run_command):
     tool = Path(__file__).parents[3] / "tools" / "accelerate_names.py"
     code = f"import runpy; tool = runpy.run_path({str(tool)!r})\n"
     code += "print(tool['page']() == tool['PAGE'].read_text())"
 
-    assert python(code).stdout == "True\n"
+    assert python(run_command, code).stdout == "True\n"
 
 
 def test_the_mirror_has_nothing_but_imports():

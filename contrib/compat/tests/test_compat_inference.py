@@ -9,15 +9,13 @@ from accelerate.inference import build_pipeline, find_pippy_batch_size, pippy_fo
 from inference_job import Net, by_hand, inputs, staged, with_a_cache, without_a_pipeline
 from peers import needs_accelerate, said
 
-from accel_testing import run_processes
-
 
 @pytest.mark.parametrize(
     ("points", "gather", "rows", "chunks"),
     [("auto", False, 4, None), (["blocks.1"], True, 5, 3)],
     ids=["auto", "named, all ranks, uneven"],
 )
-def test_stages_give_what_one_process_gives(points, gather, rows, chunks):
+def test_stages_give_what_one_process_gives(points, gather, rows, chunks, run_processes):
     pytest.importorskip("accel_fsdp")
     (split, first), (_, last) = run_processes(staged, points, gather, rows, chunks, world=2)
     want = Net().eval()(**inputs(rows))["out"]
@@ -30,7 +28,7 @@ def test_stages_give_what_one_process_gives(points, gather, rows, chunks):
 
 
 @pytest.mark.parametrize("gather", [False, True])
-def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather):
+def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather, run_processes):
     pytest.importorskip("accel_fsdp")
     first, last = run_processes(by_hand, ["blocks.1"], gather, 5, 3, world=2)
     want = Net().eval()(**inputs(5))["out"]
@@ -39,7 +37,7 @@ def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather):
     assert (first is not None) == gather
 
 
-def test_a_cache_is_left_out_of_the_output():
+def test_a_cache_is_left_out_of_the_output(run_processes):
     pytest.importorskip("accel_fsdp")
 
     assert run_processes(with_a_cache, world=2) == [["out"]] * 2
@@ -55,7 +53,7 @@ def test_one_process_has_the_model_as_it_is():
     torch.testing.assert_close(model(torch.ones(1, 4)), Net()(torch.ones(1, 4)))
 
 
-def test_what_is_missing_is_named():
+def test_what_is_missing_is_named(run_processes):
     lacking = run_processes(without_a_pipeline, ["blocks.2"], world=2)
     too_many = run_processes(without_a_pipeline, ["blocks.1", "blocks.2"], world=2)
 
@@ -80,5 +78,5 @@ print(json.dumps([list(found.items()) for found in maps]))
 
 
 @needs_accelerate
-def test_maps_are_accelerates():
-    assert said(CODE, ours=True) == said(CODE, ours=False)
+def test_maps_are_accelerates(run_processes):
+    assert said(run_processes, CODE, ours=True) == said(run_processes, CODE, ours=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -21,6 +20,7 @@ from accel_compat.launch.commands import compat
 from accel_compat.launch.convert import convert
 from accel_compat.launch.shim import write_shim
 from accel_compat.settings import settings
+from accel_testing.patience import patience
 
 TOLD = """
 import contextlib, io, json, os
@@ -143,12 +143,14 @@ def unlike(theirs, ours):
 
 
 @needs_accelerate
-def test_each_flag_tells_workers_what_it_tells_them_there(tmp_path, monkeypatch):
+def test_each_flag_tells_workers_what_it_tells_them_there(tmp_path, monkeypatch, run_processes):
     for name in [name for name in os.environ if name.startswith(("ACCELERATE_", "FSDP_"))]:
         monkeypatch.delenv(name)  # of tests before
     every = [*map(list, STARTS.values()), *lines()]
     for words, theirs in zip(
-        every, said(TOLD % every, ours=False, environment={"HF_HOME": str(tmp_path)}), strict=True
+        every,
+        said(run_processes, TOLD % every, ours=False, environment={"HF_HOME": str(tmp_path)}),
+        strict=True,
     ):
         told = launching.environment(request.parse([*words, "x.py"], None).settings)
         assert unlike(theirs, told) == {}, words
@@ -176,13 +178,13 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys):
 
 
 @pytest.mark.parametrize("module", ["launch", "accelerate_cli launch"])
-def test_a_command_runs_as_a_module(tmp_path, module):
+def test_a_command_runs_as_a_module(tmp_path, module, run_command):
     write_shim(tmp_path / "shim")
     script = tmp_path / "t.py"
     script.write_text("print('TRAINED')")
     name, *more = module.split()
     words = ["-m", f"accelerate.commands.{name}", *more, "--cpu", "--num_processes", "1", str(script)]
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": str(tmp_path / "shim")},
         capture_output=True,
@@ -244,7 +246,7 @@ def test_processes_stay_bound_to_their_cpus(monkeypatch, status):
     assert done.config == ({"cuda": {"numa_affinity": True}} if status == "available" else {})
 
 
-def test_workers_end_when_the_launcher_is_told_to(tmp_path):
+def test_workers_end_when_the_launcher_is_told_to(tmp_path, start_command):
     worker = tmp_path / "worker.py"
     worker.write_text(
         "import os, pathlib, signal, sys, time\n"
@@ -253,10 +255,10 @@ def test_workers_end_when_the_launcher_is_told_to(tmp_path):
         "time.sleep(60)\n"
     )
     words = ["-c", "from accel_compat.launch.commands import accelerate; accelerate('launch')"]
-    with subprocess.Popen([sys.executable, *words, "--cpu", str(worker)], cwd=tmp_path) as launcher:
-        ends = time.monotonic() + 50
+    with start_command([sys.executable, *words, "--cpu", str(worker)], cwd=tmp_path) as launcher:
+        ends = time.monotonic() + patience(50)
         while not (tmp_path / "up").exists() and time.monotonic() < ends:
             time.sleep(0.1)
         launcher.terminate()
-        assert launcher.wait(40) == 128 + signal.SIGTERM
+        assert launcher.wait(patience(40)) == 128 + signal.SIGTERM
     assert (tmp_path / "told").exists()

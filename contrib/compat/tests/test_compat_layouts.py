@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from peers import said
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 needs = {
     name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
     for name in ("accel_fsdp", "accel_context_parallel", "deepspeed", "transformers")
@@ -73,14 +73,14 @@ for layer in model.model.layers:
 """
 
 
-def llama(processes: int, split: str = "", **sizes: int) -> list:
+def llama(run_processes, processes: int, split: str = "", **sizes: int) -> list:
     code = LLAMA.replace("SIZES", repr(sizes)).replace("SPLIT", split)
-    return said(code, ours=True, processes=processes)
+    return said(run_processes, code, ours=True, processes=processes)
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    return llama(1)[0]
+def alone(tmp_path_factory, run_processes):
+    return llama(run_processes, 1)[0]
 
 
 @needs["accel_fsdp"]
@@ -98,10 +98,10 @@ def alone(tmp_path_factory):
     ids=str,
 )
 def test_a_mesh_trains_with_the_losses_of_one_process(
-    tmp_path: Path, monkeypatch, alone, processes, sizes, kind
+    tmp_path: Path, monkeypatch, alone, processes, sizes, kind, run_processes
 ):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
-    losses, found, dims = llama(processes, **sizes)
+    losses, found, dims = llama(run_processes, processes, **sizes)
 
     assert found == kind
     assert losses == pytest.approx(alone, rel=1e-4)
@@ -116,10 +116,10 @@ def test_a_mesh_trains_with_the_losses_of_one_process(
     ids=["transformers", "torch", "torch, sharded"],
 )
 def test_a_model_that_the_program_splits_itself_trains_with_the_losses_of_one_process(
-    tmp_path: Path, monkeypatch, alone, processes, split, sizes
+    tmp_path: Path, monkeypatch, alone, processes, split, sizes, run_processes
 ):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
-    losses, *_ = llama(processes, split=split, tp_size=2, **sizes)
+    losses, *_ = llama(run_processes, processes, split=split, tp_size=2, **sizes)
 
     assert losses == pytest.approx(alone, rel=1e-4)
 
@@ -161,10 +161,12 @@ if accelerator.is_main_process:
 
 
 @needs["deepspeed"]
-def test_two_models_train_each_by_the_deepspeed_plugin_that_was_selected(tmp_path: Path, monkeypatch):
+def test_two_models_train_each_by_the_deepspeed_plugin_that_was_selected(
+    tmp_path: Path, monkeypatch, run_processes
+):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    stages, first, last = said(TWO, ours=True, processes=2)
+    stages, first, last = said(run_processes, TWO, ours=True, processes=2)
 
     assert stages == [2, 3]
     assert all(end < start for start, end in zip(first, last, strict=True))
@@ -190,11 +192,13 @@ if accelerator.is_main_process:
 
 
 @needs["deepspeed"]
-def test_what_an_engine_trains_is_the_same_when_it_is_prepared_again(tmp_path: Path, monkeypatch):
+def test_what_an_engine_trains_is_the_same_when_it_is_prepared_again(
+    tmp_path: Path, monkeypatch, run_processes
+):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
 
-    assert said(AGAIN, ours=True, processes=2) == [True, True, True]
+    assert said(run_processes, AGAIN, ours=True, processes=2) == [True, True, True]
 
 
 FILLED = """
@@ -236,12 +240,12 @@ if accelerator.is_main_process:
     ("stage", "processes", "clip"), [(0, 2, 0.5), (2, 2, "auto"), (3, 2, 0.5), (3, 1, "auto")]
 )
 def test_after_prepare_deepspeeds_config_says_what_the_engine_does(
-    tmp_path: Path, monkeypatch, stage, processes, clip
+    tmp_path: Path, monkeypatch, stage, processes, clip, run_processes
 ):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     code = FILLED.replace("STAGE", str(stage)).replace("CLIP", repr(clip), 1)
-    config, clipping, moved = said(code, ours=True, processes=processes)
+    config, clipping, moved = said(run_processes, code, ours=True, processes=processes)
     norm = 1.0 if clip == "auto" else clip  # as in Accelerate
 
     assert config["train_micro_batch_size_per_gpu"] == 4
@@ -289,9 +293,9 @@ if accelerator.is_main_process:
 
 @needs["accel_fsdp"]
 @pytest.mark.parametrize("dcp", [True, False])
-def test_what_fsdp_shards_is_saved_and_loaded_in_shards(tmp_path: Path, monkeypatch, dcp):
+def test_what_fsdp_shards_is_saved_and_loaded_in_shards(tmp_path: Path, monkeypatch, dcp, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
-    wanted, found, files = said(SHARDED.replace("DCP", str(dcp)), ours=True, processes=2)
+    wanted, found, files = said(run_processes, SHARDED.replace("DCP", str(dcp)), ours=True, processes=2)
 
     assert found == wanted
     shards = ["optimizer_0", "pytorch_model_fsdp_0"]

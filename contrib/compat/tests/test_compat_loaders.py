@@ -147,15 +147,17 @@ print(json.dumps([accelerator.gather_for_metrics(batch).tolist() for batch in lo
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("dataset", ["made", "Batches()"])
-def test_metrics_are_over_all_samples_of_batches_that_the_dataset_makes(dataset, processes):
-    found = said(BATCHES.format(dataset=dataset), ours=True, processes=processes)
+def test_metrics_are_over_all_samples_of_batches_that_the_dataset_makes(dataset, processes, run_processes):
+    found = said(run_processes, BATCHES.format(dataset=dataset), ours=True, processes=processes)
     assert [sample for batch in found for sample in batch] == list(range(10))
 
 
 @needs_accelerate
-def test_metrics_of_batches_that_an_iterable_dataset_makes_are_as_there():
+def test_metrics_of_batches_that_an_iterable_dataset_makes_are_as_there(run_processes):
     code = BATCHES.format(dataset="Batches()")
-    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+    assert said(run_processes, code, ours=True, processes=2) == said(
+        run_processes, code, ours=False, processes=2
+    )
 
 
 def test_dispatching_needs_a_device():
@@ -163,7 +165,7 @@ def test_dispatching_needs_a_device():
         prepare_data_loader(DataLoader([1]), dispatch_batches=True)
 
 
-def test_two_processes_get_what_the_first_one_reads(tmp_path: Path, monkeypatch):
+def test_two_processes_get_what_the_first_one_reads(tmp_path: Path, monkeypatch, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     code = """
 import json
@@ -179,7 +181,7 @@ everyones = gather_object([mine])
 if state.is_main_process:
     print(json.dumps([len(loader), *everyones]))
 """
-    length, first, second = said(code, ours=True, processes=2)
+    length, first, second = said(run_processes, code, ours=True, processes=2)
 
     assert length == 4
     assert [batch for batch, _, _ in first] == [[0, 1], [4, 5], [8, 9], [12]]
@@ -189,7 +191,9 @@ if state.is_main_process:
 
 @needs_accelerate
 @pytest.mark.parametrize("shares", ["batch_size=3", "batch_size=4, drop_last=True"])
-def test_two_processes_train_on_accelerates_order_if_a_file_asks_for_it(tmp_path: Path, monkeypatch, shares):
+def test_two_processes_train_on_accelerates_order_if_a_file_asks_for_it(
+    tmp_path: Path, monkeypatch, shares, run_processes
+):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "accel.yaml").write_text("data: {order: accelerate}\n")
@@ -229,7 +233,9 @@ if accelerator.is_main_process:
     print(json.dumps(everyones))
 """.replace("SHARES", shares)
 
-    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+    assert said(run_processes, code, ours=True, processes=2) == said(
+        run_processes, code, ours=False, processes=2
+    )
 
 
 def test_a_batch_sampler_that_drops_the_rest_has_a_full_last_batch():

@@ -74,9 +74,9 @@ print(json.dumps(found))
 
 @needs_accelerate
 @pytest.mark.parametrize("kind", ["bf16", "no"])
-def test_losses_outside_the_forward_and_metrics_are_the_same_digits(kind):
-    assert said(HALF, ours=True, environment={"KIND": kind}) == said(
-        HALF, ours=False, environment={"KIND": kind}
+def test_losses_outside_the_forward_and_metrics_are_the_same_digits(kind, run_processes):
+    assert said(run_processes, HALF, ours=True, environment={"KIND": kind}) == said(
+        run_processes, HALF, ours=False, environment={"KIND": kind}
     )
 
 
@@ -100,13 +100,13 @@ print(json.dumps(found))
 
 
 @needs_accelerate
-def test_all_parts_of_a_model_are_unwrapped_if_that_is_asked_for():
-    assert said(PARTS, ours=True) == said(PARTS, ours=False)
+def test_all_parts_of_a_model_are_unwrapped_if_that_is_asked_for(run_processes):
+    assert said(run_processes, PARTS, ours=True) == said(run_processes, PARTS, ours=False)
 
 
 @needs_accelerate
-def test_empty_weights_are_empty_as_there():
-    assert said(EMPTY, ours=True) == said(EMPTY, ours=False)
+def test_empty_weights_are_empty_as_there(run_processes):
+    assert said(run_processes, EMPTY, ours=True) == said(run_processes, EMPTY, ours=False)
 
 
 def test_ties_and_attributes_stay_and_other_threads_are_left_alone():
@@ -228,5 +228,5 @@ print(json.dumps(found))
 
 
 @needs_accelerate
-def test_helpers_around_a_loop_are_as_there():
-    assert said(SKIPS, ours=True) == said(SKIPS, ours=False)
+def test_helpers_around_a_loop_are_as_there(run_processes):
+    assert said(run_processes, SKIPS, ours=True) == said(run_processes, SKIPS, ours=False)

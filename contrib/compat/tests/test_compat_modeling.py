@@ -48,8 +48,10 @@ print(json.dumps(shown))
 
 
 @needs_accelerate
-def test_sizes_and_names_are_the_same():
-    for theirs, ours in zip(said(MODEL, ours=False), said(MODEL, ours=True), strict=True):
+def test_sizes_and_names_are_the_same(run_processes):
+    for theirs, ours in zip(
+        said(run_processes, MODEL, ours=False), said(run_processes, MODEL, ours=True), strict=True
+    ):
         assert ours == theirs
 
 

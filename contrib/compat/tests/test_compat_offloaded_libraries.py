@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("accel_big_models")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.filterwarnings("ignore"),  # of these libraries
 ]
 ON_DISK = {

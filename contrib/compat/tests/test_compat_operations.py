@@ -61,9 +61,9 @@ def test_that_nested_tensors_are_not_padded_is_said_at_the_programs_line():
     assert [warning.filename for warning in told] == [__file__]
 
 
-def test_the_tensor_that_one_rank_has_comes_to_all_in_its_dtype():
+def test_the_tensor_that_one_rank_has_comes_to_all_in_its_dtype(run_processes):
     numbers, truths = [[1, 0, 1]], [[True, False, True]]
-    assert said(COPIED, ours=True, processes=2) == [
+    assert said(run_processes, COPIED, ours=True, processes=2) == [
         [[1, 3], True, copied] for copied in (numbers, numbers, numbers, truths)
     ]
 

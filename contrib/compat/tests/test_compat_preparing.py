@@ -44,11 +44,15 @@ if accelerator.is_main_process:
 
 @needs_accelerate
 @pytest.mark.parametrize(("adjust", "split"), [(True, False), (False, True)])
-def test_a_schedule_goes_on_as_fast_as_in_accelerate(tmp_path: Path, monkeypatch, adjust, split):
+def test_a_schedule_goes_on_as_fast_as_in_accelerate(
+    tmp_path: Path, monkeypatch, adjust, split, run_processes
+):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     code = RATES.replace("ADJUST", str(adjust)).replace("SPLIT", str(split))
 
-    assert said(code, ours=True, processes=2) == said(code, ours=False, processes=2)
+    assert said(run_processes, code, ours=True, processes=2) == said(
+        run_processes, code, ours=False, processes=2
+    )
 
 
 def test_an_optimizer_may_come_before_its_model(capsys):
@@ -231,9 +235,9 @@ print(json.dumps([len(warned), torch.rand(()).item() == expected]))
 
 
 @pytest.mark.parametrize("kind", ["stream", "dropping", "whole"])
-def test_a_state_saved_at_the_last_batch_is_of_all_ranks(tmp_path, monkeypatch, kind):
+def test_a_state_saved_at_the_last_batch_is_of_all_ranks(tmp_path, monkeypatch, kind, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
-    assert said(STREAM.replace("KIND", repr(kind)), ours=True, processes=2) == [0, True]
+    assert said(run_processes, STREAM.replace("KIND", repr(kind)), ours=True, processes=2) == [0, True]
 
 
 def test_what_is_prepared_is_of_accelerates_classes_and_says_so():
@@ -416,8 +420,8 @@ if accelerator.is_main_process:
 
 
 @needs_accelerate
-def test_local_sgd_averages_as_often_as_in_accelerate():
-    theirs, ours = (said(LOCAL_STEPS, ours=each, processes=2) for each in (False, True))
+def test_local_sgd_averages_as_often_as_in_accelerate(run_processes):
+    theirs, ours = (said(run_processes, LOCAL_STEPS, ours=each, processes=2) for each in (False, True))
 
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs))
 
@@ -455,14 +459,14 @@ if accelerator.is_main_process:
     ids=["free_memory", "another Accelerator"],
 )
 @pytest.mark.parametrize("order", ["model first", "together", "model last"])
-def test_prepared_objects_are_prepared_again_as_in_accelerate(anew, order):
+def test_prepared_objects_are_prepared_again_as_in_accelerate(anew, order, run_processes):
     code = ANEW.replace("\nANEW\n", f"\n{anew}\n")
     first, then = "ready = accelerator.prepare(model)", "accelerator.prepare(optimizer, schedule)"
     if order == "together":
         code = code.replace(first, "ready, *_ = accelerator.prepare(model, optimizer, schedule)")
     elif order == "model last":
         code = code.replace(first, f"{then}\n{first}")
-    assert said(code, ours=True) == said(code, ours=False)
+    assert said(run_processes, code, ours=True) == said(run_processes, code, ours=False)
 
 
 def test_a_schedule_that_is_prepared_again_is_saved(tmp_path):

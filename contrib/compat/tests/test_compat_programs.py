@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -189,8 +188,8 @@ assert sorted(gather_object(share)) == [0, 2, 4, 6, 8]
 }
 
 
-def launched(words: list[str]) -> None:
-    done = subprocess.run(
+def launched(run_command, words: list[str]) -> None:
+    done = run_command(
         words,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -203,25 +202,26 @@ def launched(words: list[str]) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_program_runs(tmp_path: Path, name, processes):
+def test_a_program_runs(tmp_path: Path, name, processes, run_processes):
     code = f"import sys; sys.argv = ['script.py', {str(tmp_path / 'state')!r}]\n" + HEAD + PROGRAMS[name]
-    run_program(code, ours=True, processes=processes)
+    run_program(run_processes, code, ours=True, processes=processes)
 
 
-def test_a_program_is_launched(tmp_path: Path):
+def test_a_program_is_launched(tmp_path: Path, run_command):
     script = tmp_path / "script.py"
     script.write_text(HEAD + PROGRAMS["checkpoint"])
     accel = str(Path(sys.executable).with_name("accel"))
 
     launched(
-        [accel, "compat", "launch", "--cpu", "--num_processes", "2", str(script), str(tmp_path / "state")]
+        run_command,
+        [accel, "compat", "launch", "--cpu", "--num_processes", "2", str(script), str(tmp_path / "state")],
     )
 
     assert (tmp_path / "state").is_dir()
 
 
 @pytest.mark.parametrize(("argument", "expected"), [("split_batches=True", 1), ("", 0)])
-def test_batches_that_only_we_split_are_said(argument, expected):
+def test_batches_that_only_we_split_are_said(argument, expected, run_processes):
     code = f"""
 import io, sys
 sys.stderr = io.StringIO()
@@ -229,11 +229,11 @@ from accelerate import Accelerator
 accelerator = Accelerator(cpu=True, {argument})
 print(sys.stderr.getvalue().count("splits each batch among the processes"))
 """
-    assert run_program(code, ours=True, processes=2).split() == [str(expected)]
+    assert run_program(run_processes, code, ours=True, processes=2).split() == [str(expected)]
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_hooks_of_states_get_the_programs_own_model(tmp_path: Path, processes):
+def test_hooks_of_states_get_the_programs_own_model(tmp_path: Path, processes, run_processes):
     code = f"""
 import torch
 from accelerate import Accelerator
@@ -253,7 +253,7 @@ torch.nn.init.constant_(own.weight, 7.0)
 accelerator.load_state({str(tmp_path / "state")!r})
 print(seen, own.weight.item())
 """
-    printed = run_program(code, ours=True, processes=processes)
+    printed = run_program(run_processes, code, ours=True, processes=processes)
     assert printed.splitlines()[-1] == "[[True, ['weight', 'bias']], True] 7.0"
 
 
@@ -264,7 +264,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
-def test_functions_are_launched(tmp_path: Path, name):
+def test_functions_are_launched(tmp_path: Path, name, run_command):
     code = f"""
 import sys
 from pathlib import Path
@@ -284,7 +284,7 @@ if __name__ == "__main__":
 """
     script = tmp_path / "script.py"
     script.write_text(code)
-    launched([sys.executable, str(script), str(tmp_path)])
+    launched(run_command, [sys.executable, str(script), str(tmp_path)])
 
     assert {"0", "1"} <= {path.name for path in tmp_path.iterdir()}
 
@@ -303,17 +303,17 @@ def work(folder):
 
 
 @pytest.mark.parametrize("call", ["notebook_launcher(work, (FOLDER,), 2)", "debug_launcher(work, (FOLDER,))"])
-def test_workers_do_not_take_the_run_of_the_notebook_for_theirs(tmp_path, call):
+def test_workers_do_not_take_the_run_of_the_notebook_for_theirs(tmp_path, call, run_processes):
     code = f"""{IN_WORKERS}
 accelerator = Accelerator(cpu=True, mixed_precision="bf16")
 {call.replace("FOLDER", repr(str(tmp_path)))}
 print(PartialState().num_processes, accelerator.mixed_precision)
 """
-    assert run_program(code, ours=True).splitlines()[-1] == "1 bf16"
+    assert run_program(run_processes, code, ours=True).splitlines()[-1] == "1 bf16"
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"0": "2 no\n", "1": "2 no\n"}
 
 
-def test_one_process_is_the_notebooks_own():
+def test_one_process_is_the_notebooks_own(run_processes):
     code = """
 import os
 from accelerate import Accelerator, notebook_launcher
@@ -328,7 +328,7 @@ try:
 except KeyError as error:
     print(made == [(1, 2, os.getpid(), "bf16")], error, "ACCELERATE_MIXED_PRECISION" in os.environ)
 """
-    assert run_program(code, ours=True).splitlines()[-1] == "True 'as it is' False"
+    assert run_program(run_processes, code, ours=True).splitlines()[-1] == "True 'as it is' False"
 
 
 @pytest.mark.parametrize("processes", [None, 1, 2])
@@ -362,9 +362,9 @@ def test_on_a_notebooks_tpu_each_core_gets_a_process(monkeypatch):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "BF16"])
-def test_workers_of_a_notebook_train_in_the_precision_asked_for(tmp_path, precision):
+def test_workers_of_a_notebook_train_in_the_precision_asked_for(tmp_path, precision, run_processes):
     code = f"{IN_WORKERS}\nnotebook_launcher(work, ({str(tmp_path)!r},), 2, {precision!r})"
-    run_program(code, ours=True)
+    run_program(run_processes, code, ours=True)
     assert {path.read_text() for path in tmp_path.iterdir()} == {"2 bf16\n"}
 
 

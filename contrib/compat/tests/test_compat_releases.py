@@ -19,7 +19,7 @@ from accel_compat.unsupported import inventory
 FOLDER = Path(os.environ.get("ACCEL_TEST_VENDOR", "."))
 RELEASES = ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0", "1.15.0")
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.full,
     pytest.mark.skipif(
         not list(FOLDER.glob("accelerate-1.1*.whl")), reason="no wheels are at hand (ACCEL_TEST_VENDOR)"
     ),

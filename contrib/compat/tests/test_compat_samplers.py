@@ -43,8 +43,10 @@ print(json.dumps(shown))
 
 
 @needs_accelerate
-def test_each_process_gets_the_same_samples():
-    for theirs, ours in zip(said(CASES, ours=False), said(CASES, ours=True), strict=True):
+def test_each_process_gets_the_same_samples(run_processes):
+    for theirs, ours in zip(
+        said(run_processes, CASES, ours=False), said(run_processes, CASES, ours=True), strict=True
+    ):
         assert ours == theirs
 
 

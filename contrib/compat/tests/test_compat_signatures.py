@@ -86,9 +86,9 @@ OTHER = {
 
 
 @pytest.fixture(scope="module")
-def shown():
+def shown(run_processes):
     code = PEER % {module: names for module, names in inventory().items() if module not in EXPORTING}
-    theirs, ours = (said(code, ours=own) for own in (False, True))
+    theirs, ours = (said(run_processes, code, ours=own) for own in (False, True))
     refused = tuple(f"{name}." for name, found in ours.items() if found == "refused")
     served = {
         name.removeprefix("accelerate."): found

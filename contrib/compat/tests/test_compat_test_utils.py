@@ -69,7 +69,7 @@ def test_tests_are_skipped_where_what_they_need_is_absent(monkeypatch):
 
 
 @needs_accelerate
-def test_each_requirement_of_accelerates_is_there_and_decides_alike():
+def test_each_requirement_of_accelerates_is_there_and_decides_alike(run_processes):
     code = """
     import json, unittest
     from accelerate.test_utils import testing
@@ -81,7 +81,7 @@ def test_each_requirement_of_accelerates_is_there_and_decides_alike():
             answers[name] = getattr(case, "__unittest_skip__", False)
     print(json.dumps(answers))
     """
-    theirs, ours = said(code, ours=False), said(code, ours=True)
+    theirs, ours = said(run_processes, code, ours=False), said(run_processes, code, ours=True)
 
     assert {name: ours.get(name) for name in theirs} == theirs
 

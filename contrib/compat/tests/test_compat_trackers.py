@@ -13,7 +13,6 @@ from peers import OURS, needs_accelerate, printed, said
 
 from accel_compat.environment import libraries as imports
 from accel_core import AccelError
-from accel_testing import run_processes
 
 
 @pytest.fixture
@@ -239,10 +238,10 @@ print(json.dumps(gather_object([[type(each).__name__, hasattr(each, "watch")] fo
 
 
 @needs_accelerate
-def test_a_rank_that_does_not_log_gets_a_blank_tracker():
-    theirs = said(BLANK, ours=False, processes=2)
+def test_a_rank_that_does_not_log_gets_a_blank_tracker(run_processes):
+    theirs = said(run_processes, BLANK, ours=False, processes=2)
     assert theirs[2:] == [["GeneralTracker", False]] * 2
-    assert said(BLANK, ours=True, processes=2) == theirs
+    assert said(run_processes, BLANK, ours=True, processes=2) == theirs
 
 
 def test_a_folder_is_asked_for_only_by_what_is_installed(monkeypatch):
@@ -293,13 +292,13 @@ if accelerator.is_main_process:
 
 
 @needs_accelerate
-def test_several_processes_save_after_their_trackers_were_finished(tmp_path, monkeypatch):
+def test_several_processes_save_after_their_trackers_were_finished(tmp_path, monkeypatch, run_processes):
     seen = []
     for ours in (True, False):
         folder = tmp_path / str(ours)
         folder.mkdir()
         monkeypatch.chdir(folder)
-        seen.append(said(SAVING_AT_THE_END, ours=ours, processes=2))
+        seen.append(said(run_processes, SAVING_AT_THE_END, ours=ours, processes=2))
 
     assert seen[0] == seen[1]
 
@@ -341,7 +340,7 @@ print([type(each).__name__ for each in accelerator.trackers])
         pytest.param(False, "[Mine(), Named()]", marks=needs_accelerate),  # whose names are its own
     ],
 )
-def test_trackers_are_started_on_the_main_process_only(ours, asked):
+def test_trackers_are_started_on_the_main_process_only(ours, asked, run_processes):
     code = (OURS if ours else "") + ON_TWO_PROCESSES.replace("ASKED", asked)
     main, other = run_processes(printed, code, world=2)
 

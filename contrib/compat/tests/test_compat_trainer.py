@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,14 +26,14 @@ pytestmark = [needs_accelerate, pytest.mark.timeout(400)]
 
 
 def run(
-    model: str, folder: Path, processes: int, *words: str, ours: bool, **arguments: Any
+    run_command, model: str, folder: Path, processes: int, *words: str, ours: bool, **arguments: Any
 ) -> dict[str, Any]:
     """What rank 0 of the script printed."""
     words = (*words, "--arguments", json.dumps(arguments), *(["--ours"] if ours else []))
     start = [sys.executable]
     if processes > 1:
         start += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-    done = subprocess.run(
+    done = run_command(
         [*start, SCRIPT, model, str(folder), *words],
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "DS_ACCELERATOR": "cpu"},
         capture_output=True,
@@ -52,14 +51,16 @@ needs_trl = pytest.mark.skipif(
 
 
 @pytest.fixture(scope="module")
-def theirs(tmp_path_factory):
+def theirs(tmp_path_factory, run_command):
     """(model, processes, *words) -> what Accelerate's plain run printed."""
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
 
     def of(model: str, processes: int, *words: str) -> dict[str, Any]:
         key = (model, processes, *words)
         if key not in known:
-            known[key] = run(model, tmp_path_factory.mktemp("theirs"), processes, *words, ours=False)
+            known[key] = run(
+                run_command, model, tmp_path_factory.mktemp("theirs"), processes, *words, ours=False
+            )
         return known[key]
 
     return of
@@ -78,17 +79,17 @@ def assert_equal(
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, processes):
-    found = run("gpt2", tmp_path, processes, ours=True)
+def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, processes, run_command):
+    found = run(run_command, "gpt2", tmp_path, processes, ours=True)
 
     assert found["kind"] == ("NO" if processes == 1 else "MULTI_CPU")
     assert_equal(found, theirs("gpt2", processes))
 
 
-def test_in_bf16_they_are_the_same_numbers_too(tmp_path):
-    expected = run("gpt2", tmp_path / "theirs", 1, ours=False, bf16=True)
+def test_in_bf16_they_are_the_same_numbers_too(tmp_path, run_command):
+    expected = run(run_command, "gpt2", tmp_path / "theirs", 1, ours=False, bf16=True)
 
-    assert_equal(run("gpt2", tmp_path / "ours", 1, ours=True, bf16=True), expected)
+    assert_equal(run(run_command, "gpt2", tmp_path / "ours", 1, ours=True, bf16=True), expected)
 
 
 @needs_trl
@@ -96,28 +97,36 @@ def test_in_bf16_they_are_the_same_numbers_too(tmp_path):
     ("processes", "words"),
     [
         (1, ("--lora", "--sft")),
-        pytest.param(2, ("--lora", "--sft"), marks=pytest.mark.slow),
-        pytest.param(2, ("--lora",), marks=pytest.mark.slow),
+        pytest.param(2, ("--lora", "--sft"), marks=pytest.mark.full),
+        pytest.param(2, ("--lora",), marks=pytest.mark.full),
     ],
     ids=str,
 )
-def test_peft_adapters_and_fine_tuning_by_trl_have_the_same_numbers_too(theirs, tmp_path, processes, words):
-    assert_equal(run("gpt2", tmp_path, processes, *words, ours=True), theirs("gpt2", processes, *words))
+def test_peft_adapters_and_fine_tuning_by_trl_have_the_same_numbers_too(
+    theirs, tmp_path, processes, words, run_command
+):
+    assert_equal(
+        run(run_command, "gpt2", tmp_path, processes, *words, ours=True), theirs("gpt2", processes, *words)
+    )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["bert", "llama"])
 @pytest.mark.parametrize("processes", [1, 2])
-def test_other_models_have_the_same_numbers_too(theirs, tmp_path, model, processes):
-    assert_equal(run(model, tmp_path, processes, ours=True), theirs(model, processes))
+def test_other_models_have_the_same_numbers_too(theirs, tmp_path, model, processes, run_command):
+    assert_equal(run(run_command, model, tmp_path, processes, ours=True), theirs(model, processes))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_run_goes_on_where_its_checkpoint_was_written(theirs, tmp_path, processes):
-    run("gpt2", tmp_path, processes, ours=True)
+def test_a_run_goes_on_where_its_checkpoint_was_written(theirs, tmp_path, processes, run_command):
+    run(run_command, "gpt2", tmp_path, processes, ours=True)
 
-    assert_equal(run("gpt2", tmp_path, processes, "--resume", ours=True), theirs("gpt2", processes), start=4)
+    assert_equal(
+        run(run_command, "gpt2", tmp_path, processes, "--resume", ours=True),
+        theirs("gpt2", processes),
+        start=4,
+    )
 
 
 EACH = pytest.mark.parametrize(
@@ -125,26 +134,28 @@ EACH = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @EACH
-def test_sharded_by_fsdp_the_losses_are_those_of_ddp(theirs, tmp_path, model, processes):
+def test_sharded_by_fsdp_the_losses_are_those_of_ddp(theirs, tmp_path, model, processes, run_command):
     arguments = {**FSDP, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [BLOCK[model]]}}
-    found = run(model, tmp_path, processes, ours=True, **arguments)
-    again = run(model, tmp_path, processes, "--resume", ours=True, **arguments)
+    found = run(run_command, model, tmp_path, processes, ours=True, **arguments)
+    again = run(run_command, model, tmp_path, processes, "--resume", ours=True, **arguments)
 
     assert found["kind"] == "FSDP"
     assert_equal(found, theirs(model, processes), tolerance=1e-5)
     assert_equal(again, theirs(model, processes), start=4, tolerance=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 @EACH
-def test_sharded_by_deepspeed_the_losses_are_those_of_ddp(theirs, tmp_path, model, processes, stage):
+def test_sharded_by_deepspeed_the_losses_are_those_of_ddp(
+    theirs, tmp_path, model, processes, stage, run_command
+):
     config = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     config |= dict.fromkeys(AUTO, "auto")
-    found = run(model, tmp_path, processes, ours=True, deepspeed=config)
-    again = run(model, tmp_path, processes, "--resume", ours=True, deepspeed=config)
+    found = run(run_command, model, tmp_path, processes, ours=True, deepspeed=config)
+    again = run(run_command, model, tmp_path, processes, "--resume", ours=True, deepspeed=config)
 
     assert found["kind"] == "DEEPSPEED"
     assert_equal(found, theirs(model, processes), tolerance=1e-5)

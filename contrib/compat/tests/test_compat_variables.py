@@ -101,7 +101,7 @@ def test_a_devices_number_counts_for_a_process_that_is_alone(variables):
     assert str(Accelerator().device) == "cpu:3"
 
 
-def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
+def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     code = """
     import json
@@ -112,7 +112,7 @@ def test_that_several_processes_leave_it_out_is_said(monkeypatch, tmp_path):
     print(json.dumps([device, [text for text in _warned if "TORCH_DEVICE" in text]]))
     """
     variable = {"ACCELERATE_TORCH_DEVICE": "cpu:3"}
-    device, told = said(code, ours=True, environment=variable, processes=2)
+    device, told = said(run_processes, code, ours=True, environment=variable, processes=2)
 
     assert device == "cpu"
     assert told == ["ACCELERATE_TORCH_DEVICE=cpu:3: the number is ignored, as each process has its own"]

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from accel_context_parallel import ContextParallelPlugin
 from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, SAMPLES = 17, 16, 32
 
@@ -80,7 +81,7 @@ def plain(causal=True, batch_size=4, epochs=7):
     return losses, model.head.weight.detach().clone()
 
 
-PATIENCE = timedelta(seconds=30)
+PATIENCE = timedelta(seconds=patience(30))
 BUFFERS = {"input_ids": 1, "targets": 1}
 
 

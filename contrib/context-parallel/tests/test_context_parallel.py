@@ -20,7 +20,6 @@ from torch.utils.data import default_collate
 from accel_context_parallel.attention import Counted, _torchs_own
 from accel_context_parallel.sequence import causal_mask, part, positions
 from accel_core import AccelError, TorchDynamoPlugin
-from accel_testing import run_processes
 
 CPU = torch.device("cpu")
 
@@ -39,25 +38,25 @@ def assert_same(found, expected):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_losses_and_weights_equal_the_plain_loop(causal):
+def test_losses_and_weights_equal_the_plain_loop(causal, run_processes):
     for found in run_processes(cp_problem.ours, causal, world=2):
         assert_same(found, cp_problem.plain(causal))
         assert found[2] == (4, LENGTH // 2)
 
 
-def test_so_they_do_through_forward_backward():
+def test_so_they_do_through_forward_backward(run_processes):
     for found in run_processes(cp_problem.ours, True, 4, 7, "forward_backward", world=2):
         assert_same(found, cp_problem.plain())
 
 
-def test_so_they_do_where_batches_are_shared_out_by_hand():
+def test_so_they_do_where_batches_are_shared_out_by_hand(run_processes):
     for found in run_processes(cp_problem.by_hand, world=2):
         assert_same(found, cp_problem.plain())
         assert found[2] == (4, LENGTH // 2)
 
 
 @pytest.mark.together
-def test_so_does_a_script_for_accelerate():
+def test_so_does_a_script_for_accelerate(run_processes):
     for found in run_processes(cp_problem.as_for_accelerate, world=2):
         assert_same(found, cp_problem.plain())
 
@@ -66,7 +65,7 @@ def data_and_context():
     return cp_problem.ours(batch_size=2, size=2)
 
 
-def test_pairs_of_ranks_share_sequences_and_read_apart_from_other_pairs():
+def test_pairs_of_ranks_share_sequences_and_read_apart_from_other_pairs(run_processes):
     for found in run_processes(data_and_context, world=4):
         assert_same(found, cp_problem.plain())
         assert found[2] == (2, LENGTH // 2)
@@ -77,8 +76,8 @@ def under_fsdp(batch_size):
 
 
 @pytest.mark.together
-@pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.slow)])
-def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shards):
+@pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shards, run_processes):
     environment = {"ACCEL__FSDP__DP_SHARD_SIZE": str(shards)}
     for found in run_processes(under_fsdp, 4 // shards, world=world, environment=environment):
         assert_same(found, cp_problem.plain())
@@ -102,7 +101,7 @@ def gridded():
 
 @pytest.mark.together
 @pytest.mark.parametrize("grid", [SPLIT, STAGES, HEAD], ids=["split", "staged", "a stage without attention"])
-def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid):
+def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid, run_processes):
     environment = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", **grid}
     for found in run_processes(gridded, world=4, environment=environment):
         assert_same(found, cp_problem.plain(epochs=3))
@@ -110,7 +109,7 @@ def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid):
 
 
 @pytest.mark.together
-def test_a_pipeline_that_attends_nowhere_is_noticed():
+def test_a_pipeline_that_attends_nowhere_is_noticed(run_processes):
     for said in run_processes(cp_problem.unattentive, world=4, environment={**STAGES}):
         assert "never called torch.nn.functional.scaled_dot_product_attention" in said
 
@@ -119,7 +118,7 @@ def alone():
     return cp_problem.ours(strategy="single")
 
 
-def test_one_process_shares_with_nobody():
+def test_one_process_shares_with_nobody(run_processes):
     (found,) = run_processes(alone, world=1)
     assert_same(found, cp_problem.plain())
 
@@ -129,25 +128,25 @@ def compiled():
 
 
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # torch traces what it would keep
-def test_a_whole_model_may_be_compiled():
+def test_a_whole_model_may_be_compiled(run_processes):
     for found in run_processes(compiled, world=2):
         assert_same(found, cp_problem.plain(epochs=1))
 
 
-def test_attention_that_backward_computes_again_is_of_the_whole_sequence():
+def test_attention_that_backward_computes_again_is_of_the_whole_sequence(run_processes):
     for kept, computed_again in run_processes(cp_problem.recomputed, world=2):
         torch.testing.assert_close(computed_again, kept)
 
 
 @pytest.mark.together
-def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process():
+def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process(run_processes):
     pytest.importorskip("transformers")
     (whole,) = run_processes(cp_problem.llama, False, world=1)
     for shared in run_processes(cp_problem.llama, True, world=2):
         torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)
 
 
-def test_evaluation_without_gradients_needs_no_step():
+def test_evaluation_without_gradients_needs_no_step(run_processes):
     batch = default_collate(samples()[:4])
     with torch.no_grad():
         whole = Gpt()(batch["input_ids"])
@@ -166,7 +165,7 @@ def test_what_an_evaluation_in_inference_mode_makes_serves_training_too(make):
     assert not made.is_inference()
 
 
-def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only():
+def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only(run_processes):
     for agree in run_processes(cp_problem.beside, world=2):
         assert agree == [True] * 6
 
@@ -192,7 +191,7 @@ def entered_thrice():
     return held
 
 
-def test_torchs_own_does_not_grow_each_time_it_is_entered():
+def test_torchs_own_does_not_grow_each_time_it_is_entered(run_processes):
     found = run_processes(in_a_group, world=1)[0]
     assert found == [found[0]] * 3
 
@@ -218,7 +217,7 @@ def test_each_token_is_of_one_rank_and_heads_go_with_tails(pieces, ranks):
     assert torch.equal(part(tokens, 1, ranks - 1, ranks), tokens[:, where[-1]])
 
 
-def test_what_has_a_sequence_is_shared_whatever_the_batch_is():
+def test_what_has_a_sequence_is_shared_whatever_the_batch_is(run_processes):
     ids = torch.arange(8).view(2, 4)
     mine = ids[:, [0, 3]]
     for batch, buffers in [(Pair(ids, "x"), {"0": 1}), ([ids, "x"], {0: 1})]:
@@ -229,7 +228,7 @@ def test_what_has_a_sequence_is_shared_whatever_the_batch_is():
     assert torch.equal(run_processes(cp_problem.placed, ids, {"0": 1}, world=2)[0], mine)
 
 
-def test_positions_and_the_labels_after_a_piece_are_given():
+def test_positions_and_the_labels_after_a_piece_are_given(run_processes):
     ids = torch.arange(10, 18).view(1, 8)
     batch = {"input_ids": ids, "labels": ids, "id": 5}
     found = run_processes(cp_problem.placed, batch, {"input_ids": 1, "labels": 1}, world=2)[1]
@@ -239,7 +238,7 @@ def test_positions_and_the_labels_after_a_piece_are_given():
     assert set(batch) == {"input_ids", "labels", "id"}
 
 
-def test_they_follow_the_dimension_of_the_sequence():
+def test_they_follow_the_dimension_of_the_sequence(run_processes):
     """In batches whose rows are tokens, and in labels of several words per token."""
     ids = torch.arange(10, 18).view(8, 1).expand(8, 4)
     batch, buffers = {"input_ids": ids, "labels": ids}, {"input_ids": 0, "labels": 0}
@@ -253,7 +252,7 @@ def test_they_follow_the_dimension_of_the_sequence():
     assert found["position_ids"].tolist() == [[0, 1, 6, 7]]
 
 
-def test_a_batch_without_sequences_stays_whole():
+def test_a_batch_without_sequences_stays_whole(run_processes):
     found = run_processes(cp_problem.placed, {"pixels": torch.ones(2, 4)}, {"input_ids": 1}, world=2)
     assert [each["pixels"].shape for each in found] == [(2, 4), (2, 4)]
 
@@ -261,7 +260,7 @@ def test_a_batch_without_sequences_stays_whole():
 # -- mistakes --------------------------------------------------------------------------------------
 
 
-def test_what_would_train_something_else_is_an_error_on_every_rank():
+def test_what_would_train_something_else_is_an_error_on_every_rank(run_processes):
     said = {
         "outside of a step": "accelerator.accumulate(model, batch=batch)",
         "part of a part": "7 tokens a rank; 2 ranks share sequences of 16",

@@ -5,10 +5,8 @@ from __future__ import annotations
 import cp_traffic
 import pytest
 
-from accel_testing import run_processes
 
-
-def compare(strategy, fewer=None):
+def compare(run_processes, strategy, fewer=None):
     environment = {"ACCEL__FSDP__TRANSFORMER_CLS_NAMES_TO_WRAP": "Block"} if strategy == "fsdp" else {}
     for found in run_processes(cp_traffic.both, [strategy], world=2, environment=environment):
         (losses, sent), (our_losses, ours_sent) = found[strategy]
@@ -17,15 +15,15 @@ def compare(strategy, fewer=None):
         assert ours_sent == sent | (fewer or {})
 
 
-def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends():
-    compare("ddp")
+def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(run_processes):
+    compare(run_processes, "ddp")
 
 
 @pytest.mark.together
-def test_so_it_does_where_weights_are_sharded():
+def test_so_it_does_where_weights_are_sharded(run_processes):
     # To clip, torch's own function reduces a norm of each parameter, ours one number.
-    compare("fsdp", fewer={"all_reduce": (1, 4)})
+    compare(run_processes, "fsdp", fewer={"all_reduce": (1, 4)})
 
 
-def test_a_causal_mask_is_made_once_for_all_layers_and_batches_of_a_length():
+def test_a_causal_mask_is_made_once_for_all_layers_and_batches_of_a_length(run_processes):
     assert run_processes(cp_traffic.masks, world=2) == [1, 1]

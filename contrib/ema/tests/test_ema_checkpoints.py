@@ -11,14 +11,13 @@ from safetensors.torch import load_file
 
 from accel_core import Accelerator
 from accel_ema import EMAConfig, averaged
-from accel_testing import run_processes
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_one_rank_two_ranks_one_rank_go_on_bit_by_bit(tmp_path: Path) -> None:
+def test_one_rank_two_ranks_one_rank_go_on_bit_by_bit(tmp_path: Path, run_processes) -> None:
     """All ranks have the same batch, so one arithmetic serves both world sizes."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     expected, weights = problem.continued("single", None, None, 0, 6)
@@ -29,8 +28,8 @@ def test_one_rank_two_ranks_one_rank_go_on_bit_by_bit(tmp_path: Path) -> None:
     assert same(found, expected)
 
 
-@pytest.mark.parametrize("way", ["fsdp", pytest.param("fsdp-1", marks=pytest.mark.slow)])
-def test_so_they_do_where_two_ranks_share_the_weights(tmp_path: Path, way: str) -> None:
+@pytest.mark.parametrize("way", ["fsdp", pytest.param("fsdp-1", marks=pytest.mark.full)])
+def test_so_they_do_where_two_ranks_share_the_weights(tmp_path: Path, way: str, run_processes) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
     expected, _ = problem.continued("single", None, None, 0, 6)
     problem.continued("single", None, first, 0, 2)
@@ -72,7 +71,7 @@ def test_after_a_checkpoint_without_an_average_it_begins_anew(
 
 
 @pytest.mark.parametrize(("way", "world"), [("single", 1), ("fsdp", 2)])
-def test_the_average_is_exported_as_a_model(tmp_path: Path, way: str, world: int) -> None:
+def test_the_average_is_exported_as_a_model(tmp_path: Path, way: str, world: int, run_processes) -> None:
     average = run_processes(problem.exported, way, str(tmp_path), world=world)[0]
     written = load_file(tmp_path / "model.safetensors")
     assert same(written, average)

@@ -6,11 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
 
-
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("stack", ["ema", "ddp+ema", "fsdp+ema"])
-def test_it_conforms(stack: str, tmp_path: Path) -> None:
+def test_it_conforms(stack: str, tmp_path: Path, conform) -> None:
     assert "0 failed, 0 xfailed" in conform(tmp_path, stack)

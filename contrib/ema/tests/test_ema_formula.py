@@ -8,12 +8,10 @@ import ema_problem as problem
 import pytest
 import torch
 
-from accel_testing import run_processes
-
 WAYS = [
     "ddp",
     "fsdp",
-    pytest.param("fsdp-1", marks=pytest.mark.slow),
+    pytest.param("fsdp-1", marks=pytest.mark.full),
     "fsdp-tp",
 ]
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -32,7 +30,7 @@ def check(found: dict[str, Any], tolerance: float = 1e-6) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_the_average_is_that_of_whole_weights(way: str) -> None:
+def test_the_average_is_that_of_whole_weights(way: str, run_processes) -> None:
     for found in run_processes(problem.trained, way, OPTIONS["usual"], world=2):
         check(found)
         torch.testing.assert_close(*found["outputs"], rtol=1e-5, atol=1e-5)

@@ -25,32 +25,31 @@ from accel_core import (
     whole,
 )
 from accel_ema import EMAConfig, averaged
-from accel_testing import run_processes
 
 
 @pytest.mark.parametrize(
-    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.slow) for way in ("ddp", "fsdp-1"))]
+    "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.full) for way in ("ddp", "fsdp-1"))]
 )
-def test_evaluations_of_the_average_change_no_later_step(way: str) -> None:
-    evaluated = _run(problem.evaluated_between, way, evaluates=True)
-    alone = _run(problem.evaluated_between, way, evaluates=False)
+def test_evaluations_of_the_average_change_no_later_step(way: str, run_processes) -> None:
+    evaluated = _run(run_processes, problem.evaluated_between, way, evaluates=True)
+    alone = _run(run_processes, problem.evaluated_between, way, evaluates=False)
     assert all(torch.equal(evaluated[name], alone[name]) for name in alone if name != "seen")
 
 
-def test_a_window_of_micro_batches_is_one_update() -> None:
+def test_a_window_of_micro_batches_is_one_update(run_processes) -> None:
     for found in run_processes(_accumulated, world=2):
         torch.testing.assert_close(found["average"], found["formula"], rtol=1e-6, atol=1e-6)
         assert found["steps"] == problem.STEPS
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 2])
-def test_steps_skipped_by_an_overflow_are_no_updates(world: int) -> None:
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+def test_steps_skipped_by_an_overflow_are_no_updates(world: int, run_processes) -> None:
     for skipped, found, expected in run_processes(problem.overflowed, world, world=world):
         assert skipped == [False, True, False, True, False]
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_ranks_that_step_alone_share_their_averages_when_they_share_their_weights() -> None:
+def test_ranks_that_step_alone_share_their_averages_when_they_share_their_weights(run_processes) -> None:
     for found, formula in run_processes(_local_sgd, world=2):
         torch.testing.assert_close(found, formula, rtol=1e-6, atol=1e-6)
 
@@ -78,7 +77,9 @@ def _local_sgd() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @pytest.mark.parametrize("update_after", [0, 2])
-def test_a_rank_without_a_step_of_its_own_goes_on_with_the_average_of_the_others(update_after: int) -> None:
+def test_a_rank_without_a_step_of_its_own_goes_on_with_the_average_of_the_others(
+    update_after: int, run_processes
+) -> None:
     one, two = run_processes(_one_steps_alone, update_after, world=2)
     assert one == two
     assert len({*one}) == len(one)
@@ -114,7 +115,7 @@ def _accumulated() -> dict[str, object]:
     return problem.trained("ddp", {}, gradient_accumulation_steps=3)
 
 
-def _run(function: object, *args: object, **options: object) -> dict[str, torch.Tensor]:
+def _run(run_processes, function: object, *args: object, **options: object) -> dict[str, torch.Tensor]:
     return run_processes(_call, function.__name__, args, options, world=2)[0]  # type: ignore[attr-defined]
 
 
@@ -453,7 +454,7 @@ def test_another_parameter_at_the_end_than_at_the_beginning_is_an_error() -> Non
     assert torch.equal(model.weight, before)
 
 
-def test_weights_come_back_after_ctrl_c_at_any_moment() -> None:
+def test_weights_come_back_after_ctrl_c_at_any_moment(run_processes) -> None:
     assert run_processes(interrupted, world=1) == [(True, True)]
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from accel_testing import run_processes
 
-
-def test_an_update_does_not_wait_for_the_device() -> None:
+def test_an_update_does_not_wait_for_the_device(run_processes) -> None:
     assert run_processes(waits, world=1) == [(0, True)]
 
 

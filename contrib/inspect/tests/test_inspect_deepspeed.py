@@ -10,7 +10,6 @@ import pytest
 from click.testing import CliRunner
 
 from accel_core.cli import accel
-from accel_testing import run_processes
 
 pytest.importorskip("deepspeed")
 PARAMETERS = {"embedding.weight": [12, 6]} | {
@@ -20,7 +19,7 @@ PARAMETERS = {"embedding.weight": [12, 6]} | {
 }
 
 
-def train(project, stage, *resume):
+def train(run_processes, project, stage, *resume):
     from accel_deepspeed import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(zero_stage=stage)
@@ -32,11 +31,13 @@ def command(*words):
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_run_against_itself_resumed_is_empty_and_all_tensors_are_whole(tmp_path: Path, stage: int) -> None:
+def test_a_run_against_itself_resumed_is_empty_and_all_tensors_are_whole(
+    tmp_path: Path, stage: int, run_processes
+) -> None:
     last, before = tmp_path / "step3", tmp_path / "before"
-    train(tmp_path, stage)
+    train(run_processes, tmp_path, stage)
     last.rename(before)
-    train(tmp_path, stage, str(tmp_path / "step2"), 2)
+    train(run_processes, tmp_path, stage, str(tmp_path / "step2"), 2)
 
     ended = command("diff", before, last)
     assert (ended.exit_code, ended.stdout) == (0, "no difference\n")

@@ -22,7 +22,6 @@ from accel_core import CheckpointContents, whole
 from accel_core.checkpoint.files import write_file
 from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, write_manifest
 from accel_core.cli import accel
-from accel_testing import run_processes
 
 # click 8.1 joins both streams unless it is told not to; later ones keep them apart, and take no argument.
 APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
@@ -47,7 +46,7 @@ def paths(found, section):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, run_processes):
     """Three steps by one process, by two that replicate and by two that shard; and the first, sharded."""
     folder = tmp_path_factory.mktemp("runs")
     run_processes(jobs.train, str(folder / "one"), "single", world=1)
@@ -70,7 +69,7 @@ def changed(runs, tmp_path):
     return change
 
 
-def test_a_run_against_itself_resumed_is_empty(runs, tmp_path):
+def test_a_run_against_itself_resumed_is_empty(runs, tmp_path, run_processes):
     project, first = str(runs / "one"), runs / "one" / "step3"
     before = tmp_path / "before"
     first.rename(before)
@@ -88,7 +87,7 @@ def test_a_sharded_checkpoint_and_a_whole_one_of_one_state_have_the_same_tensors
     assert found["compared"] == 5 + 5 * 3
 
 
-def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path):
+def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, run_processes):
     from accel_fsdp import TorchTensorParallelPlugin
 
     plan = {"layers.0": "colwise", "layers.1": "rowwise"}
@@ -108,7 +107,7 @@ def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path):
 
 
 @pytest.mark.parametrize("world", [2, 4], ids=["stages", "sharded stages"])
-def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world):
+def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world, run_processes):
     from accel_fsdp import FullyShardedDataParallelPlugin
 
     cut = [FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["layers.1"])]
@@ -345,10 +344,10 @@ def forge(file, change):
     write_manifest(file.parent, manifest_of(members))
 
 
-def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs):
+def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs, start_command):
     words = [sys.executable, "-m", "accel_core", "checkpoint", "diff"]
     folders = runs / "one" / "step2", runs / "one" / "step3"
-    with subprocess.Popen([*words, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
+    with start_command([*words, *folders], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ended:
         ended.stdout.close()
         told = ended.stderr.read()
 
@@ -455,13 +454,13 @@ def test_show_tells_programs_where_each_box_lies(runs):
     assert sum(math.prod(box["shape"]) for box in weight["boxes"]) == 36
 
 
-def test_neither_torch_nor_a_stack_is_imported(runs):
+def test_neither_torch_nor_a_stack_is_imported(runs, run_command):
     code = "import atexit, sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
     folders = [str(runs / "ddp" / "step3"), str(runs / "sharded")]
 
     for words in (["diff", *folders], ["show", folders[1]]):
-        ended = subprocess.run(
+        ended = run_command(
             [sys.executable, "-c", code, "checkpoint", *words], capture_output=True, text=True, check=False
         )
         assert not {"torch", "accel_fsdp.strategy", "accel_ddp.strategy"} & set(ended.stderr.split())
@@ -488,9 +487,9 @@ finally:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "megabytes", [256, pytest.param(4096, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])]
+    "megabytes", [256, pytest.param(4096, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]
 )
-def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes):
+def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes, run_command):
     contents = CheckpointContents.read(runs / "one" / "step3")
     for name, value in (("a", 0.0), ("b", 1.0)):
         huge = torch.full((2, megabytes << 17), value)
@@ -499,7 +498,7 @@ def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes):
         del huge
     words = ["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "model"]
 
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", WATCHED, *words],
         capture_output=True,
         text=True,

@@ -16,10 +16,9 @@ from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.cli import accel
 from accel_interchange import accelerate, load_accelerate, load_dcp
 from accel_interchange.fitting import tensor
-from accel_testing import run_processes
 
 
-def run(job, *folders, world=1, **options):
+def run(run_processes, job, *folders, world=1, **options):
     return run_processes(jobs.do, job.__name__, [*map(str, folders)], options, world=world, timeout=90)[-1]
 
 
@@ -35,11 +34,11 @@ def installed():
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory, installed):
+def saved(tmp_path_factory, installed, run_processes):
     """A folder of Accelerate's, what followed there, and a checkpoint of the same script now."""
     folder = tmp_path_factory.mktemp("saved")
-    expected = run(jobs.accelerate_saves, folder / "theirs")
-    run(jobs.core_is_fresh, folder / "fresh")
+    expected = run(run_processes, jobs.accelerate_saves, folder / "theirs")
+    run(run_processes, jobs.core_is_fresh, folder / "fresh")
     return folder, expected
 
 
@@ -64,70 +63,76 @@ def test_the_state_of_plugins_is_named_as_left_out_both_ways(theirs, contents, t
     assert ("unit0", "plugins/average/weights/norm.bias") not in contents.leaves
 
 
-def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path):
+def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path, run_processes):
     folder, expected = saved
 
-    found, left_out, beside = run(jobs.core_imports, folder / "theirs", tmp_path / "imported")
+    found, left_out, beside = run(run_processes, jobs.core_imports, folder / "theirs", tmp_path / "imported")
 
     assert found == expected
     assert left_out == []
     assert beside == ["imported"]
 
 
-def test_models_and_optimizers_of_one_shape_keep_the_order_of_prepare_both_ways(installed, tmp_path):
-    expected = run(jobs.accelerate_saves_twins, tmp_path / "theirs")
+def test_models_and_optimizers_of_one_shape_keep_the_order_of_prepare_both_ways(
+    installed, tmp_path, run_processes
+):
+    expected = run(run_processes, jobs.accelerate_saves_twins, tmp_path / "theirs")
 
     found, left_out = run(
-        jobs.core_imports_twins, tmp_path / "theirs", tmp_path / "imported", tmp_path / "exported"
+        run_processes,
+        jobs.core_imports_twins,
+        tmp_path / "theirs",
+        tmp_path / "imported",
+        tmp_path / "exported",
     )
 
     assert found == expected
     assert left_out == []
-    assert run(jobs.accelerate_loads_twins, tmp_path / "exported") == expected
+    assert run(run_processes, jobs.accelerate_loads_twins, tmp_path / "exported") == expected
 
 
 @pytest.mark.together
 @pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
 @pytest.mark.parametrize("alone", [False, True])
-def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path, alone):
-    expected = run(jobs.accelerate_saves, tmp_path / "theirs", world=2)
+def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path, alone, run_processes):
+    expected = run(run_processes, jobs.accelerate_saves, tmp_path / "theirs", world=2)
 
     folders = tmp_path / "theirs", tmp_path / "imported"
-    found, left_out, _ = run(jobs.core_imports, *folders, world=2, alone=alone)
+    found, left_out, _ = run(run_processes, jobs.core_imports, *folders, world=2, alone=alone)
 
     assert found == expected
     assert len(left_out) == 1
     assert "steps schedulers once a process" in left_out[0]
 
 
-def test_the_command_imports_without_the_script(saved, tmp_path):
+def test_the_command_imports_without_the_script(saved, tmp_path, run_processes):
     folder, expected = saved
 
     folders = folder / "theirs", tmp_path / "new", "--like", folder / "fresh"
     command("import", "--format", "accelerate", *folders)
 
-    assert run(jobs.core_loads, tmp_path / "new") == expected
+    assert run(run_processes, jobs.core_loads, tmp_path / "new") == expected
 
 
-def test_two_models_and_torchs_own_files_are_imported(installed, tmp_path):
-    expected = run(jobs.accelerate_saves, tmp_path / "theirs", two=True, safe=False)
+def test_two_models_and_torchs_own_files_are_imported(installed, tmp_path, run_processes):
+    expected = run(run_processes, jobs.accelerate_saves, tmp_path / "theirs", two=True, safe=False)
 
-    found, _, _ = run(jobs.core_imports, tmp_path / "theirs", tmp_path / "imported", two=True)
+    found, _, _ = run(run_processes, jobs.core_imports, tmp_path / "theirs", tmp_path / "imported", two=True)
 
     assert (tmp_path / "theirs" / "pytorch_model_1.bin").exists()
     assert found == expected
 
 
 @pytest.mark.parametrize("two", [False, True], ids=["one model", "two"])
-def test_accelerate_goes_on_where_a_script_stopped(installed, tmp_path, two):
-    expected = run(jobs.core_saves, tmp_path / "ours", two=two)
+def test_accelerate_goes_on_where_a_script_stopped(installed, tmp_path, two, run_processes):
+    expected = run(run_processes, jobs.core_saves, tmp_path / "ours", two=two)
 
     command("export", "--format", "accelerate", tmp_path / "ours", tmp_path / "theirs")
 
-    assert run(jobs.accelerate_loads, tmp_path / "theirs", two=two) == expected
+    assert run(run_processes, jobs.accelerate_loads, tmp_path / "theirs", two=two) == expected
 
 
-def test_the_readmes_commands_run(saved, tmp_path, monkeypatch):
+def test_the_readmes_commands_run(saved, tmp_path, monkeypatch, run_processes):
     folder, expected = saved
     shutil.copytree(folder / "theirs", tmp_path / "old")
     shutil.copytree(folder / "fresh", tmp_path / "fresh")
@@ -137,7 +142,7 @@ def test_the_readmes_commands_run(saved, tmp_path, monkeypatch):
     for line in re.search(r"```sh\n(.*?)```", readme, re.DOTALL)[1].splitlines():
         command(*line.split()[2:])
 
-    assert run(jobs.core_loads, tmp_path / "new") == expected
+    assert run(run_processes, jobs.core_loads, tmp_path / "new") == expected
     one, other = (CheckpointContents.read(tmp_path / name).leaves for name in ("new", "newer"))
     assert one.keys() == other.keys()
     assert all(torch.equal(one[key].shards[0][1], other[key].shards[0][1]) for key in one)
@@ -146,10 +151,12 @@ def test_the_readmes_commands_run(saved, tmp_path, monkeypatch):
 # -- what does not fit ---------------------------------------------------------------------------
 
 
-def test_a_script_that_does_not_fit_keeps_what_it_had(theirs, tmp_path):
+def test_a_script_that_does_not_fit_keeps_what_it_had(theirs, tmp_path, run_processes):
     (theirs / "scheduler.bin").unlink()
 
-    said, unchanged, left = run(jobs.core_imports_what_does_not_fit, theirs, tmp_path / "here" / "imported")
+    said, unchanged, left = run(
+        run_processes, jobs.core_imports_what_does_not_fit, theirs, tmp_path / "here" / "imported"
+    )
 
     assert "has 0 schedulers, this run 1\nprepare and register what was there" in said
     assert unchanged
@@ -321,7 +328,7 @@ def test_one_tensor_of_all_parameters_is_read_whatever_the_first_parameter_is(tm
 
 
 @pytest.fixture(scope="module", params=["SHARDED_STATE_DICT", "FULL_STATE_DICT"])
-def sharded(request, tmp_path_factory, installed):
+def sharded(request, tmp_path_factory, installed, run_processes):
     """What Accelerate's FSDP code has written of two ranks, and what was in it."""
     folder = tmp_path_factory.mktemp("sharded") / "saved"
     found = run_processes(jobs.save_with_accelerates_fsdp, str(folder), request.param, world=2, timeout=90)

@@ -19,7 +19,6 @@ from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
 from accel_core.cli import accel
 from accel_interchange import dcp
 from accel_interchange.trusted import read_metadata
-from accel_testing import run_processes
 
 PARAMETERS = {
     "model/embedding.weight",
@@ -27,7 +26,7 @@ PARAMETERS = {
 }
 
 
-def run(job, *folders, world=1, **options):
+def run(run_processes, job, *folders, world=1, **options):
     return run_processes(jobs.do, job.__name__, [*map(str, folders)], options, world=world, timeout=90)[0]
 
 
@@ -42,10 +41,10 @@ def lists(contents):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, run_processes):
     folder = tmp_path_factory.mktemp("saved")
-    run(jobs.torch_saves, folder / "theirs")
-    run(jobs.core_is_fresh, folder / "fresh", groups=False)
+    run(run_processes, jobs.torch_saves, folder / "theirs")
+    run(run_processes, jobs.core_is_fresh, folder / "fresh", groups=False)
     return folder
 
 
@@ -67,43 +66,45 @@ def read(theirs, contents):
 
 
 @pytest.mark.parametrize("flat", [False, True], ids=["nested", "flattened"])
-def test_weights_and_optimizer_are_imported_by_name(saved, tmp_path, contents, flat):
-    run(jobs.torch_saves, tmp_path / "theirs", flat=flat)
+def test_weights_and_optimizer_are_imported_by_name(saved, tmp_path, contents, flat, run_processes):
+    run(run_processes, jobs.torch_saves, tmp_path / "theirs", flat=flat)
 
     assert read(tmp_path / "theirs", contents) == ["scheduler"]
 
-    assert lists(contents) == run(jobs.torch_state, saved / "theirs")
+    assert lists(contents) == run(run_processes, jobs.torch_state, saved / "theirs")
     (group,) = contents.state["units"]["unit0"]["optimizers"][0]["groups"]
     assert group["lr"] == 0.005
     assert {f"model/{name}" for name in group["params"]} == PARAMETERS
 
 
-def test_the_command_imports_what_a_run_then_loads(saved, tmp_path):
+def test_the_command_imports_what_a_run_then_loads(saved, tmp_path, run_processes):
     folders = saved / "theirs", tmp_path / "new", "--like", saved / "fresh"
     ended = command("import", "--format", "dcp", *folders)
 
     assert "left out: scheduler" in ended.output
-    assert lists(CheckpointContents.read(tmp_path / "new")) == run(jobs.torch_state, saved / "theirs")
+    assert lists(CheckpointContents.read(tmp_path / "new")) == run(
+        run_processes, jobs.torch_state, saved / "theirs"
+    )
     job = jobs.Job(jobs.core(), 1, groups=False)
     job.accelerator.load_state(tmp_path / "new")
     job.train(1)
     job.accelerator.end_training()
 
 
-def test_a_script_imports_into_what_it_has_prepared(saved, tmp_path):
-    left_out, found = run(jobs.core_imports_dcp, saved / "theirs", tmp_path / "here")
+def test_a_script_imports_into_what_it_has_prepared(saved, tmp_path, run_processes):
+    left_out, found = run(run_processes, jobs.core_imports_dcp, saved / "theirs", tmp_path / "here")
 
     assert left_out == ["scheduler"]
-    assert found == run(jobs.torch_state, saved / "theirs")
+    assert found == run(run_processes, jobs.torch_state, saved / "theirs")
 
 
-def test_torch_loads_what_is_exported(tmp_path):
-    run(jobs.core_saves, tmp_path / "ours", groups=False)
+def test_torch_loads_what_is_exported(tmp_path, run_processes):
+    run(run_processes, jobs.core_saves, tmp_path / "ours", groups=False)
 
     ended = command("export", "--format", "dcp", tmp_path / "ours", tmp_path / "theirs")
 
     assert "left out: schedulers, random streams" in ended.output
-    found, rate = run(jobs.torch_loads, tmp_path / "theirs")
+    found, rate = run(run_processes, jobs.torch_loads, tmp_path / "theirs")
     assert found == lists(CheckpointContents.read(tmp_path / "ours"))
     assert rate == 0.005
 
@@ -146,8 +147,8 @@ def test_a_target_that_cannot_be_written_is_named(tmp_path, saved, monkeypatch, 
         CliRunner().invoke(accel, words, catch_exceptions=False)
 
 
-def test_parts_of_several_ranks_are_put_together(tmp_path):
-    expected = run(jobs.shards_save, tmp_path / "theirs", world=2)
+def test_parts_of_several_ranks_are_put_together(tmp_path, run_processes):
+    expected = run(run_processes, jobs.shards_save, tmp_path / "theirs", world=2)
     model = torch.nn.Sequential(torch.nn.Linear(5, 7), torch.nn.Linear(7, 3))
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))

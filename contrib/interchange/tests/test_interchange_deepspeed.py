@@ -13,7 +13,6 @@ from click.testing import CliRunner
 from accel_core import CheckpointContents, CheckpointError
 from accel_core.cli import accel
 from accel_interchange import deepspeed
-from accel_testing import run_processes
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -33,7 +32,7 @@ CONFIGS = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(tmp_path_factory, run_processes):
     """Config -> (its folder, what DeepSpeed says it has saved, losses that followed); each saved once."""
     pytest.importorskip("deepspeed")
     folder = tmp_path_factory.mktemp("saved")
@@ -50,7 +49,7 @@ def saved(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def fresh(tmp_path_factory):
+def fresh(tmp_path_factory, run_processes):
     folder = tmp_path_factory.mktemp("fresh") / "checkpoint"
     run_processes(jobs.core_is_fresh, str(folder), world=1)
     return folder
@@ -98,7 +97,7 @@ def test_steps_that_only_groups_count_are_kept(saved, fresh, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["1, bf16", "3, bf16, sub-groups"])
-def test_universal_checkpoints_are_read(saved, fresh, name, tmp_path):
+def test_universal_checkpoints_are_read(saved, fresh, name, tmp_path, run_processes):
     folder, told, _ = saved(name)
     run_processes(jobs.to_universal, str(folder), str(tmp_path / "universal"), world=1, timeout=400)
 
@@ -108,7 +107,7 @@ def test_universal_checkpoints_are_read(saved, fresh, name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["none", "2", "3"])
-def test_training_goes_on_with_the_same_losses(saved, name, tmp_path):
+def test_training_goes_on_with_the_same_losses(saved, name, tmp_path, run_processes):
     folder, _, expected = saved(name)
 
     ((found, _),) = run_processes(jobs.core_imports, str(folder), str(tmp_path / "imported"), world=1)

@@ -15,6 +15,7 @@ from accel_kubernetes.config import KubernetesConfig
 from accel_kubernetes.launcher import KubernetesLauncher
 from accel_kubernetes.manifest import manifest
 from accel_kubernetes.pod import Pod
+from accel_testing.patience import patience
 
 POD = {
     "KUBERNETES_SERVICE_HOST": "10.0.0.1",
@@ -118,12 +119,12 @@ def test_another_number_of_pods_than_asked_for_is_refused():
     assert allocation(nodes=3, min_nodes=2, max_restarts=1).nodes == 2
 
 
-def test_two_pods_start_the_ranks_of_one_job(tmp_path):
+def test_two_pods_start_the_ranks_of_one_job(tmp_path, start_command):
     (tmp_path / "train.py").write_text("import os\nprint(*(os.environ[n] for n in ('RANK', 'WORLD_SIZE')))")
     place = {"PET_MASTER_ADDR": "localhost", "PET_NPROC_PER_NODE": "8"}
     keep = {name: text for name, text in os.environ.items() if not name.startswith(("ACCEL_", "PET_"))}
     pods = [
-        subprocess.Popen(
+        start_command(
             [*COMMAND[:4], "--device", "cpu", "-n", "2", "train.py"],
             env={**keep, **POD, **place, "PET_NODE_RANK": str(rank)},
             cwd=tmp_path,
@@ -133,7 +134,7 @@ def test_two_pods_start_the_ranks_of_one_job(tmp_path):
         )
         for rank in (0, 1)
     ]
-    ended = [each.communicate(timeout=120) for each in pods]
+    ended = [each.communicate(timeout=patience(120)) for each in pods]
 
     assert [each.returncode for each in pods] == [0, 0], ended
     assert sorted("".join(out for out, _ in ended).splitlines()) == ["0 4", "1 4", "2 4", "3 4"]
@@ -168,12 +169,12 @@ def test_what_kubectl_refuses_is_told(kubectl):
         KubernetesLauncher(KubernetesConfig(image="i"), None).submit(JOB)
 
 
-def test_without_kubectl_the_manifest_is_shown_and_nothing_is_sent(tmp_path):
+def test_without_kubectl_the_manifest_is_shown_and_nothing_is_sent(tmp_path, run_command):
     (tmp_path / "train.py").write_text("")
     words = ["--launcher", "kubernetes", "--nodes", "2", "--kubernetes.image", "i", "train.py"]
 
     def submit(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_command(
             [sys.executable, "-m", "accel_core", "submit", *more, *words],
             env={"PATH": str(tmp_path)},
             cwd=tmp_path,

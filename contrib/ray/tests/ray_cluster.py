@@ -13,7 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-START_SECONDS = 120
+from accel_testing.patience import patience
+
+START_SECONDS = patience(120)
 MEMORY = 80_000_000
 """Bytes of a node's object store: near the least that Ray takes."""
 

@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from accel_testing.hosts import Host, make_hosts
+from accel_testing.hosts import Host
+from accel_testing.patience import patience
 
 JOB = str(Path(__file__).with_name("ray_job.py"))
 ADDRESSES = {"head": "10.79.0.1", "n1": "10.79.0.11", "n2": "10.79.0.12"}
@@ -27,8 +29,7 @@ from accel_core.cli import main
 sys.exit(main())
 """
 """Ray looks for a node among the machine's processes, which here are those of all hosts."""
-SECONDS = 400
-"""Patience, on a busy machine too."""
+SECONDS = patience(400)
 WAIT = "60"
 """Seconds that ranks wait for each other."""
 PATIENT = {"RAY_raylet_start_wait_time_s": "240", "RAY_worker_niceness": "0"}
@@ -149,7 +150,7 @@ class Lab:
 
 
 @contextmanager
-def laboratory() -> Iterator[Lab]:
+def laboratory(make_hosts: Callable[..., Any]) -> Iterator[Lab]:
     """Make the hosts, on which nothing runs yet."""
     # Paths of Ray's sockets may have 107 letters, so that pytest's folders are too deep.
     temporary = Path(tempfile.mkdtemp(prefix="ray-"))

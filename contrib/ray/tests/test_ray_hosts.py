@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 from ray_hosts import JOB, Lab, laboratory
 
-pytestmark = [pytest.mark.slow, pytest.mark.multinode, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
-def cluster() -> Iterator[Lab]:
+def cluster(make_hosts) -> Iterator[Lab]:
     pytest.importorskip("ray")
-    with laboratory() as lab:
+    with laboratory(make_hosts) as lab:
         yield lab
 
 

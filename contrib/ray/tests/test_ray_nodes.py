@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 from ray_cluster import add_node
 
+from accel_testing.patience import patience
+
 JOB = str(Path(__file__).with_name("ray_job.py"))
 ACCEL = (sys.executable, "-m", "accel_core")
 TWO_NODES = ("--device", "cpu", "--nodes", "2", "-n", "2")
 LAUNCH = (*ACCEL, "launch", "--launcher", "ray", *TWO_NODES)
-SECONDS = 240
+SECONDS = patience(240)
 pytestmark = [
-    pytest.mark.slow,  # a busy machine takes minutes to start a cluster
+    pytest.mark.full,  # a busy machine takes minutes to start a cluster
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),  # sockets of Ray
 ]
 
@@ -34,11 +36,13 @@ def environment(cluster: Any) -> dict[str, str]:
 
 
 @pytest.fixture
-def run(environment: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(
+    environment: dict[str, str], tmp_path: Path, run_command
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command in an empty folder."""
 
     def run(*words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_command(
             words,
             env={**environment, **variables},
             cwd=tmp_path,
@@ -161,12 +165,12 @@ def test_launcher_auto_takes_the_cluster_inside_a_job_of_ray(cluster, tmp_path):
 
 @contextmanager
 def started(
-    words: Sequence[str], environment: dict[str, str], folder: Path
+    start_command, words: Sequence[str], environment: dict[str, str], folder: Path
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Give a command that runs; what it says goes to the file `errors`."""
     with (
         (folder / "errors").open("w") as errors,
-        subprocess.Popen(words, env=environment, cwd=folder, stderr=errors) as process,
+        start_command(words, env=environment, cwd=folder, stderr=errors) as process,
     ):
         try:
             yield process
@@ -175,20 +179,24 @@ def started(
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
-def test_a_launcher_that_is_stopped_leaves_no_worker(environment, tmp_path, number):
-    with started((*LAUNCH, JOB, "wait", str(tmp_path)), environment, tmp_path) as process:
+def test_a_launcher_that_is_stopped_leaves_no_worker(environment, tmp_path, number, start_command):
+    with started(start_command, (*LAUNCH, JOB, "wait", str(tmp_path)), environment, tmp_path) as process:
         wait_for(lambda: len(written(tmp_path)) == 4, (tmp_path / "errors").read_text)
         process.send_signal(number)
-        process.wait(60)
+        process.wait(patience(60))
 
     assert process.returncode == {signal.SIGTERM: 143, signal.SIGKILL: -9}[number]
     wait_for(lambda: not living(tmp_path))
 
 
-def test_a_lost_node_starts_the_job_again_from_its_last_checkpoint(environment, cluster, tmp_path):
+def test_a_lost_node_starts_the_job_again_from_its_last_checkpoint(
+    environment, cluster, tmp_path, start_command
+):
     flags = ("--max-restarts", "1", "--ray.wait-seconds", "200")
     lost = cluster.list_all_nodes()[-1]
-    with started((*LAUNCH, *flags, JOB, "train", str(tmp_path)), environment, tmp_path) as process:
+    with started(
+        start_command, (*LAUNCH, *flags, JOB, "train", str(tmp_path)), environment, tmp_path
+    ) as process:
         wait_for((tmp_path / "step").exists, (tmp_path / "errors").read_text)
         before = [it["process"] for it in written(tmp_path)]
         cluster.remove_node(lost, allow_graceful=False)
@@ -205,9 +213,9 @@ def test_a_lost_node_starts_the_job_again_from_its_last_checkpoint(environment, 
     assert done["ended"] == 40
 
 
-def test_a_lost_node_without_a_restart_is_named(environment, cluster, tmp_path):
+def test_a_lost_node_without_a_restart_is_named(environment, cluster, tmp_path, start_command):
     lost = cluster.list_all_nodes()[-1]
-    with started((*LAUNCH, JOB, "wait", str(tmp_path)), environment, tmp_path) as process:
+    with started(start_command, (*LAUNCH, JOB, "wait", str(tmp_path)), environment, tmp_path) as process:
         wait_for(lambda: len(written(tmp_path)) == 4, (tmp_path / "errors").read_text)
         cluster.remove_node(lost, allow_graceful=False)
         process.wait(SECONDS)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
 import sys
 
 import pytest
@@ -137,10 +136,10 @@ def test_a_job_that_cannot_be_handed_over_is_one_error(monkeypatch, config, foun
         submit(job(), config)
 
 
-def test_a_dry_run_shows_the_request_and_sends_nothing(tmp_path):
+def test_a_dry_run_shows_the_request_and_sends_nothing(tmp_path, run_command):
     (tmp_path / "train.py").write_text("")
     words = ("submit", "--dry-run", "--launcher", "ray", "--ray.working-dir", ".", "-n", "2", "train.py")
-    shown = subprocess.run(
+    shown = run_command(
         [sys.executable, "-m", "accel_core", *words],
         cwd=tmp_path,
         env={**os.environ, "RAY_ADDRESS": "http://127.0.0.1:1"},

@@ -7,11 +7,11 @@ import importlib.util
 import pytest
 from report_job import train
 
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 
 @pytest.fixture(scope="session")
-def resumed(tmp_path_factory):
+def resumed(tmp_path_factory, run_processes):
     """A run that was killed at step 15, resumed from step 10 and ended at step 30: folder, losses, processes.
 
     On two processes where a strategy for that is installed.
@@ -25,7 +25,7 @@ def resumed(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def whole(tmp_path_factory):
+def whole(tmp_path_factory, run_processes):
     """The folder of a run with another learning rate, and its losses."""
     folder = tmp_path_factory.mktemp("whole")
     return folder, run_processes(train, folder, None, False, 0.05, world=1)[0]

@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from accel_testing import conform
-
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["report", "watch"])
-def test_it_conforms(tmp_path: Path, name: str) -> None:
+def test_it_conforms(tmp_path: Path, name: str, conform) -> None:
     assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, name)

@@ -6,7 +6,6 @@ import inspect
 import json
 import re
 import shutil
-import subprocess
 import sys
 from importlib import resources
 
@@ -155,12 +154,12 @@ def test_many_warnings_are_no_longer_page():
 # -- in a browser --------------------------------------------------------------------------------------
 
 
-def seen(html, folder, scheme):
+def seen(run_command, html, folder, scheme):
     """What a browser shows of the page: 0 is dark, 1 is light."""
     path = folder / "page.html"
     path.write_text(html.replace("<head>", f"<head>{WATCH}").replace("</body>", f"{LOOK}</body>"), "utf-8")
     options = (f"--user-data-dir={folder / 'profile'}", f"--blink-settings=preferredColorScheme={scheme}")
-    done = subprocess.run(
+    done = run_command(
         [BROWSER, *SETTINGS, *options, path.as_uri()],
         capture_output=True,
         text=True,
@@ -187,9 +186,9 @@ def contrast(ink, ground):
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
 @pytest.mark.parametrize(("scheme", "is_dark"), [(0, True), (1, False)], ids=["dark", "light"])
 def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
-    html, whole, tmp_path, scheme, is_dark
+    html, whole, tmp_path, scheme, is_dark, run_command
 ):
-    found = seen(html, tmp_path, scheme)
+    found = seen(run_command, html, tmp_path, scheme)
 
     assert found["errors"] == []
     assert found["loaded"] == []
@@ -207,11 +206,11 @@ def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-def test_a_long_run_is_drawn_as_means_among_extremes_with_marks_that_can_be_told_apart(tmp_path):
+def test_a_long_run_is_drawn_as_means_among_extremes_with_marks_that_can_be_told_apart(tmp_path, run_command):
     record = Record("a.jsonl", "long")
     for line in long_run():
         record.add(line)
-    found = seen(page([record]), tmp_path, 1)
+    found = seen(run_command, page([record]), tmp_path, 1)
 
     peaks, means = found["drawn"]["logged loss"]
     assert max(peaks["y"]) == 9.0

@@ -8,7 +8,6 @@ import pty
 import re
 import select
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,17 +18,18 @@ from rich.console import Console
 from accel_report.records import Record
 from accel_report.terminal import losses, summary
 from accel_report.watching import Newest, frame, line
+from accel_testing.patience import patience
 
 ACCEL = [sys.executable, "-m", "accel_core"]
 
 
-def accel(*words):
-    done = subprocess.run([*ACCEL, *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
+def accel(run_command, *words):
+    done = run_command([*ACCEL, *map(str, words)], capture_output=True, text=True, check=False, timeout=60)
     return done.returncode, done.stdout, done.stderr
 
 
-def test_a_summary_fits_80_columns_and_has_the_curves(resumed):
-    code, output, errors = accel("report", resumed[0])
+def test_a_summary_fits_80_columns_and_has_the_curves(resumed, run_command):
+    code, output, errors = accel(run_command, "report", resumed[0])
 
     assert (code, errors) == (0, "")
     assert max(map(len, output.splitlines())) <= 80
@@ -46,19 +46,19 @@ def test_a_summary_fits_80_columns_and_has_the_curves(resumed):
     assert "went on from step 10" in output
 
 
-def test_ranks_are_shown_with_their_memory(resumed):
+def test_ranks_are_shown_with_their_memory(resumed, run_command):
     if resumed[2] == 1:
         pytest.skip("one process compares itself with none: accel-ddp is not installed")
     for words in (("report", resumed[0]), ("watch", resumed[0], "--once")):
-        _, output, _ = accel(*words)
+        _, output, _ = accel(run_command, *words)
         (head,) = [at for at, row in enumerate(output.splitlines()) if row.startswith("rank  host")]
         ranks = [row.split()[0] for row in output.splitlines()[head + 1 : head + 3]]
         assert sorted(ranks) == ["0", "1"]
         assert "MiB" in output.splitlines()[head + 1]
 
 
-def test_several_runs_are_compared(resumed, whole):
-    code, output, _ = accel("report", resumed[0], whole[0])
+def test_several_runs_are_compared(resumed, whole, run_command):
+    code, output, _ = accel(run_command, "report", resumed[0], whole[0])
 
     assert code == 0
     assert "differences of settings" in output
@@ -67,8 +67,8 @@ def test_several_runs_are_compared(resumed, whole):
     ]
 
 
-def test_a_folder_without_a_record_is_an_error_with_a_remedy(tmp_path):
-    code, _, errors = accel("report", tmp_path)
+def test_a_folder_without_a_record_is_an_error_with_a_remedy(tmp_path, run_command):
+    code, _, errors = accel(run_command, "report", tmp_path)
 
     assert code == 1
     assert "no record of a run is there" in errors
@@ -76,17 +76,17 @@ def test_a_folder_without_a_record_is_an_error_with_a_remedy(tmp_path):
 
 
 @pytest.mark.parametrize("once", [["--once"], []])
-def test_a_file_that_is_no_record_is_not_waited_for(tmp_path, once):
+def test_a_file_that_is_no_record_is_not_waited_for(tmp_path, once, run_command):
     (tmp_path / "log.jsonl").write_text('{"loss": 1}\n')
 
-    code, output, errors = accel("watch", tmp_path / "log.jsonl", *once)
+    code, output, errors = accel(run_command, "watch", tmp_path / "log.jsonl", *once)
 
     assert (code, output) == (1, "")
     assert "log.jsonl is not a record of a run: it has no line of kind 'run'\ngive the project_dir" in errors
 
 
-def test_one_screen_of_a_run_that_has_ended(resumed):
-    code, output, errors = accel("watch", resumed[0], "--once", "--steps", 60)
+def test_one_screen_of_a_run_that_has_ended(resumed, run_command):
+    code, output, errors = accel(run_command, "watch", resumed[0], "--once", "--steps", 60)
 
     assert (code, errors) == (0, "")
     for text in (
@@ -102,8 +102,8 @@ def test_one_screen_of_a_run_that_has_ended(resumed):
     assert len(output.splitlines()) <= 40
 
 
-def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed):
-    code, output, _ = accel("watch", resumed[0])
+def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed, run_command):
+    code, output, _ = accel(run_command, "watch", resumed[0])
 
     assert code == 0
     (only,) = output.splitlines()
@@ -111,13 +111,13 @@ def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed):
     assert "items/s" in only
 
 
-def begin(folder):
+def begin(start_command, folder):
     """Start a run in another process: 30 steps of at least 0.1 s."""
     code = (
         f"import pathlib, report_job; report_job.train(pathlib.Path({str(folder)!r}), None, False, 0.1, 0.1)"
     )
     path = str(Path(__file__).parent)
-    return subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    return start_command([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
 
 
 def screen_of(master, seconds, until):
@@ -134,13 +134,13 @@ def screen_of(master, seconds, until):
 
 
 @pytest.fixture
-def watch(tmp_path):
+def watch(tmp_path, start_command):
     """Begins a watch on a terminal of its own: its process, and the terminal's other side."""
     master, slave = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "40"}
     command = [*ACCEL, "watch", str(tmp_path)]
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
-    process = subprocess.Popen(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
+    process = start_command(command, stdin=slave, stdout=slave, stderr=slave, env=environment)
     signal.signal(signal.SIGINT, before)
     os.close(slave)
     yield process, master
@@ -149,12 +149,12 @@ def watch(tmp_path):
     os.close(master)
 
 
-def test_a_run_is_followed_from_before_it_begins_until_it_ends(tmp_path, watch):
+def test_a_run_is_followed_from_before_it_begins_until_it_ends(tmp_path, watch, start_command):
     process, master = watch
-    run = begin(tmp_path)
+    run = begin(start_command, tmp_path)
 
     seen = screen_of(master, 100, "ended after")
-    assert run.wait(20) == process.wait(20) == 0
+    assert run.wait(patience(20)) == process.wait(patience(20)) == 0
     for text in ("has no record yet", "runs for", "step 30", "checkpoint of step 10", "left"):
         assert text in seen
 
@@ -169,7 +169,7 @@ def test_ctrl_c_ends_it_without_an_error(tmp_path, watch):
     process.send_signal(signal.SIGINT)
     # The screen is as it was. It is read first: a terminal that nobody reads holds up who writes.
     assert "Traceback" not in screen_of(master, 20, "\x1b[?1049l")
-    assert process.wait(20) == 0
+    assert process.wait(patience(20)) == 0
 
 
 def test_a_run_that_writes_nothing_says_for_how_long():

@@ -182,7 +182,7 @@ def test_variables_that_tell_no_place_are_named(change):
         Hosts.around({**HOSTS, **change})
 
 
-def test_without_the_sdk_the_arguments_are_shown_and_nothing_is_sent():
+def test_without_the_sdk_the_arguments_are_shown_and_nothing_is_sent(run_command):
     words = ["--launcher", "sagemaker", "--nodes", "2"]
     words += [
         word for name, text in LEAST.items() for word in (f"--sagemaker.{name.replace('_', '-')}", text)
@@ -190,7 +190,7 @@ def test_without_the_sdk_the_arguments_are_shown_and_nothing_is_sent():
 
     def submit(*more: str) -> subprocess.CompletedProcess[str]:
         command = [*COMMAND[:3], "submit", *more, *words, "train.py"]
-        return subprocess.run(command, capture_output=True, text=True, check=False)
+        return run_command(command, capture_output=True, text=True, check=False)
 
     shown = submit("--dry-run")
     assert shown.returncode == 0, shown.stderr

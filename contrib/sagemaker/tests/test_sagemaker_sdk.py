@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -145,7 +144,7 @@ def test_the_images_arguments_are_those_of_the_sdk(whole):
 
 
 @pytest.mark.parametrize("host", [1, 10])
-def test_hosts_are_found_as_the_sdks_own_script_tells_them(host, tmp_path, monkeypatch):
+def test_hosts_are_found_as_the_sdks_own_script_tells_them(host, tmp_path, monkeypatch, run_command):
     hosts = [f"algo-{number}" for number in (1, 2, 10)]
     told = {"current_host": f"algo-{host}", "current_instance_type": "ml.g5", "hosts": hosts}
     call = (
@@ -155,7 +154,7 @@ def test_hosts_are_found_as_the_sdks_own_script_tells_them(host, tmp_path, monke
         f"module.set_env({ {**told, 'network_interface_name': 'eth0'} }, {{}}, {{}}, sys.argv[2])\n"
     )
     monkeypatch.setenv("TRAINING_JOB_NAME", "ours-2026")
-    subprocess.run(
+    run_command(
         [sys.executable, "-c", call, file_of(DRIVER), tmp_path / "env"], check=True, capture_output=True
     )
     words = [
@@ -163,7 +162,7 @@ def test_hosts_are_found_as_the_sdks_own_script_tells_them(host, tmp_path, monke
         "-c",
         f"source {tmp_path}/env; exec {sys.executable} -c '{TELLS}'",
     ]
-    variables = json.loads(subprocess.run(words, check=True, capture_output=True, text=True).stdout)
+    variables = json.loads(run_command(words, check=True, capture_output=True, text=True).stdout)
     for name, text in variables.items():
         monkeypatch.setenv(name, text)
 

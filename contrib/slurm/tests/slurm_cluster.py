@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from accel_testing.hosts import Host
+from accel_testing.patience import patience
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "srun", "sbatch")
 PLACES = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
@@ -42,7 +43,7 @@ SlurmdTimeout={timeout}
 {nodes}
 PartitionName=p Nodes=ALL Default=YES MaxTime=INFINITE State=UP OverSubscribe=FORCE:8
 """
-START_SECONDS = 60
+START_SECONDS = patience(60)
 
 
 def missing() -> str:
@@ -136,7 +137,7 @@ class Cluster:
         for process in reversed(self._running):
             process.send_signal(signal.SIGTERM)
             with suppress(subprocess.TimeoutExpired):
-                process.wait(10)
+                process.wait(patience(10))
             process.kill()
             process.wait()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import signal
-import subprocess
 import sys
 
 import pytest
@@ -175,10 +174,10 @@ def test_a_node_that_nobody_knows_is_refused(monkeypatch):
         address_of("no-such-node[7-8]")
 
 
-def test_the_batch_file_is_shell_and_holds_what_was_asked_for():
+def test_the_batch_file_is_shell_and_holds_what_was_asked_for(run_command):
     text = batch_file(JOB, SlurmConfig(options="--partition=gpu --time=10", warning_seconds=90))
 
-    assert subprocess.run(["bash", "-n"], input=text, text=True, check=False).returncode == 0
+    assert run_command(["bash", "-n"], input=text, text=True, check=False).returncode == 0
     head = [line.removeprefix("#SBATCH ") for line in text.splitlines() if line.startswith("#SBATCH")]
     assert head == [
         "--job-name=my-train",
@@ -199,9 +198,9 @@ def test_a_word_of_an_option_does_not_make_a_comment_of_those_after_it():
     assert r"#SBATCH '--comment=run#3' '--chdir=a\\b' --time=10" in text.splitlines()
 
 
-def test_a_job_that_ends_badly_after_the_warning_says_that_it_had_one():
+def test_a_job_that_ends_badly_after_the_warning_says_that_it_had_one(run_command):
     text = batch_file(JOB, SlurmConfig(requeue=False)).replace("srun ", "")
-    ended = subprocess.run(
+    ended = run_command(
         ["bash", "-c", text.replace(shlex.join(JOB.command), "bash -c 'kill -USR1 $PPID; exec sleep 9'")],
         env={**os.environ, "SLURM_JOB_ID": "5"},
         capture_output=True,
@@ -216,13 +215,13 @@ def test_a_job_that_ends_badly_after_the_warning_says_that_it_had_one():
 @pytest.mark.parametrize(
     ("told", "requeued"), [("PreemptTime=2026-11-23T23:27:38", True), ("PreemptTime=None", False)]
 )
-def test_a_job_that_ends_because_of_preemption_is_requeued(told, requeued, tmp_path):
+def test_a_job_that_ends_because_of_preemption_is_requeued(told, requeued, tmp_path, run_command):
     programs = {"srun": "exit 143", "scontrol": f'[ $1 = show ] && echo "State=RUNNING {told}" || echo "$@"'}
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    ended = subprocess.run(
+    ended = run_command(
         ["bash", "-c", batch_file(JOB, SlurmConfig())],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5"},
         capture_output=True,
@@ -235,7 +234,7 @@ def test_a_job_that_ends_because_of_preemption_is_requeued(told, requeued, tmp_p
 
 
 @pytest.mark.parametrize(("said", "requeued"), [("watching", False), ("stopped", True), ("", True)])
-def test_a_warned_job_that_had_finished_its_loop_is_not_requeued(said, requeued, tmp_path):
+def test_a_warned_job_that_had_finished_its_loop_is_not_requeued(said, requeued, tmp_path, run_command):
     programs = {
         "srun": f'trap "" USR1; kill -USR1 $PPID; sleep 1; printf "{said}" > "$ACCEL_STOP_FILE"',
         "scontrol": '[ $1 = show ] || echo "$@"',
@@ -244,7 +243,7 @@ def test_a_warned_job_that_had_finished_its_loop_is_not_requeued(said, requeued,
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
 
-    ended = subprocess.run(
+    ended = run_command(
         ["bash", "-c", batch_file(JOB, SlurmConfig())],
         env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "5", "TMPDIR": str(tmp_path)},
         capture_output=True,
@@ -287,10 +286,10 @@ def test_options_that_are_none_are_refused():
         SlurmConfig(options="gpu")
 
 
-def test_without_sbatch_nothing_is_sent(tmp_path):
+def test_without_sbatch_nothing_is_sent(tmp_path, run_command):
     script = tmp_path / "train.py"
     script.write_text("")
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-m", "accel_core", "submit", "--launcher", "slurm", str(script)],
         env={"PATH": str(tmp_path)},
         cwd=tmp_path,

@@ -11,26 +11,24 @@ from pathlib import Path
 import pytest
 from slurm_cluster import Cluster, missing, two_nodes
 
-from accel_testing import hosts
+from accel_testing.patience import patience
 
 JOB = str(Path(__file__).with_name("slurm_job.py"))
 ADDRESSES = {"head": "10.81.0.1", "n1": "10.81.0.11", "n2": "10.81.0.12"}
-SECONDS = 400
-"""Patience, on a busy machine too."""
+SECONDS = patience(400)
 pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.multinode,
+    pytest.mark.full,
     pytest.mark.timeout(1800),
-    pytest.mark.skipif(bool(missing() or hosts.missing()), reason=missing() or hosts.missing()),
+    pytest.mark.skipif(bool(missing()), reason=missing()),
 ]
 
 
 @pytest.fixture
-def cluster(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+def cluster(tmp_path: Path, request: pytest.FixtureRequest, make_hosts) -> Iterator[Cluster]:
     """A Slurm that takes a node for lost after some seconds."""
     folder = tmp_path / "slurm"
     folder.mkdir()
-    with hosts.make_hosts(ADDRESSES) as made, two_nodes(folder, made, request.param) as cluster:
+    with make_hosts(ADDRESSES) as made, two_nodes(folder, made, request.param) as cluster:
         yield cluster
 
 

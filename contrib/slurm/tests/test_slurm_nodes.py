@@ -12,18 +12,22 @@ from pathlib import Path
 
 import pytest
 
+from accel_testing.patience import patience
+
 JOB = str(Path(__file__).with_name("slurm_job.py"))
 ACCEL = (sys.executable, "-m", "accel_core")
 LAUNCH = (*ACCEL, "launch", "--device", "cpu")
-SECONDS = 120
+SECONDS = patience(120)
 
 
 @pytest.fixture
-def run(slurm: dict[str, str], tmp_path: Path) -> Callable[..., subprocess.CompletedProcess[str]]:
+def run(
+    slurm: dict[str, str], tmp_path: Path, run_command
+) -> Callable[..., subprocess.CompletedProcess[str]]:
     """Run a command in an empty folder."""
 
     def run(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return run_command(
             words, env=slurm, cwd=tmp_path, capture_output=True, text=True, timeout=SECONDS, check=False
         )
 
@@ -119,7 +123,7 @@ def test_a_bad_option_is_refused_with_the_words_of_sbatch(run, tmp_path):
     assert ended.stderr.endswith("`accel submit --dry-run` shows the batch file\n")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_a_job_that_is_told_of_its_end_saves_and_resumes(run, tmp_path):
     """The signal is sent by scancel here; test_the_time_limit waits for Slurm's own."""
     words = ("--launcher", "slurm", "--device", "cpu", "--nodes", "2", "-n", "1")
@@ -143,7 +147,7 @@ def test_a_job_that_is_told_of_its_end_saves_and_resumes(run, tmp_path):
     assert "Restarts=1" in shown(run, job)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_jobs_of_an_array_are_apart(run, tmp_path):
     words = (
         "--launcher",
@@ -177,7 +181,7 @@ def test_a_cancelled_job_leaves_no_worker(run, tmp_path):
     wait_for(lambda: not any(lives(it["process"]) for it in written(tmp_path)))
 
 
-@pytest.mark.slow
+@pytest.mark.full
 def test_the_time_limit(run, tmp_path):
     """Slurm's own signal, 30 s before a limit of one minute."""
     options = ("--slurm.options", "--time=1", "--slurm.warning-seconds", "30")

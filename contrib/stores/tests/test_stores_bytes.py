@@ -15,7 +15,6 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError
 from accel_core.checkpoint.reader import CheckpointFiles
-from accel_testing import run_processes
 
 URL = f"s3://{BUCKET}/run/ck"
 
@@ -29,7 +28,7 @@ def stored(s3: S3Server) -> int:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_large_tensors_beside_the_models_come_once_to_a_node(s3: S3Server, world: int) -> None:
+def test_large_tensors_beside_the_models_come_once_to_a_node(s3: S3Server, world: int, run_processes) -> None:
     run_processes(held_job.saved, URL, world=world)
     size = stored(s3)
     s3.seen.clear()
@@ -65,7 +64,7 @@ def loaded_deep(url: str) -> float:
 
 
 @pytest.mark.parametrize("world", [2, 3])
-def test_the_files_that_each_rank_needs_come_once(s3: S3Server, world: int) -> None:
+def test_the_files_that_each_rank_needs_come_once(s3: S3Server, world: int, run_processes) -> None:
     """Each rank once read all JSON files: 1.20 times the bytes at two ranks, 1.40 times at three."""
     run_processes(saved_deep, URL, world=world)
     size = stored(s3)
@@ -101,7 +100,7 @@ CARD = Card(name="numbers", slot="strategy", summary="A toy.", api_version="1.0"
 
 
 def test_step_numbers_that_a_strategy_compares_come_once_to_a_node(
-    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
 ) -> None:
     """Each rank read their blocks for itself."""
     (tmp_path / "toy.py").write_text(NUMBERS)
@@ -129,7 +128,7 @@ def refused(url: str, width: int) -> str:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_does_not_fit_asks_for_no_weights_and_no_registered_object(
-    s3: S3Server, world: int
+    s3: S3Server, world: int, run_processes
 ) -> None:
     held_job.saved(URL, held_job.WIDTH)
     s3.seen.clear()

@@ -13,12 +13,14 @@ from s3_server import BUCKET, S3Server
 from safetensors.torch import load_file
 
 
-def accel(*words: str) -> subprocess.CompletedProcess[str]:
+def accel(run_command, *words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "accel_core", "checkpoint", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return run_command(command, capture_output=True, text=True, timeout=240, check=False)
 
 
-def test_checkpoints_are_listed_verified_shown_and_exported(s3: S3Server, tmp_path: Path) -> None:
+def test_checkpoints_are_listed_verified_shown_and_exported(
+    s3: S3Server, tmp_path: Path, run_command
+) -> None:
     accelerator, model, optimizer = job.numbered(f"s3://{BUCKET}/run")
     for _ in range(2):
         job.step(accelerator, model, optimizer)
@@ -27,24 +29,24 @@ def test_checkpoints_are_listed_verified_shown_and_exported(s3: S3Server, tmp_pa
     accelerator.end_training()
     one = f"s3://{BUCKET}/run/checkpoints/checkpoint_1"
 
-    listed = accel("list", "--json", f"s3://{BUCKET}/run")
+    listed = accel(run_command, "list", "--json", f"s3://{BUCKET}/run")
     assert listed.returncode == 0, listed.stderr
     assert [row["name"] for row in json.loads(listed.stdout)] == ["checkpoint_0", "checkpoint_1"]
     assert {row["valid"] for row in json.loads(listed.stdout)} == {"yes"}
 
-    verified = accel("verify", one)
+    verified = accel(run_command, "verify", one)
     assert verified.stdout == f"{one}: every byte is what was written\n", verified.stderr
 
-    shown = accel("show", one)
+    shown = accel(run_command, "show", one)
     assert shown.returncode == 0, shown.stderr
     assert "weight" in shown.stdout
 
-    exported = accel("export", one, str(tmp_path / "weights"))
+    exported = accel(run_command, "export", one, str(tmp_path / "weights"))
     assert exported.returncode == 0, exported.stderr
     assert torch.equal(load_file(tmp_path / "weights" / "model.safetensors")["weight"], expected)
 
     target = f"{one.rpartition('/')[0]}/weights"
-    assert accel("export", one, target).returncode == 0
-    again = accel("export", one, target)
+    assert accel(run_command, "export", one, target).returncode == 0
+    again = accel(run_command, "export", one, target)
     assert again.returncode == 1
     assert "exists, and was left as it is\nexport to another folder, or remove it" in again.stderr

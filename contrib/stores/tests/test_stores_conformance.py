@@ -8,9 +8,7 @@ import pytest
 from hub_server import REPOSITORY, HubServer
 from s3_server import BUCKET, S3Server
 
-from accel_testing import conform
-
 
 @pytest.mark.parametrize("url", [f"s3://{BUCKET}/kit", "memory://kit", f"hf://{REPOSITORY}/kit"])
-def test_it_conforms(s3: S3Server, hub: HubServer, tmp_path: Path, url: str) -> None:
+def test_it_conforms(s3: S3Server, hub: HubServer, tmp_path: Path, url: str, conform) -> None:
     assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, "fsspec", "--accel-store", url)

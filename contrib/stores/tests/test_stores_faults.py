@@ -19,14 +19,16 @@ import torch
 from s3_server import BUCKET, Request, S3Server
 
 from accel_core import CheckpointError
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
 
 URL = f"s3://{BUCKET}/run/ck"
 RUN = f"s3://{BUCKET}/run"
 WRITES = ("PUT", "POST", "DELETE")
 
 
-def killed_at(s3: S3Server, number: int, methods: Sequence[str], do: Any, *, cut: bool) -> bool:
+def killed_at(
+    run_processes, s3: S3Server, number: int, methods: Sequence[str], do: Any, *, cut: bool
+) -> bool:
     """Run `do(endpoint, url)` in a process that is killed when it sends its request of this number.
 
     The request is done nevertheless, or `cut` in the middle.
@@ -67,12 +69,12 @@ def told_who(endpoint: str, url: str) -> None:
 
 @pytest.mark.parametrize(
     ("numbers", "cuts"),
-    [((3, 8), (False,)), pytest.param(range(1, 30), (False, True), marks=pytest.mark.slow)],
+    [((3, 8), (False,)), pytest.param(range(1, 30), (False, True), marks=pytest.mark.full)],
     ids=["two", "all"],
 )
 @pytest.mark.timeout(1800)
 def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(
-    s3: S3Server, numbers: Sequence[int], cuts: Sequence[bool]
+    s3: S3Server, numbers: Sequence[int], cuts: Sequence[bool], run_processes
 ) -> None:
     old = job.saved(URL, 1)
     job.saved("memory://twin/ck", 1)
@@ -81,7 +83,7 @@ def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(
     for cut, number in product(cuts, numbers):
         if cut in ended:
             continue  # it has fewer
-        if not killed_at(s3, number, WRITES, told_who, cut=cut):
+        if not killed_at(run_processes, s3, number, WRITES, told_who, cut=cut):
             ended.add(cut)
         found = job.loaded(URL)
         assert torch.equal(found, old) or torch.equal(found, new), number
@@ -92,15 +94,15 @@ def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(
     assert len(numbers) == 2 or ended == set(cuts), "each write of a save has had its turn"
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_at_random_goes_on_from_what_was_committed_last(
-    s3: S3Server, caplog: pytest.LogCaptureFixture, kills: int
+    s3: S3Server, caplog: pytest.LogCaptureFixture, kills: int, run_processes
 ) -> None:
     chance, last = random.Random(0), -1
     for _ in range(kills):
         number, cut = chance.randrange(20, 80), chance.random() < 0.5
-        assert killed_at(s3, number, ("GET", "HEAD", *WRITES), job.endless, cut=cut)
+        assert killed_at(run_processes, s3, number, ("GET", "HEAD", *WRITES), job.endless, cut=cut)
         before = newest_committed(s3)
         accelerator, model, _ = job.numbered(RUN)
         found = accelerator.load_state(missing_ok=True)
@@ -248,7 +250,7 @@ def loaded_in_vain(url: str) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_damaged_block_of_a_registered_object_is_named_and_nothing_is_changed(
-    s3: S3Server, world: int
+    s3: S3Server, world: int, run_processes
 ) -> None:
     run_processes(held_job.saved, URL, world=world)
     key = next(key for key in s3.names() if key.endswith("00000.safetensors"))

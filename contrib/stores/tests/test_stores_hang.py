@@ -24,7 +24,7 @@ from s3_server import BUCKET, Request, S3Server
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint import votes
 from accel_stores import store
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 STORE = f"s3://{BUCKET}/run"
 SCRIPT = """
@@ -74,12 +74,14 @@ def silent() -> Iterator[str]:
             each.close()
 
 
-def started(script: str, silent: str, tmp_path: Path, timeout: int = 1) -> subprocess.Popen[str]:
+def started(
+    start_command, script: str, silent: str, tmp_path: Path, timeout: int = 1
+) -> subprocess.Popen[str]:
     script = textwrap.dedent(script.format(store=STORE, folder=str(tmp_path)))
     tests = str(Path(__file__).parent)
     text = textwrap.dedent(SCRIPT).format(tests=tests, silent=silent, script=script, timeout=timeout)
     command = [sys.executable, "-u", "-c", text]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    return start_command(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def waiting(process: subprocess.Popen[str]) -> None:
@@ -93,7 +95,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
     """Return what the process has said on stderr; it ends in this time."""
     begun = time.monotonic()
     try:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=patience(60))
     finally:
         process.kill()
     assert time.monotonic() - begun < seconds
@@ -102,9 +104,9 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
 
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
-    s3: S3Server, silent: str, tmp_path: Path, last: str
+    s3: S3Server, silent: str, tmp_path: Path, last: str, start_command
 ) -> None:
-    process = started(f'{COPIED}\n    print("waits")\n    {last}\n', silent, tmp_path)
+    process = started(start_command, f'{COPIED}\n    print("waits")\n    {last}\n', silent, tmp_path)
     waiting(process)
     said = ended(process, 50)
     assert process.returncode == 1
@@ -118,11 +120,11 @@ def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
-    s3: S3Server, silent: str, tmp_path: Path, number: signal.Signals, last: str
+    s3: S3Server, silent: str, tmp_path: Path, number: signal.Signals, last: str, start_command
 ) -> None:
     """A script that just ends did not hear SIGTERM after `save_on_preemption`."""
     script = f'{COPIED}    accelerator.save_on_preemption()\n    print("waits")\n    {last}\n'
-    process = started(script, silent, tmp_path, timeout=9)
+    process = started(start_command, script, silent, tmp_path, timeout=9)
     waiting(process)
     process.send_signal(number)
     said = ended(process, 30)
@@ -134,7 +136,7 @@ def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
 
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
-    s3: S3Server, silent: str, tmp_path: Path, last: str
+    s3: S3Server, silent: str, tmp_path: Path, last: str, start_command
 ) -> None:
     script = f"""
     import time
@@ -147,7 +149,7 @@ def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
     print("waits", flush=True)
     {last}
     """
-    process = started(script, silent, tmp_path, timeout=9)
+    process = started(start_command, script, silent, tmp_path, timeout=9)
     waiting(process)
     process.send_signal(signal.SIGTERM)
     waiting(process)
@@ -159,11 +161,13 @@ def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
 
 
 def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
-    s3: S3Server, silent: str, tmp_path: Path
+    s3: S3Server, silent: str, tmp_path: Path, start_command
 ) -> None:
     saves = "    accelerator.save_state()\n" * 2
     script = f'{COPIED}\n    print("waits")\n{saves}\n    accelerator.end_training()\n'
-    process = started(script.replace("folder!r}", "folder!r}, total_limit=1"), silent, tmp_path)
+    process = started(
+        start_command, script.replace("folder!r}", "folder!r}, total_limit=1"), silent, tmp_path
+    )
     waiting(process)
     said = ended(process, 55)
     assert said.count("was not over after 10 s") == 3, "the saves' warnings, and the end's error"
@@ -173,7 +177,9 @@ def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
     ], "total_limit leaves the one whose copy is not made"
 
 
-def test_a_save_to_a_store_that_gets_no_answer_is_given_up(s3: S3Server, silent: str, tmp_path: Path) -> None:
+def test_a_save_to_a_store_that_gets_no_answer_is_given_up(
+    s3: S3Server, silent: str, tmp_path: Path, start_command
+) -> None:
     script = """
     accelerator, model, optimizer = job.made(kwargs_handlers=quick)
     accelerator.save_state("{store}/ck")
@@ -188,7 +194,7 @@ def test_a_save_to_a_store_that_gets_no_answer_is_given_up(s3: S3Server, silent:
     print("waits")
     accelerator.end_training()
     """
-    process = started(script, silent, tmp_path)
+    process = started(start_command, script, silent, tmp_path)
     waiting(process)
     said = ended(process, 30)
     assert process.returncode == 1
@@ -208,7 +214,7 @@ WORKS = {
 
 @pytest.mark.parametrize("work", WORKS)
 def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
-    s3: S3Server, silent: str, tmp_path: Path, work: str
+    s3: S3Server, silent: str, tmp_path: Path, work: str, start_command
 ) -> None:
     """It lasted as long as s3fs tries again: eight minutes."""
     script = """
@@ -217,7 +223,7 @@ def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
     hang()
     print("waits")
     """.replace("WHAT", work)
-    process = started(f"{script}{WORKS[work]}\n", silent, tmp_path)
+    process = started(start_command, f"{script}{WORKS[work]}\n", silent, tmp_path)
     waiting(process)
     said = ended(process, 45)
     assert process.returncode == 1
@@ -226,7 +232,7 @@ def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
     assert "look after the store" in said
 
 
-def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str) -> None:
+def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str, start_command) -> None:
     for command in ("list", "verify"):
         code = (
             "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
@@ -235,7 +241,7 @@ def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str) 
         )
         environment = os.environ | {"AWS_ENDPOINT_URL": silent}
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-        process = subprocess.Popen([sys.executable, "-c", code], env=environment, **options)  # type: ignore[call-overload]
+        process = start_command([sys.executable, "-c", code], env=environment, **options)  # type: ignore[call-overload]
         time.sleep(8)
         assert process.poll() is None
         process.send_signal(signal.SIGINT)
@@ -259,7 +265,9 @@ def works_while_rank_0_hangs(url: str, work: str) -> str:
 
 
 @pytest.mark.parametrize("work", ["load", "save"])
-def test_ranks_give_a_work_up_together_when_one_alone_gets_no_answer(s3: S3Server, work: str) -> None:
+def test_ranks_give_a_work_up_together_when_one_alone_gets_no_answer(
+    s3: S3Server, work: str, run_processes
+) -> None:
     job.saved(f"{STORE}/ck", 1)
     for said in run_processes(works_while_rank_0_hangs, f"{STORE}/ck", work, world=2):
         assert "NoAnswerError: no answer to list_stored within 9 s" in said
@@ -282,7 +290,7 @@ def test_a_save_that_was_given_up_commits_nothing_that_is_not_on_its_way(
 
     def hold(request: Request) -> None:
         if request.method == "PUT" and request.name == held:
-            over.wait(50)
+            over.wait(patience(50))
 
     quick = [InitProcessGroupKwargs(timeout=timedelta(seconds=1))]
     accelerator, model, optimizer = job.made(kwargs_handlers=quick)
@@ -315,10 +323,10 @@ def test_a_manifest_that_comes_after_an_interrupt_finds_the_files_of_its_save(s3
                 time.sleep(1)
             else:
                 held.set()
-                over.wait(60)
+                over.wait(patience(60))
 
     def interrupt() -> None:
-        assert held.wait(60)
+        assert held.wait(patience(60))
         time.sleep(0.3)
         signal.raise_signal(signal.SIGINT)
 
@@ -343,18 +351,20 @@ def test_a_manifest_that_comes_after_an_interrupt_finds_the_files_of_its_save(s3
     accelerator.end_training()
 
 
-def test_an_interrupted_load_waits_for_no_answer(s3: S3Server, silent: str, tmp_path: Path) -> None:
+def test_an_interrupted_load_waits_for_no_answer(
+    s3: S3Server, silent: str, tmp_path: Path, start_command
+) -> None:
     job.saved(f"{STORE}/ck", 1)
     asked, over = threading.Event(), threading.Event()
 
     def hold(request: Request) -> None:
         if request.method == "GET" and request.name.endswith(".safetensors"):
             asked.set()
-            over.wait(60)
+            over.wait(patience(60))
 
     s3.fault = hold
-    process = started('    job.made()[0].load_state("{store}/ck")\n', silent, tmp_path)
-    assert asked.wait(60)
+    process = started(start_command, '    job.made()[0].load_state("{store}/ck")\n', silent, tmp_path)
+    assert asked.wait(patience(60))
     os.kill(process.pid, signal.SIGINT)
     ended(process, 30)
     over.set()
@@ -362,7 +372,7 @@ def test_an_interrupted_load_waits_for_no_answer(s3: S3Server, silent: str, tmp_
 
 @pytest.mark.parametrize("project", ["{store!r}", "None"])
 def test_a_script_that_just_ends_sends_all_though_the_library_needs_threads(
-    s3: S3Server, silent: str, tmp_path: Path, project: str
+    s3: S3Server, silent: str, tmp_path: Path, project: str, start_command
 ) -> None:
     """As s3fs does, to look up a host: Python ends pools of threads before `atexit`."""
     script = """
@@ -378,7 +388,7 @@ def test_a_script_that_just_ends_sends_all_though_the_library_needs_threads(
     accelerator.save_state(None if PROJECT else "{store}/checkpoints/checkpoint_0", wait=False)
     print("waits")
     """
-    process = started(script.replace("PROJECT", project), silent, tmp_path)
+    process = started(start_command, script.replace("PROJECT", project), silent, tmp_path)
     said = ended(process, 60)
     assert (process.returncode, said) == (0, "")
     assert "manifest-00000001.json" in [key.rpartition("/")[2] for key in s3.names()]

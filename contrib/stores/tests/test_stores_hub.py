@@ -16,7 +16,7 @@ from hub_server import REPOSITORY, TOKEN, Commit, HubServer
 from accel_core import CheckpointError
 from accel_stores import hub as module
 from accel_stores.store import FsspecStore
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 RUN = f"hf://{REPOSITORY}/run"
 URL = f"{RUN}/ck"
@@ -160,7 +160,7 @@ def test_a_repository_that_is_made_later_is_found(hub: HubServer, store: FsspecS
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_is_saved_is_loaded_bit_by_bit(hub: HubServer, world: int) -> None:
+def test_what_is_saved_is_loaded_bit_by_bit(hub: HubServer, world: int, run_processes) -> None:
     saved = run_processes(job.saved, URL, 2, world=world)
     for found in run_processes(job.loaded, URL, world=world):
         assert torch.equal(found, saved[0])
@@ -175,9 +175,9 @@ def test_a_save_under_the_same_name_replaces_the_one_before(hub: HubServer) -> N
     assert len(before) == len(hub.names)
 
 
-def test_of_two_writers_one_wins_and_the_other_says_so(hub: HubServer) -> None:
+def test_of_two_writers_one_wins_and_the_other_says_so(hub: HubServer, run_processes) -> None:
     """Both are held at the commit until both are there."""
-    both, held = threading.Barrier(2, timeout=120), []
+    both, held = threading.Barrier(2, timeout=patience(120)), []
 
     def hold(commit: Commit) -> None:
         if "manifest-00000001.json" in commit.names and len(held) < 2:

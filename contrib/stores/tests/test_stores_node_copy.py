@@ -18,7 +18,6 @@ from s3_server import BUCKET, S3Server
 from accel_core import CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint.node_copy import NodeCopy
 from accel_core.checkpoint.reader import CheckpointFiles
-from accel_testing import run_processes
 
 WIDTH = 4096
 """Of a model whose checkpoint has some 25 MB: two requests."""
@@ -122,7 +121,9 @@ def late(url: str, free: int) -> bool:
     return True
 
 
-def test_a_disk_with_room_for_what_comes_is_enough_for_a_rank_that_comes_late(s3: S3Server) -> None:
+def test_a_disk_with_room_for_what_comes_is_enough_for_a_rank_that_comes_late(
+    s3: S3Server, run_processes
+) -> None:
     job.saved(f"s3://{BUCKET}/run/ck", 1, WIDTH)
     assert run_processes(late, f"s3://{BUCKET}/run/ck", 30_000_000, world=2) == [True, True]
 
@@ -146,7 +147,9 @@ def failing_first(url: str) -> str:
     return str(caught.value)
 
 
-def test_a_damaged_block_is_told_to_a_rank_that_fetches_for_longer_than_the_timeout(s3: S3Server) -> None:
+def test_a_damaged_block_is_told_to_a_rank_that_fetches_for_longer_than_the_timeout(
+    s3: S3Server, run_processes
+) -> None:
     job.saved(f"s3://{BUCKET}/run/ck", 1, WIDTH)
     for said in run_processes(failing_first, f"s3://{BUCKET}/run/ck", world=2):
         assert said.endswith("block 5 is not what was written")

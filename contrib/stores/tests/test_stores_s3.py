@@ -21,7 +21,7 @@ from accel_core import CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint.read import Checkpoint, fill
 from accel_core.contract.state import Leaf
 from accel_stores.store import FsspecStore
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 URL = f"s3://{BUCKET}/run/ck"
 WIDTH = 4096
@@ -59,7 +59,9 @@ def test_a_server_that_accepts_a_second_create_is_refused_before_anything_is_sen
 # -- save and load -----------------------------------------------------------------------------------
 
 
-def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(s3: S3Server, tmp_path: Path) -> None:
+def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
+    s3: S3Server, tmp_path: Path, run_processes
+) -> None:
     run_processes(job.saved, str(tmp_path / "local"), 2, WIDTH, world=2)
     local = sum(path.stat().st_size for path in (tmp_path / "local").iterdir())
 
@@ -76,7 +78,9 @@ def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(s3: S3Server, 
     assert list(Path(tempfile.gettempdir(), f"accel-{os.getuid()}").iterdir()) == [], "nothing stays there"
 
 
-def test_two_ranks_of_a_node_load_what_one_rank_saved_and_each_byte_comes_once(s3: S3Server) -> None:
+def test_two_ranks_of_a_node_load_what_one_rank_saved_and_each_byte_comes_once(
+    s3: S3Server, run_processes
+) -> None:
     expected = job.saved(URL, 1, WIDTH)
     size = sum(len(s3.content(key)) for key in s3.names())
     s3.seen.clear()
@@ -122,9 +126,9 @@ def test_a_disk_without_room_for_what_comes_is_told_and_no_older_one_is_taken(
     accelerator.end_training()
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(300)
-def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Server) -> None:
+def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Server, run_processes) -> None:
     s3.fault = lambda request: time.sleep(12) if request.name.startswith("rank-00001") else None
     options = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=8))]}
     saved, _ = run_processes(job.saved, URL, 1, 64, False, options, world=2)
@@ -132,7 +136,9 @@ def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Serve
 
 
 @pytest.mark.timeout(300)
-def test_a_rank_that_sends_weights_for_longer_than_the_timeout_is_waited_for(s3: S3Server) -> None:
+def test_a_rank_that_sends_weights_for_longer_than_the_timeout_is_waited_for(
+    s3: S3Server, run_processes
+) -> None:
     s3.fault = lambda request: time.sleep(12) if request.name.startswith("model-") else None
     options = {"kwargs_handlers": [InitProcessGroupKwargs(timeout=timedelta(seconds=8))]}
     run_processes(job.exported, f"s3://{BUCKET}/weights", options, world=2)
@@ -223,9 +229,9 @@ def test_no_object_holds_a_credential(s3: S3Server) -> None:
 # -- two writers --------------------------------------------------------------------------------------
 
 
-def test_of_two_writers_one_wins_and_the_other_says_so(s3: S3Server) -> None:
+def test_of_two_writers_one_wins_and_the_other_says_so(s3: S3Server, run_processes) -> None:
     """Both are held at the commit until both are there."""
-    both = threading.Barrier(2, timeout=120)
+    both = threading.Barrier(2, timeout=patience(120))
 
     def hold(request: Request) -> None:
         if request.name == "manifest-00000001.json" and request.is_conditional:

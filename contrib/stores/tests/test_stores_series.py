@@ -16,13 +16,12 @@ from s3_server import BUCKET, S3Server
 
 from accel_core import CheckpointError
 from accel_stores.store import FsspecStore
-from accel_testing import run_processes
 
 HUB, S3 = f"hf://{REPOSITORY}/run", f"s3://{BUCKET}/run"
 ranks = pytest.mark.parametrize("world", [1, 2])
 
 
-def run(function: Callable[..., Any], *arguments: Any, world: int) -> list[Any]:
+def run(run_processes, function: Callable[..., Any], *arguments: Any, world: int) -> list[Any]:
     """Call a function here, or in several processes."""
     return [function(*arguments)] if world == 1 else run_processes(function, *arguments, world=world)
 
@@ -36,41 +35,54 @@ def numbers(names: list[str]) -> list[int]:
 
 
 @ranks
-def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(s3: S3Server, world: int) -> None:
-    run(job.series, S3, [0.75, 0.25, 0.5], world=world)
+def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(
+    s3: S3Server, world: int, run_processes
+) -> None:
+    run(run_processes, job.series, S3, [0.75, 0.25, 0.5], world=world)
     assert numbers(s3.names()) == [1, 2]
     assert (
-        run(job.loaded_of_series, S3, True, world=world) == [(f"{S3}/checkpoints/checkpoint_1", 0.25)] * world
+        run(run_processes, job.loaded_of_series, S3, True, world=world)
+        == [(f"{S3}/checkpoints/checkpoint_1", 0.25)] * world
     )
-    run(job.series, S3, [0.625, 0.125, 0.875], world=world)
+    run(run_processes, job.series, S3, [0.625, 0.125, 0.875], world=world)
     assert numbers(s3.names()) == [4, 5]
     assert (
-        run(job.loaded_of_series, S3, True, world=world)
+        run(run_processes, job.loaded_of_series, S3, True, world=world)
         == [(f"{S3}/checkpoints/checkpoint_4", 0.125)] * world
     )
-    assert run(job.loaded_of_series, S3, False, world=world)[0] == (f"{S3}/checkpoints/checkpoint_5", 0.875)
+    assert run(run_processes, job.loaded_of_series, S3, False, world=world)[0] == (
+        f"{S3}/checkpoints/checkpoint_5",
+        0.875,
+    )
 
 
 @ranks
-def test_a_series_in_a_repository_keeps_its_limit_and_its_best(hub: HubServer, world: int) -> None:
-    run(job.series, HUB, [0.75, 0.25, 0.5], world=world)
+def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
+    hub: HubServer, world: int, run_processes
+) -> None:
+    run(run_processes, job.series, HUB, [0.75, 0.25, 0.5], world=world)
     assert numbers(hub.names) == [1, 2]
-    run(job.series, HUB, [0.625], world=world)
+    run(run_processes, job.series, HUB, [0.625], world=world)
     assert numbers(hub.names) == [1, 3]
     assert (
-        run(job.loaded_of_series, HUB, True, world=world)
+        run(run_processes, job.loaded_of_series, HUB, True, world=world)
         == [(f"{HUB}/checkpoints/checkpoint_1", 0.25)] * world
     )
-    assert run(job.loaded_of_series, HUB, False, world=world)[0] == (f"{HUB}/checkpoints/checkpoint_3", 0.625)
+    assert run(run_processes, job.loaded_of_series, HUB, False, world=world)[0] == (
+        f"{HUB}/checkpoints/checkpoint_3",
+        0.625,
+    )
 
 
 @ranks
-def test_copies_in_a_repository_bring_a_fresh_machine_on(hub: HubServer, tmp_path: Path, world: int) -> None:
+def test_copies_in_a_repository_bring_a_fresh_machine_on(
+    hub: HubServer, tmp_path: Path, world: int, run_processes
+) -> None:
     options = {"store_every": 2, "total_limit": 2}
-    weights = run(tiers_job.trained, str(tmp_path / "a"), HUB, 5, options, world=world)[0]
+    weights = run(run_processes, tiers_job.trained, str(tmp_path / "a"), HUB, 5, options, world=world)[0]
     assert numbers(hub.names) == [2, 4]
     shutil.rmtree(tmp_path / "a")
-    for place, weight in run(tiers_job.resumed, str(tmp_path / "b"), HUB, world=world):
+    for place, weight in run(run_processes, tiers_job.resumed, str(tmp_path / "b"), HUB, world=world):
         assert place == f"{HUB}/checkpoints/checkpoint_4"
         assert torch.equal(weight, weights[4])
 

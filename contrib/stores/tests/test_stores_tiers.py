@@ -19,14 +19,15 @@ import torch
 from s3_server import BUCKET, Request, S3Server
 
 from accel_core import CheckpointError
-from accel_testing import ProcessError, run_processes
+from accel_testing import ProcessError
+from accel_testing.patience import patience
 
 STORE = f"s3://{BUCKET}/run"
 NODES = {"save_on_each_node": True}
 ranks = pytest.mark.parametrize("world", [1, 2])
 
 
-def run(function: Callable[..., Any], *arguments: Any, world: int) -> list[Any]:
+def run(run_processes, function: Callable[..., Any], *arguments: Any, world: int) -> list[Any]:
     """Call a function here, or in several processes."""
     return [function(*arguments)] if world == 1 else run_processes(function, *arguments, world=world)
 
@@ -50,33 +51,35 @@ def named(*numbers: int) -> list[str]:
 
 
 @ranks
-def test_every_second_is_copied_and_the_nearest_is_loaded(s3: S3Server, tmp_path: Path, world: int) -> None:
+def test_every_second_is_copied_and_the_nearest_is_loaded(
+    s3: S3Server, tmp_path: Path, world: int, run_processes
+) -> None:
     options = {"store_every": 2, "total_limit": 2}
-    weights = run(tiers_job.trained, str(tmp_path / "a"), STORE, 5, options, world=world)[0]
+    weights = run(run_processes, tiers_job.trained, str(tmp_path / "a"), STORE, 5, options, world=world)[0]
     files = [f"rank-{rank:05d}.{end}" for rank in range(world) for end in ("json", "safetensors")]
     whole = sorted(["manifest-00000001.json", "manifest.json", *files, "state.json"])
     assert copied(s3) == dict.fromkeys(named(2, 4), whole), "total_limit counts in each place"
     assert local(tmp_path / "a") == named(3, 4)
 
-    for place, weight in run(tiers_job.resumed, str(tmp_path / "a"), STORE, world=world):
+    for place, weight in run(run_processes, tiers_job.resumed, str(tmp_path / "a"), STORE, world=world):
         assert place == str(tmp_path / "a/checkpoints/checkpoint_4"), "the local one, where both have it"
         assert torch.equal(weight, weights[4])
     shutil.rmtree(tmp_path / "a/checkpoints/checkpoint_4")
-    for place, weight in run(tiers_job.resumed, str(tmp_path / "a"), STORE, world=world):
+    for place, weight in run(run_processes, tiers_job.resumed, str(tmp_path / "a"), STORE, world=world):
         assert place == f"{STORE}/checkpoints/checkpoint_4"
         assert torch.equal(weight, weights[4])
 
 
 @ranks
 def test_a_fresh_machine_goes_on_from_the_store_and_beyond_its_numbers(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
     options = {"total_limit": 2}
-    first = run(tiers_job.trained, str(tmp_path / "a"), STORE, 2, options, world=world)[0]
+    first = run(run_processes, tiers_job.trained, str(tmp_path / "a"), STORE, 2, options, world=world)[0]
     other = 3 - world
-    place, weight = run(tiers_job.resumed, str(tmp_path / "b"), STORE, world=other)[0]
+    place, weight = run(run_processes, tiers_job.resumed, str(tmp_path / "b"), STORE, world=other)[0]
     assert (place, weight.tolist()) == (f"{STORE}/checkpoints/checkpoint_1", first[1].tolist())
-    run(tiers_job.trained, str(tmp_path / "b"), STORE, 2, options, world=world)
+    run(run_processes, tiers_job.trained, str(tmp_path / "b"), STORE, 2, options, world=world)
     assert local(tmp_path / "b") == named(2, 3)
     assert list(copied(s3)) == named(2, 3), "the ancestors count for total_limit in the store"
 
@@ -92,19 +95,19 @@ def test_a_run_that_loads_nothing_goes_on_beyond_the_stores_numbers(s3: S3Server
 
 @ranks
 def test_each_copy_holds_what_was_saved_when_saves_go_on_in_the_background(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
-    weights = run(tiers_job.trained, str(tmp_path), STORE, 4, {}, True, world=world)[0]
+    weights = run(run_processes, tiers_job.trained, str(tmp_path), STORE, 4, {}, True, world=world)[0]
     assert list(copied(s3)) == named(0, 1, 2, 3)
     for number, weight in enumerate(weights):
         assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_{number}"), weight)
 
 
-def test_nodes_with_disks_of_their_own_make_one_copy(s3: S3Server, tmp_path: Path) -> None:
+def test_nodes_with_disks_of_their_own_make_one_copy(s3: S3Server, tmp_path: Path, run_processes) -> None:
     options = {"store_every": 2}
-    weights = run(tiers_job.trained, str(tmp_path), STORE, 2, options | NODES, world=2)[0]
+    weights = run(run_processes, tiers_job.trained, str(tmp_path), STORE, 2, options | NODES, world=2)[0]
     shutil.rmtree(tmp_path / "node1/checkpoints")
-    for place, weight in run(tiers_job.resumed, str(tmp_path), STORE, NODES, world=2):
+    for place, weight in run(run_processes, tiers_job.resumed, str(tmp_path), STORE, NODES, world=2):
         assert place == f"{STORE}/checkpoints/checkpoint_0", "the newest that all ranks see"
         assert torch.equal(weight, weights[0])
     assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_0"), weights[0])
@@ -151,9 +154,9 @@ def test_the_best_of_both_places_is_loaded(s3: S3Server, tmp_path: Path) -> None
 
 @ranks
 def test_a_local_checkpoint_is_loaded_without_the_store_by_all_ranks(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
-    weights = run(tiers_job.trained, str(tmp_path), STORE, 2, world=world)[0]
+    weights = run(run_processes, tiers_job.trained, str(tmp_path), STORE, 2, world=world)[0]
     for found in run_processes(tiers_job.loaded_from_path, str(tmp_path), STORE, 0, world=world):
         assert torch.equal(found, weights[0])
 
@@ -210,7 +213,9 @@ def test_a_copy_that_fails_is_made_again_by_the_next_save(
 
 
 @ranks
-def test_a_store_that_is_away_for_a_while_stops_no_save(s3: S3Server, tmp_path: Path, world: int) -> None:
+def test_a_store_that_is_away_for_a_while_stops_no_save(
+    s3: S3Server, tmp_path: Path, world: int, run_processes
+) -> None:
     refused: list[str] = []
 
     def refuse(request: Request) -> int | None:
@@ -221,7 +226,7 @@ def test_a_store_that_is_away_for_a_while_stops_no_save(s3: S3Server, tmp_path: 
         return None
 
     s3.fault = refuse
-    (said, *_) = run(tiers_job.tried, str(tmp_path), STORE, 3, world=world)
+    (said, *_) = run(run_processes, tiers_job.tried, str(tmp_path), STORE, 3, world=world)
     assert refused
     assert said == "", "a newer one was copied"
     assert local(tmp_path) == named(0, 1, 2)
@@ -231,10 +236,10 @@ def test_a_store_that_is_away_for_a_while_stops_no_save(s3: S3Server, tmp_path: 
 
 @ranks
 def test_a_copy_that_fails_at_the_end_is_an_error_of_the_end_on_all_ranks(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
     s3.fault = lambda request: 403 if request.method == "PUT" and "rank-" in request.name else None
-    said = run(tiers_job.tried, str(tmp_path), STORE, 1, world=world)
+    said = run(run_processes, tiers_job.tried, str(tmp_path), STORE, 1, world=world)
     assert len(said) == world
     for text in said:
         assert f"the copy to {STORE}/checkpoints/checkpoint_0 failed" in text
@@ -262,7 +267,7 @@ def test_a_copy_is_waited_for_at_the_end_when_the_save_after_it_has_failed(
     def hold(request: Request) -> None:
         if request.method == "PUT" and request.name.endswith(".safetensors"):
             reached.set()
-            opened.wait(100)
+            opened.wait(patience(100))
 
     def fail(*_: object, **__: object) -> None:
         raise OSError("no room")
@@ -270,7 +275,7 @@ def test_a_copy_is_waited_for_at_the_end_when_the_save_after_it_has_failed(
     accelerator, *_ = tiers_job.tiered(str(tmp_path), STORE, store_every=9)
     s3.fault = hold
     accelerator.save_state()
-    assert reached.wait(100)
+    assert reached.wait(patience(100))
     monkeypatch.setattr("accel_core.checkpoint.commit.publish", fail)
     accelerator.save_state(wait=False)
     threading.Timer(1.0, opened.set).start()
@@ -341,7 +346,7 @@ def test_a_file_that_is_gone_is_damage(
 
 
 def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it(
-    s3: S3Server, tmp_path: Path
+    s3: S3Server, tmp_path: Path, run_processes
 ) -> None:
     def kill(request: Request) -> str | None:
         if request.method == "PUT" and request.name.endswith(".safetensors"):
@@ -369,9 +374,9 @@ def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it
 
 @ranks
 def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
-    weight = run(tiers_job.trained, str(tmp_path), STORE, 1, world=world)[0][0]
+    weight = run(run_processes, tiers_job.trained, str(tmp_path), STORE, 1, world=world)[0][0]
     for key in [key for key in s3.names() if "/checkpoint_0/" in key]:
         s3.client.delete_object(Bucket=BUCKET, Key=key)
     for name in ("rank-00000.safetensors", "manifest.json", "manifest-00000001.json"):
@@ -386,7 +391,7 @@ def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
         s3.fault = lambda request: None
         s3.wait_until_idle()
         assert (name == "manifest-00000001.json") == bool(copied(s3)), "its request was done all the same"
-    run(tiers_job.resumed, str(tmp_path), STORE, world=world)
+    run(run_processes, tiers_job.resumed, str(tmp_path), STORE, world=world)
     assert list(copied(s3)) == named(0)
     assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_0"), weight)
     assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2, "nothing is left"
@@ -394,16 +399,16 @@ def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
 
 @ranks
 def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
     folder, options = str(tmp_path), {"store_every": 2}
-    weights = run(tiers_job.trained, folder, STORE, 3, options, world=world)[0]
+    weights = run(run_processes, tiers_job.trained, folder, STORE, 3, options, world=world)[0]
     for key in [key for key in s3.names() if "/checkpoint_2/" in key]:
         s3.client.delete_object(Bucket=BUCKET, Key=key)
-    run(tiers_job.resumed, folder, STORE, options, world=world)
+    run(run_processes, tiers_job.resumed, folder, STORE, options, world=world)
     assert list(copied(s3)) == named(0, 2)
     assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_2"), weights[2])
-    run(tiers_job.trained, folder, STORE, 2, options, world=world)
+    run(run_processes, tiers_job.trained, folder, STORE, 2, options, world=world)
     assert list(copied(s3)) == named(0, 2, 4)
 
 
@@ -415,7 +420,7 @@ def test_a_copy_that_is_not_due_is_not_made_by_a_restart(s3: S3Server, tmp_path:
 
 @ranks
 def test_what_is_saved_when_the_job_is_told_to_stop_is_copied(
-    s3: S3Server, tmp_path: Path, world: int
+    s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
     weight, *_ = run_processes(tiers_job.preempted, str(tmp_path), STORE, world=world)
     assert list(copied(s3)) == named(0, 2), "the node's disk may be gone"
@@ -462,7 +467,9 @@ def test_nobody_is_told_of_a_copy_as_of_a_save(s3: S3Server, tmp_path: Path) -> 
     ]
 
 
-def test_ranks_go_on_together_when_one_alone_gets_no_answer(s3: S3Server, tmp_path: Path) -> None:
+def test_ranks_go_on_together_when_one_alone_gets_no_answer(
+    s3: S3Server, tmp_path: Path, run_processes
+) -> None:
     """Each gives its copy up at another time; the first then waited in a collective, in vain."""
     saved = run_processes(tiers_job.saved_while_rank_0_hangs, str(tmp_path), STORE)
     assert saved == [["checkpoint_0", "checkpoint_1"]] * 2

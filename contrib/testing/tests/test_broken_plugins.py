@@ -282,7 +282,7 @@ def in_turn() -> Iterator[Any]:
     shown: set[str] = set()
     for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS)):
         for name, red in level.items():
-            marks = () if red - shown else pytest.mark.slow
+            marks = () if red - shown else pytest.mark.full
             yield pytest.param(number, name, red, id=name, marks=marks)
             shown |= red
 
@@ -528,7 +528,7 @@ def test_what_is_not_broken_is_red_nowhere(check_broken: Callable[..., Found], l
     assert found.names("failed") == set(), describe(found)
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(1500)  # of a whole level: it would strike inside a check, which then counts as red
 @pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_broken_plugins_are_red_nowhere_else(

@@ -28,8 +28,8 @@ def site(tmp_path: Path) -> Path:
     return tmp_path / "site"
 
 
-def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=1200, check=False)
+def run(run_command, *command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return run_command(command, cwd=cwd, capture_output=True, text=True, timeout=1200, check=False)
 
 
 # -- our own stacks --------------------------------------------------------------------------------
@@ -37,13 +37,15 @@ def run(*command: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
-    "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together, pytest.mark.slow])]
+    "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together, pytest.mark.full])]
 )
-def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
+def test_our_stacks_pass_every_check(tmp_path: Path, stack: str, run_command) -> None:
     report = Path(os.environ.get("ACCEL_KIT_REPORTS", tmp_path), f"{stack}.json")
     report.parent.mkdir(parents=True, exist_ok=True)
     accel = str(Path(sys.executable).parent / "accel")
-    ended = run(accel, "plugins", "check", stack, "--accel-report", str(report), "-q", cwd=tmp_path)
+    ended = run(
+        run_command, accel, "plugins", "check", stack, "--accel-report", str(report), "-q", cwd=tmp_path
+    )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     facts = json.loads(report.read_text())
     others = {check["name"] for check in facts["checks"] if check["outcome"] != "passed"}
@@ -55,12 +57,12 @@ def test_our_stacks_pass_every_check(tmp_path: Path, stack: str) -> None:
     assert facts["simulated"] == stack.startswith("sim")
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(900)
-def test_torchrun_passes_the_checks_of_launchers(tmp_path: Path) -> None:
+def test_torchrun_passes_the_checks_of_launchers(tmp_path: Path, run_command) -> None:
     accel = str(Path(sys.executable).parent / "accel")
     words = ("plugins", "check", "torchrun", "--accel-level", "3", "-k", "launchers", "-q")
-    ended = run(accel, *words, "--accel-report", "report.json", cwd=tmp_path)
+    ended = run(run_command, accel, *words, "--accel-report", "report.json", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     checks = json.loads((tmp_path / "report.json").read_text())["checks"]
     assert len(checks) == 10, checks
@@ -70,41 +72,43 @@ def test_torchrun_passes_the_checks_of_launchers(tmp_path: Path) -> None:
 # -- what it costs others --------------------------------------------------------------------------
 
 
-def test_other_peoples_pytest_loads_no_torch(tmp_path: Path) -> None:
+def test_other_peoples_pytest_loads_no_torch(tmp_path: Path, run_command) -> None:
     script = (
         "import sys, pytest; pytest.main(['-q', '--collect-only']); kit = 'accel_testing.';"
         " heavy = {'torch', kit + 'options', kit + 'kit', kit + 'processes'};"
         " print(sorted(heavy & {*sys.modules}))"
     )
-    ended = run(sys.executable, "-c", script, cwd=tmp_path)
+    ended = run(run_command, sys.executable, "-c", script, cwd=tmp_path)
     assert ended.stdout.splitlines()[-1] == "['accel_testing.options']", ended.stdout + ended.stderr
 
 
 # -- what to check ---------------------------------------------------------------------------------
 
 
-def kit(cwd: Path, *options: str) -> str:
-    ended = run(sys.executable, "-m", "pytest", "--pyargs", "accel_testing", *options, cwd=cwd)
+def kit(run_command, cwd: Path, *options: str) -> str:
+    ended = run(run_command, sys.executable, "-m", "pytest", "--pyargs", "accel_testing", *options, cwd=cwd)
     assert ended.returncode == pytest.ExitCode.USAGE_ERROR, ended.stdout + ended.stderr
     return ended.stdout + ended.stderr
 
 
-def test_without_a_stack_it_says_how_to_name_one(tmp_path: Path) -> None:
-    assert "pytest --pyargs accel_testing --accel-stack native" in kit(tmp_path)
+def test_without_a_stack_it_says_how_to_name_one(tmp_path: Path, run_command) -> None:
+    assert "pytest --pyargs accel_testing --accel-stack native" in kit(run_command, tmp_path)
 
 
-def test_an_unknown_plugin_is_named(tmp_path: Path) -> None:
-    text = kit(tmp_path, "--accel-stack", "native+dpp")
+def test_an_unknown_plugin_is_named(tmp_path: Path, run_command) -> None:
+    text = kit(run_command, tmp_path, "--accel-stack", "native+dpp")
     assert "--accel-stack native+dpp: no plugin 'dpp'" in text
     assert "installed: " in text
 
 
-def test_two_plugins_of_a_slot_are_refused(tmp_path: Path) -> None:
-    assert "fp16 and bf16 are both precisions" in kit(tmp_path, "--accel-stack", "native+fp16+bf16")
+def test_two_plugins_of_a_slot_are_refused(tmp_path: Path, run_command) -> None:
+    assert "fp16 and bf16 are both precisions" in kit(
+        run_command, tmp_path, "--accel-stack", "native+fp16+bf16"
+    )
 
 
-def test_worlds_are_numbers(tmp_path: Path) -> None:
-    text = kit(tmp_path, "--accel-stack", "native", "--accel-world", "two")
+def test_worlds_are_numbers(tmp_path: Path, run_command) -> None:
+    text = kit(run_command, tmp_path, "--accel-stack", "native", "--accel-world", "two")
     assert "expected numbers joined by commas, such as 1,2; got 'two'" in text
 
 
@@ -171,10 +175,12 @@ def test_a_known_failure_that_passes_fails(
         ("test_1_device.py::test_no_such_check  # gone", "not a check: test_1_device.py::test_no_such"),
     ],
 )
-def test_known_failures_need_a_reason_and_a_check(tmp_path: Path, line: str, message: str) -> None:
+def test_known_failures_need_a_reason_and_a_check(
+    tmp_path: Path, line: str, message: str, run_command
+) -> None:
     xfails = tmp_path / "xfails.txt"
     xfails.write_text(line)
-    assert message in kit(tmp_path, "--accel-stack", "native", "--accel-xfails", str(xfails))
+    assert message in kit(run_command, tmp_path, "--accel-stack", "native", "--accel-xfails", str(xfails))
 
 
 # -- capabilities ----------------------------------------------------------------------------------
@@ -196,10 +202,10 @@ def test_what_is_not_declared_is_left_out_and_said(
 # -- the report ------------------------------------------------------------------------------------
 
 
-def test_the_report_can_be_published(tmp_path: Path) -> None:
+def test_the_report_can_be_published(tmp_path: Path, run_command) -> None:
     command = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "--accel-stack", "sim")
     some = ("--accel-level", "1", "-k", "float8 or memory")
-    ended = run(*command, *some, "--accel-report", "report.md", cwd=tmp_path)
+    ended = run(run_command, *command, *some, "--accel-report", "report.md", cwd=tmp_path)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     text = (tmp_path / "report.md").read_text()
     assert "**Simulated**: obtained without the hardware" in text

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import importlib.util
 import os
-import subprocess
 import sys
 import textwrap
 import time
@@ -17,7 +16,7 @@ import hanging_rank
 import pytest
 
 from accel_testing import processes
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError
 
 MARK: list[int] = []
 
@@ -100,21 +99,23 @@ def alive(process: int) -> bool:
     return True
 
 
-def test_results_come_back_in_rank_order_with_launcher_variables() -> None:
+def test_results_come_back_in_rank_order_with_launcher_variables(run_processes) -> None:
     found = run_processes(variables, "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", world=3)
     assert found == [(str(rank), str(rank), "3", "3") for rank in range(3)]
 
 
-def test_ranks_form_a_process_group() -> None:
+def test_ranks_form_a_process_group(run_processes) -> None:
     assert run_processes(all_reduce, 10) == [21.0, 21.0]
 
 
-def test_a_second_world_rendezvous_again_in_clean_processes() -> None:
+def test_a_second_world_rendezvous_again_in_clean_processes(run_processes) -> None:
     assert run_processes(leave_a_mark) == [1, 1]
     assert run_processes(leave_a_mark) == [1, 1]
 
 
-def test_the_callers_environment_and_the_given_one_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_callers_environment_and_the_given_one_arrive(
+    monkeypatch: pytest.MonkeyPatch, run_processes
+) -> None:
     monkeypatch.setenv("ACCEL_TEST_CALLER", "here")
     monkeypatch.setenv("ACCEL_TEST_UNSET", "gone")
     found = run_processes(
@@ -126,7 +127,7 @@ def test_the_callers_environment_and_the_given_one_arrive(monkeypatch: pytest.Mo
     assert found == [("here", "there", None)]
 
 
-def test_the_failing_rank_is_named_with_its_traceback_and_output() -> None:
+def test_the_failing_rank_is_named_with_its_traceback_and_output(run_processes) -> None:
     with pytest.raises(ProcessError, match="rank 1 of 2 failed") as caught:
         run_processes(raise_on, 1)
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
@@ -135,37 +136,37 @@ def test_the_failing_rank_is_named_with_its_traceback_and_output() -> None:
     assert caught.value.output == "about to fail"
 
 
-def test_a_rank_that_dies_is_named_with_its_exit_code() -> None:
+def test_a_rank_that_dies_is_named_with_its_exit_code(run_processes) -> None:
     with pytest.raises(ProcessError, match="rank 0 of 2 failed") as caught:
         run_processes(die_on, 0)
     assert caught.value.kind == "exit 7"
 
 
-def test_the_rank_that_failed_first_is_named_though_it_reports_last(tmp_path: Path) -> None:
+def test_the_rank_that_failed_first_is_named_though_it_reports_last(tmp_path: Path, run_processes) -> None:
     with pytest.raises(ProcessError, match="the cause") as caught:
         run_processes(fail_one_after_the_other, str(tmp_path))
     assert (caught.value.rank, caught.value.kind) == (0, "ValueError")
 
 
-def test_a_rank_that_aborted_is_not_the_cause_where_another_failed() -> None:
+def test_a_rank_that_aborted_is_not_the_cause_where_another_failed(run_processes) -> None:
     with pytest.raises(ProcessError, match="the cause") as caught:
         run_processes(abort_or_fail)
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack() -> None:
+def test_a_rank_that_hangs_is_named_with_its_stack(run_processes) -> None:
     with pytest.raises(ProcessError, match=r"ranks \[1\] of 2 had not returned after 2 s") as caught:
         run_processes(hanging_rank.hang_on, 1, timeout=2)
     assert "in hang_on" in caught.value.text
 
 
-def test_leaving_by_exit_is_a_failure() -> None:
+def test_leaving_by_exit_is_a_failure(run_processes) -> None:
     with pytest.raises(ProcessError) as caught:
         run_processes(leave_by_exit, world=1)
     assert caught.value.kind == "SystemExit"
 
 
-def test_warning_filters_of_the_caller_hold_in_the_workers() -> None:
+def test_warning_filters_of_the_caller_hold_in_the_workers(run_processes) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         with pytest.raises(ProcessError, match="UserWarning: careful"):
@@ -174,16 +175,16 @@ def test_warning_filters_of_the_caller_hold_in_the_workers() -> None:
         run_processes(warn, world=1)
 
 
-def test_exit_functions_run_before_the_result_arrives(tmp_path: Path) -> None:
+def test_exit_functions_run_before_the_result_arrives(tmp_path: Path, run_processes) -> None:
     run_processes(remember_at_exit, str(tmp_path / "end"), world=1)
     assert (tmp_path / "end").read_text() == "ended"
 
 
-def test_no_process_is_left_behind() -> None:
+def test_no_process_is_left_behind(run_processes) -> None:
     assert not any(alive(process) for process in run_processes(pid, world=2))
 
 
-def test_functions_of_a_file_that_a_test_runner_named_may_be_arguments(tmp_path, monkeypatch):
+def test_functions_of_a_file_that_a_test_runner_named_may_be_arguments(tmp_path, monkeypatch, run_processes):
     """As with pytest's import mode "importlib", which imports files under names that no path knows."""
     file = tmp_path / "test_it.py"
     file.write_text("def call(function): return function()\ndef answer(): return 42\n")
@@ -203,12 +204,12 @@ def test_no_other_harness_takes_the_port_of_a_world_that_is_about_to_start(monke
         assert first < second
 
 
-def test_a_preloaded_module_that_fails_is_named(tmp_path: Path) -> None:
+def test_a_preloaded_module_that_fails_is_named(tmp_path: Path, run_command) -> None:
     (tmp_path / "failing.py").write_text("raise RuntimeError('no driver')")
     program = "from accel_testing import run_processes\nrun_processes(print, 1)\n"
     environment = {**os.environ, "PYTHONPATH": str(tmp_path), "ACCEL_TEST_PRELOAD": "failing"}
 
-    ended = subprocess.run(
+    ended = run_command(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False
     )
 
@@ -228,9 +229,9 @@ print([each.result() for each in started], os.getenv("PYTHONSAFEPATH"))
 """
 
 
-def test_worlds_of_several_threads_have_the_callers_environment_and_it_stays() -> None:
+def test_worlds_of_several_threads_have_the_callers_environment_and_it_stays(run_command) -> None:
     program = f"if __name__ == '__main__':\n{textwrap.indent(THREADS, '    ')}"
 
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    ended = run_command([sys.executable, "-c", program], capture_output=True, text=True, check=False)
 
     assert ended.stdout.splitlines() == ["[[None], [None], [None], [None]] None"], ended.stderr

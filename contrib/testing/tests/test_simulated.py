@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_testing.processes import ProcessError, run_processes
+from accel_testing.processes import ProcessError
 
 
 def simulated(name: str = "sim") -> Any:
@@ -46,19 +46,19 @@ def train(device: str, steps: int, precision: torch.dtype | None, foreach: bool 
 
 
 @pytest.mark.parametrize("foreach", [False, True])
-def test_it_trains_bitwise_like_the_cpu(foreach: bool) -> None:
+def test_it_trains_bitwise_like_the_cpu(foreach: bool, run_processes) -> None:
     (ours,) = run_processes(train, "sim", 6, None, foreach, world=1)
     assert ours == train("cpu", 6, None, foreach)
 
 
 @pytest.mark.parametrize("precision", [torch.bfloat16, torch.float16])
-def test_it_autocasts(precision: torch.dtype) -> None:
+def test_it_autocasts(precision: torch.dtype, run_processes) -> None:
     (ours,) = run_processes(train, "sim", 6, precision, None, world=1)
     assert ours != train("cpu", 6, None, None)
     assert ours == pytest.approx(train("cpu", 6, precision, None), abs=0.05)
 
 
-def test_it_takes_another_name() -> None:
+def test_it_takes_another_name(run_processes) -> None:
     (ours,) = run_processes(train, "simulate_plugin", 3, None, None, world=1)
     assert ours == train("cpu", 3, None, None)
 
@@ -74,7 +74,7 @@ def freed() -> tuple[int, int, list[float]]:
     return full, empty, view.tolist()
 
 
-def test_its_memory_can_be_freed_under_its_tensors_and_filled_again() -> None:
+def test_its_memory_can_be_freed_under_its_tensors_and_filled_again(run_processes) -> None:
     assert run_processes(freed, world=1) == [(16, 0, [3.0, 3.0])]
 
 
@@ -89,7 +89,7 @@ def queued() -> float:
     return tensor.sum().item() if inside and module.current_stream() is not side else 0.0
 
 
-def test_work_may_be_queued_in_streams() -> None:
+def test_work_may_be_queued_in_streams(run_processes) -> None:
     assert run_processes(queued, world=1) == [4.0]
 
 
@@ -109,7 +109,7 @@ def several() -> tuple[list[str], list[int], list[str]]:
     return [str(each.device) for each in (layer.weight, second, first, second.to("sim:0"))], held, errors
 
 
-def test_a_process_may_see_several_and_none_takes_operands_of_another() -> None:
+def test_a_process_may_see_several_and_none_takes_operands_of_another(run_processes) -> None:
     ((devices, held, errors),) = run_processes(several, world=1)
 
     assert devices == ["sim:1", "sim:1", "sim:0", "sim:0"]
@@ -124,7 +124,7 @@ def filled(total: int) -> None:
     torch.ones(100, device=module.device())
 
 
-def test_its_memory_runs_out() -> None:
+def test_its_memory_runs_out(run_processes) -> None:
     run_processes(filled, 400, world=1)
     with pytest.raises(ProcessError, match="tried to allocate 400 bytes: 0 of 399 are in use"):
         run_processes(filled, 399, world=1)
@@ -136,7 +136,7 @@ def two_names() -> None:
     simulated("two")
 
 
-def test_a_process_simulates_one_name() -> None:
+def test_a_process_simulates_one_name(run_processes) -> None:
     with pytest.raises(
         ProcessError, match="this process simulates 'one' already\nuse 'two' in a process of its own"
     ):
@@ -152,7 +152,7 @@ def current() -> tuple[str, int, str]:
     )
 
 
-def test_torch_takes_it_for_its_accelerator() -> None:
+def test_torch_takes_it_for_its_accelerator(run_processes) -> None:
     assert run_processes(current, world=1) == [("sim", 1, "tensor([1., 1.], device='sim:0')")]
 
 
@@ -161,7 +161,7 @@ def mix_devices() -> None:
     torch.ones(3, device="sim") + torch.ones(3)
 
 
-def test_operands_of_two_devices_are_refused() -> None:
+def test_operands_of_two_devices_are_refused(run_processes) -> None:
     with pytest.raises(ProcessError, match="at least two devices, sim:0 and cpu"):
         run_processes(mix_devices, world=1)
 
@@ -180,7 +180,7 @@ def bytes_held() -> list[int]:
     return [*found, module.memory_allocated(), module.max_memory_allocated()]
 
 
-def test_it_counts_the_bytes_it_holds() -> None:
+def test_it_counts_the_bytes_it_holds(run_processes) -> None:
     assert run_processes(bytes_held, world=1) == [[0, 4000, 4000, 0, 4000]]
 
 
@@ -203,7 +203,7 @@ def host_reads() -> list[int]:
     return counts
 
 
-def test_it_counts_what_the_host_reads() -> None:
+def test_it_counts_what_the_host_reads(run_processes) -> None:
     assert run_processes(host_reads, world=1) == [[0, 1, 1, 1, 1, 1]]
 
 
@@ -236,7 +236,7 @@ def waits() -> tuple[list[int], list[int]]:
     return [count(each) for each in waiting], [count(each) for each in free]
 
 
-def test_it_counts_how_often_the_host_waits() -> None:
+def test_it_counts_how_often_the_host_waits(run_processes) -> None:
     ((waiting, free),) = run_processes(waits, world=1)
     assert 0 not in waiting, waiting
     assert not any(free), free
@@ -254,7 +254,7 @@ def waiting_is_an_error() -> str:
     return str(caught.value)
 
 
-def test_a_wait_of_the_host_can_be_made_an_error() -> None:
+def test_a_wait_of_the_host_can_be_made_an_error(run_processes) -> None:
     (said,) = run_processes(waiting_is_an_error, world=1)
     assert "the host waits for the sim device" in said
 
@@ -267,7 +267,7 @@ def views_are_live() -> list[list[float]]:
     return [x.tolist(), x.cpu().tolist()]
 
 
-def test_views_write_through() -> None:
+def test_views_write_through(run_processes) -> None:
     assert run_processes(views_are_live, world=1) == [[[0, 1, 2, 5], [0, 1, 2, 5]]]
 
 
@@ -286,7 +286,7 @@ def random_streams() -> list[bool]:
     return found
 
 
-def test_its_random_stream_is_seeded_saved_and_restored() -> None:
+def test_its_random_stream_is_seeded_saved_and_restored(run_processes) -> None:
     assert run_processes(random_streams, world=1) == [[True] * 4]
 
 
@@ -322,7 +322,7 @@ def communicate() -> dict[str, Any]:
     }
 
 
-def test_ranks_communicate_and_train_on_it() -> None:
+def test_ranks_communicate_and_train_on_it(run_processes) -> None:
     first, second = run_processes(communicate)
     assert first["reduced"] == [3.0, 3.0]
     assert first["gathered"] == [0.0, 1.0]
@@ -340,6 +340,6 @@ def loaded_by_the_card() -> list[str]:
     return sorted(set(sys.modules) - before)
 
 
-def test_its_card_declares_it_without_making_it() -> None:
+def test_its_card_declares_it_without_making_it(run_processes) -> None:
     (modules,) = run_processes(loaded_by_the_card, world=1)
     assert "accel_testing.simulated.device" not in modules

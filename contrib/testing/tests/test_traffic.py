@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from accel_testing import Traffic, run_processes
+from accel_testing import Traffic
 
 ROWS, WIDTH = 4, 8
 
@@ -40,7 +40,9 @@ def seen_by_both() -> tuple[list[tuple[str, int]], Counter[str]]:
     return traffic.calls, Counter(name.removeprefix("gloo:").strip("_") for name in names)
 
 
-def test_it_counts_collectives_of_modules_tensors_functions_and_backward_with_their_bytes() -> None:
+def test_it_counts_collectives_of_modules_tensors_functions_and_backward_with_their_bytes(
+    run_processes,
+) -> None:
     for rank, (calls, gloos) in enumerate(run_processes(seen_by_both)):
         weights = 4 * WIDTH * WIDTH
         assert calls == [

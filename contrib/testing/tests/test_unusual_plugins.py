@@ -9,7 +9,6 @@ import unusual_plugins
 from run_kit import HERE, Found, declare, run_kit
 
 from accel_core import Card
-from accel_testing import conform
 from accel_testing.processes import PRELOAD_VARIABLE
 
 pytest_plugins = ["pytester"]
@@ -49,9 +48,9 @@ def describe(found: Found) -> str:
         ("native+grid", "4", "4"),
         ("native+scheduled", "2,4", "2"),
         ("early", "0,1", "1"),
-        pytest.param("lazy+replicas", "3", "1", marks=pytest.mark.slow),
-        pytest.param("sim+pair", "3", "2", marks=pytest.mark.slow),
-        pytest.param("native+grid", "4", "2,4", marks=pytest.mark.slow),
+        pytest.param("lazy+replicas", "3", "1", marks=pytest.mark.full),
+        pytest.param("sim+pair", "3", "2", marks=pytest.mark.full),
+        pytest.param("native+grid", "4", "2,4", marks=pytest.mark.full),
     ],
 )
 def test_unusual_plugins_pass(
@@ -97,7 +96,7 @@ def test_a_strategy_that_serves_few_networks_brings_one(
     [
         (True, "losses_equal or clipping_by_norm"),
         (False, "losses_equal or clipping_by_norm"),
-        pytest.param(True, "", marks=pytest.mark.slow),
+        pytest.param(True, "", marks=pytest.mark.full),
     ],
 )
 def test_a_precision_is_held_to_a_reference_of_its_own(
@@ -123,7 +122,7 @@ def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
 
 
 def test_a_simulated_device_is_not_made_by_a_library_that_the_session_imports_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, site: Path, conform
 ) -> None:
     source = "from accel_testing.simulated.device import simulate\nsimulate('absent', 'absentccl')\n"
     (site / "looks_for_devices.py").write_text(source)
@@ -168,7 +167,7 @@ BROKEN = [
 ]
 
 
-@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.full)])
 @pytest.mark.parametrize(("stack", "broken", "levels", "red"), BROKEN)
 def test_unusual_plugins_notice_a_broken_core(
     pytester: pytest.Pytester,

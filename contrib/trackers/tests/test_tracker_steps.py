@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sqlite3
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -36,16 +35,16 @@ accelerator.end_training()
     [
         ("dvclive", "DVCLiveConfig"),
         ("trackio", "TrackioConfig"),
-        pytest.param("swanlab", "SwanLabConfig", marks=pytest.mark.slow),
-        pytest.param("wandb", "WandbConfig", marks=pytest.mark.slow),
+        pytest.param("swanlab", "SwanLabConfig", marks=pytest.mark.full),
+        pytest.param("wandb", "WandbConfig", marks=pytest.mark.full),
     ],
 )
-def test_numbers_and_texts_of_one_log_are_one_step(home, name, config):
+def test_numbers_and_texts_of_one_log_are_one_step(home, name, config, run_command):
     """Also where DVCLive cannot write its report of a step."""
     if importlib.util.find_spec(name) is None:
         pytest.skip(f"{name} is not installed")
     command = [sys.executable, "-c", JOB, name, config, str(home)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = run_command(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
     _, metrics = read_back.read(name, home / name)
@@ -70,13 +69,13 @@ for _ in range(2):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.timeout(180)
-def test_two_runs_are_of_one_experiment_whatever_its_name_is(home):
+def test_two_runs_are_of_one_experiment_whatever_its_name_is(home, run_command):
     if importlib.util.find_spec("mlflow") is None:
         pytest.skip("mlflow is not installed")
     command = [sys.executable, "-c", NAMED, str(home)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, check=False)
+    done = run_command(command, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     assert "could not be" not in done.stderr
 
@@ -101,11 +100,11 @@ accelerator.end_training()
 
 
 @pytest.mark.timeout(120)
-def test_settings_are_those_that_were_given_however_large_their_numbers(home):
+def test_settings_are_those_that_were_given_however_large_their_numbers(home, run_command):
     if importlib.util.find_spec("trackio") is None:
         pytest.skip("trackio is not installed")
     command = [sys.executable, "-c", ODD, str(home)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    done = run_command(command, capture_output=True, text=True, timeout=110, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
 
     with sqlite3.connect(home / "trackio" / "digits.db") as database:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 import time
 import zipfile
@@ -13,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import read_back
+
+from accel_testing.patience import patience
 
 MODULES = {
     "aim": "aim",
@@ -44,11 +45,11 @@ KEPT = {
 ON_DISK_AT_ONCE = {"aim", "clearml", "dvclive", "mlflow", "neptune", "trackio"}
 SECRET = "ekolps"[::-1]  # in no text of a script, which libraries keep
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")
-def digits(tmp_path_factory):
+def digits(tmp_path_factory, start_command):
     """The folder of a run that was killed after 7 steps, and went on from its checkpoint after 5, to 12."""
     folder = tmp_path_factory.mktemp("digits")
     environment = {
@@ -76,11 +77,11 @@ def digits(tmp_path_factory):
         ]
         words = [*command, str(folder), ",".join(NAMES), *arguments]
         with (folder.parent / f"said-{len(codes) + 1}").open("wb") as said:
-            process = subprocess.Popen(words, env=environment, cwd=folder, stdout=said, stderr=said)
+            process = start_command(words, env=environment, cwd=folder, stdout=said, stderr=said)
         try:
             if "kill" in arguments:
                 wait_until_written(folder, process)
-            codes.append(process.wait(timeout=1200))
+            codes.append(process.wait(timeout=patience(1200)))
         finally:
             process.kill()
     assert codes == [9, 0], (folder.parent / f"said-{len(codes)}").read_text()[-3000:]
@@ -91,7 +92,7 @@ def wait_until_written(folder, process):
     """Let the run be killed once what it logged is on the disk, or too long after it logged that."""
     while process.poll() is None and not (folder / "logged-0").exists():
         time.sleep(0.2)
-    given_up = time.monotonic() + 120
+    given_up = time.monotonic() + patience(120)
     while process.poll() is None and not is_written(folder) and time.monotonic() < given_up:
         time.sleep(0.5)
     (folder / "may-die").touch()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from pathlib import Path
 
@@ -50,11 +49,11 @@ def test_an_argument_that_the_library_does_not_take(home, name, config):
         tracked(name, config, home / "out", resumme=True)
 
 
-def test_an_option_that_is_misspelt(home):
+def test_an_option_that_is_misspelt(home, run_command):
     text = "log_with: [wandb]\nwandb: {ofline: true}\n"
     (home / "accel.yaml").write_text(text)
     command = [str(Path(sys.executable).with_name("accel")), "config", "check", "--config", "accel.yaml"]
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    said = run_command(command, capture_output=True, text=True, timeout=60, check=False)
 
     assert said.returncode != 0
     assert "ofline" in said.stderr + said.stdout
@@ -70,7 +69,7 @@ def test_a_server_is_refused_where_offline_is_asked_for(home):
     accelerator.end_training()
 
 
-def test_listing_plugins_imports_no_library():
+def test_listing_plugins_imports_no_library(run_command):
     modules = [
         "aim",
         "clearml",
@@ -90,7 +89,8 @@ names = {{record.name for record in discover().of("tracker")}}
 assert names >= {{"aim", "wandb"}}, names
 print([name for name in {modules} if name in sys.modules])
 """
-    assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=60).strip() == "[]"
+    done = run_command([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
 
 
 DISK_FULL = """
@@ -110,10 +110,10 @@ print("trained")
 """
 
 
-def test_a_full_disk_costs_data_and_a_word_but_not_the_training(home):
+def test_a_full_disk_costs_data_and_a_word_but_not_the_training(home, run_command):
     for library in ("dvclive", "trackio"):
         need(library)
-    done = subprocess.run(
+    done = run_command(
         [sys.executable, "-c", DISK_FULL, str(home / "out")],
         capture_output=True,
         text=True,

@@ -38,7 +38,9 @@ from typing import Any, Final, TypeVar
 
 from attrs import field, frozen
 
-__all__ = ["ProcessError", "reserved_port", "run_processes"]
+from accel_testing.patience import patience
+
+__all__ = ["ProcessError", "forking", "reserved_port", "run_processes"]
 
 R = TypeVar("R")
 
@@ -93,11 +95,12 @@ def run_processes(
 
     `function` is a function of a module, arguments and results can be pickled. Each process has this
     one's environment, search path, directory and warning filters, besides the variables that torchrun
-    sets, and `environment` (None unsets).
+    sets, and `environment` (None unsets). `timeout` is multiplied by the machine's patience.
 
     Raises:
         ProcessError: with the traceback of the first rank that failed, or the stack of one that hung.
     """
+    timeout = patience(timeout)
     with _STARTING:  # a variable is another one meanwhile, which a task of another thread is not to have
         _context()
         task = _Task.of(function, args, seconds=math.ceil(timeout) + 5)
@@ -112,6 +115,12 @@ def run_processes(
         finally:
             for worker in workers:
                 worker.stop()
+
+
+def forking() -> Any:
+    """Return the context of multiprocessing whose processes have torch loaded; None where none is forked."""
+    with _STARTING:
+        return _context() if sys.platform == "linux" else None
 
 
 def _rendezvous(world: int, port: int) -> dict[str, str | None]:
