@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterator
+from functools import cache
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,7 @@ FILES = [file for tests in ("tests", "*/*/tests") for file in ROOT.glob(f"{tests
 # Folders without tests are not for everybody: they hold stand-ins for vendors' libraries, for example.
 sys.path[:0] = sorted({str(file.parent) for file in FILES if file.name.startswith(("test_", "conftest"))})
 
+LEFT_OUT = pytest.StashKey[Counter[str]]()
 STARTS = {"process", "command", "hosts", "kit"}
 """Marks of tests that start processes; the fixtures of accel-testing set them."""
 PYTHON = re.compile(r"python|accel|torchrun|pytest")
@@ -39,6 +43,34 @@ def watch(event: str, about: tuple[Any, ...]) -> None:
 
 
 sys.addaudithook(watch)
+
+
+def lacking(item: pytest.Item) -> set[str]:
+    """Return the distributions that a test needs and that are not installed."""
+    named = {name for mark in item.iter_markers("needs") for name in mark.args}
+    return {name for name in named if not is_installed(name)}
+
+
+@cache
+def is_installed(distribution: str) -> bool:
+    """Return True if a distribution of this name is installed."""
+    return any(metadata.distributions(name=distribution))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the tests whose libraries are not here; a summary counts them."""
+    without = {item: sorted(lack) for item in items if (lack := lacking(item))}
+    if without:
+        items[:] = [item for item in items if item not in without]
+        config.hook.pytest_deselected(items=[*without])
+    config.stash[LEFT_OUT] = Counter(" and ".join(lack) for lack in without.values())
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Say which tests were left out for want of what."""
+    for lack, count in config.stash.get(LEFT_OUT, Counter()).items():
+        terminalreporter.write_line(f"left out, as {lack} is not installed here: {count}")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -179,7 +179,7 @@ def test_a_full_disk_costs_that_save_only(tmp_path, wait, run_processes):
 # -- several ranks -------------------------------------------------------------------------------
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("how", ["wait", "next", "ask", "end"])
 def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how, run_processes):
     for said, *_, left in run(run_processes, async_job.one_fails, tmp_path, how):
@@ -188,21 +188,21 @@ def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how, run_processes):
         assert left == "here"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_died_is_named(tmp_path, run_processes):
     ((said, left),) = run(run_processes, async_job.one_dies, tmp_path, world=1)
     assert "rank 1: no vote within 3 s; it died or hangs" in said
     assert left == ["here", "said"]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_only_a_new_layout_is_planned_and_by_all_ranks(tmp_path, run_processes):
     for found in run(run_processes, async_job.plans, tmp_path):
         assert found[:4] == [1, 1, 2, 2]
         assert "optimizer/0.weight/exp_avg: its parts have several dtypes, float32, float64" in found[4]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path, when, run_processes):
     for said in run(run_processes, async_job.drifted, tmp_path, when):
@@ -212,19 +212,19 @@ def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path,
     assert [path.name for path in tmp_path.iterdir()] == (["here"] if when == "later" else [])
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_buffers_may_differ(tmp_path, run_processes):
     assert run(run_processes, async_job.drifted, tmp_path, "buffer") == [("nothing", "nothing")] * 2
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_votes_are_small_and_leave_nothing_in_the_store(tmp_path, run_processes):
     for left, largest in run(run_processes, async_job.pair_saves, tmp_path, 3):
         assert left == 0
         assert largest < 1024
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_terminal_shows_how_much_of_a_save_is_written_while_it_is_waited_for(tmp_path, run_processes):
     first, second = run(run_processes, async_job.waited_for_on_a_terminal, tmp_path)
     assert "accel: writing here: " in first

@@ -207,14 +207,14 @@ def save_on_two(folder, values):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_two_ranks_keep_the_same(tmp_path, run_processes):
     run_processes(save_on_two, str(tmp_path), [(0.7, 0.7), (0.3, 0.3), (0.9, 0.9), (math.nan, math.nan)])
 
     assert left(tmp_path) == [1, 3]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_that_measured_otherwise_are_told(tmp_path, run_processes):
     with pytest.raises(ProcessError, match=r"rank 0 has the metrics .*0.7.*, rank 1 has .*0.6"):
         run_processes(save_on_two, str(tmp_path), [(0.7, 0.6)])

@@ -329,7 +329,7 @@ def test_a_unit_that_is_not_there_is_named(project, accel):
     assert "has no unit 'unit3'; did you mean 'unit1'?\nit has unit0, unit1" in ended.stderr
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_what_several_ranks_saved_in_parts_is_exported_whole(tmp_path, run_processes):
     expected = run_processes(ranks_job.save_it, str(tmp_path), "rows", world=3, timeout=60)[0]
 

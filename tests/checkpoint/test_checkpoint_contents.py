@@ -104,7 +104,7 @@ def test_what_is_no_plain_data_is_refused_by_its_path(saved, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_what_several_ranks_saved_stays_theirs(tmp_path, run_processes):
     run_processes(ranks_job.save_it, str(tmp_path), "rows", world=2, timeout=60)
     expected = run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60)

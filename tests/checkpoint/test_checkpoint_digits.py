@@ -23,7 +23,7 @@ def _train(folder: str, kill_at: int | None, accumulate: int) -> dict[int, str]:
     return train(folder, STEPS, kill_at=kill_at, accumulate=accumulate)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
 def test_digits_killed_and_resumed_is_bitwise_the_same(tmp_path, world, accumulate, run_processes):
     whole = run(run_processes, tmp_path / "whole", world, accumulate)

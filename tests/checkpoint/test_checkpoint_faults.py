@@ -299,7 +299,7 @@ def save_where_nobody_may_write(folder: str) -> tuple[str, list[str], float]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="gives up a capability as Linux has it")
-@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
+@pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.needs("accel-ddp"))])
 def test_a_folder_that_has_become_read_only(world, tmp_path, run_processes):
     for said, left, value in run_processes(save_where_nobody_may_write, str(tmp_path), world=world):
         assert "Permission denied" in said

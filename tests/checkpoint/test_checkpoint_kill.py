@@ -39,7 +39,7 @@ def test_one_rank_killed_at_random(folder, report, how, kills, run_processes):
     assert found["left at the end"] == 0, "the next save removes what killed ones left"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("kills", [5, pytest.param(25, marks=MANY)])
 @pytest.mark.parametrize("how", ["same name", "numbered, async"])
 def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):

@@ -16,7 +16,7 @@ from accel_testing.hosts import Host
 from accel_testing.patience import patience
 from accel_testing.processes import ProcessError
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 RANKS = {0: ["rank-00000.json", "rank-00000.safetensors"], 1: ["rank-00001.json", "rank-00001.safetensors"]}
 

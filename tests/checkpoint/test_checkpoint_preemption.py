@@ -15,7 +15,7 @@ def run(run_processes, function, folder, *args, world=2):
     return run_processes(function, str(folder), *args, world=world, timeout=60)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(("who", "ranks"), [(0, 2), (1, 2), (-1, 2), (2, 3)])
 def test_whoever_is_told_all_ranks_save_after_the_same_step(tmp_path, who, ranks, run_processes):
     (ends,) = run(run_processes, preemption_job.told, tmp_path, who, ranks, who, world=1)
@@ -91,13 +91,13 @@ def test_a_handler_made_later_stays_where_the_one_before_raises(tmp_path, run_pr
     assert heard == ["later", "interrupted"] * 2
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_that_are_steps_apart_meet(tmp_path, run_processes):
     first, second = run(run_processes, preemption_job.apart, tmp_path)
     assert first == second
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_has_finished_stops_nobody(tmp_path, run_processes):
     assert run(run_processes, preemption_job.finished, tmp_path) == [False, False]
 

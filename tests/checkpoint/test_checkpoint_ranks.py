@@ -17,7 +17,7 @@ from accel_core.checkpoint.agree import run_on_all_ranks
 from accel_core.checkpoint.codec import decode
 from accel_core.checkpoint.random_state import derived_seed
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 def run(run_processes, function, folder, *args, world=2):

@@ -355,7 +355,7 @@ def test_what_no_save_wrote_stays_when_a_numbered_checkpoint_is_removed(job, fol
     assert job().load() == 2
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [1, 2])
 def test_all_ranks_save_one_checkpoint_and_one_rank_removes(tmp_path, world, run_processes):
     found = run_processes(series_job.save_and_load, str(tmp_path), 4, 2, world=world)

@@ -15,7 +15,7 @@ from accel_core import CheckpointError
 from accel_core.checkpoint import stored
 from accel_testing.patience import patience
 
-ranks = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.together)])
+ranks = pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.needs("accel-ddp"))])
 
 
 @pytest.fixture(autouse=True)

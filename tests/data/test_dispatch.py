@@ -206,7 +206,7 @@ def structures(dispatch):
     return found
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [2, 3])
 def test_whatever_pickles_arrives_as_it_was_read(world, run_processes):
     assert run_processes(structures, True, world=world) == run_processes(structures, False, world=world)
@@ -230,7 +230,7 @@ def read_into_one_buffer(data):
     return [batch.tolist() for batch in loader]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("kind", [Numbers, Stream])
 def test_each_rank_gets_its_own_batch_of_those_that_are_read_into_one_buffer(kind, run_processes):
     """All ranks got the one that was read last."""
@@ -253,7 +253,7 @@ def metrics(options):
     return found
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("dispatch", [None, False, True])
 @pytest.mark.parametrize("split", [False, True])
 def test_metrics_are_exact_however_the_data_is_read(split, dispatch, run_processes):
@@ -285,7 +285,7 @@ def failing(workers):
     return "it did not fail"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers, run_processes):
     reader, other, another = run_processes(failing, workers, world=3)
@@ -321,7 +321,7 @@ def interrupted():
     return "it did not fail"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ctrl_c_where_it_is_read_is_told_to_all_ranks(run_processes):
     reader, other = run_processes(interrupted)
     assert reader[0] is KeyboardInterrupt
@@ -345,7 +345,7 @@ def leaving_for_the_next_epoch():
     return "it did not fail"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_begins_the_next_epoch_alone_is_named(run_processes):
     for message in run_processes(leaving_for_the_next_epoch):
         assert "rank 0: the next batch (dispatch_batches), round 0 of epoch 1" in message
@@ -368,7 +368,7 @@ def leaving():
     return "it did not fail"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_leaves_the_loop_alone_is_named(run_processes):
     for message in run_processes(leaving):
         assert "rank 0: the next batch (dispatch_batches)" in message
@@ -391,14 +391,14 @@ def running_out(dispatch):
     return "it did not fail"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_with_unequal_batches_are_told_apart_by_their_place_in_the_data(run_processes):
     for message in run_processes(running_out, False):
         assert "rank 0: gather_for_metrics in batch 3 of epoch 0" in message
         assert "rank 1: gather_for_metrics in batch 1 of epoch 1" in message
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_has_run_out_is_waited_for_by_name_where_another_reads_for_it(run_processes):
     for message in run_processes(running_out, True):
         assert "rank 0: gather_for_metrics in batch 3 of epoch 0" in message

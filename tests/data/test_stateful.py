@@ -17,7 +17,7 @@ from accel_core.data.sharding import Sharding
 from accel_core.data.stateful import ShardedIterable
 
 pytestmark = [
-    pytest.mark.together,
+    pytest.mark.needs("torchdata"),
     pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"),  # torchdata calls it
 ]
 

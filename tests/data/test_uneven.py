@@ -30,7 +30,7 @@ def uneven():
     return counts
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_batches_are_not_padded_inside_and_padded_again_after(run_processes):
     assert run_processes(uneven) == [[3, 4], [2, 4]]
 
@@ -50,7 +50,7 @@ def zipped():
     return rounds
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_two_loaders_that_ran_out_together_leave_training_allowed(run_processes):
     assert run_processes(zipped) == [2, 1]
 

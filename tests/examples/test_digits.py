@@ -15,7 +15,7 @@ import pytest
 from accel_testing.patience import patience
 
 pytest.importorskip("sklearn")
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp", "scikit-learn")
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LAUNCH = [Path(sys.executable).with_name("accel"), "launch", "--device", "cpu"]

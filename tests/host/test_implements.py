@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mypy")
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 HEAD = """\
 from __future__ import annotations

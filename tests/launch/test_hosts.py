@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from two_hosts import Host, two_hosts, wait_for
 
-pytestmark = [pytest.mark.full, pytest.mark.together]
+pytestmark = [pytest.mark.full, pytest.mark.needs("accel-ddp")]
 
 TIMEOUT = "10"
 """Seconds that ranks wait for each other."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate, distribute_tensor
 from accel_core import CollectiveError, ops
 from accel_core.distributed.random import synchronize_rng_state
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 TENSOR = torch.ones(2)
 
 

@@ -75,7 +75,7 @@ def gather_odd_tensors(accelerator):
     )
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_gather_of_scalars_empty_strided_and_differentiable_tensors(run_processes):
     expected = ([0, 1], (0, 3), [[0, 3], [1, 4], [2, 5], [10, 13], [11, 14], [12, 15]], False, "Point")
     assert ranks(run_processes, gather_odd_tensors) == [expected, expected]
@@ -95,7 +95,7 @@ def count_of_gathers(accelerator):
     return first, second, calls[len(first) + len(second) :]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_small_operations_cost_one_collective_and_large_ones_one_more_a_dtype_at_most(run_processes):
     assert ranks(run_processes, count_of_gathers)[0] == (
         ["all_gather"],
@@ -111,7 +111,7 @@ def gather_large(accelerator):
     return torch.equal(gathered[0], expected) and torch.equal(gathered[1], expected.to(torch.bfloat16))
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_gather_of_what_does_not_travel_with_the_check(run_processes):
     assert ranks(run_processes, gather_large, world=3) == [True] * 3
 
@@ -149,7 +149,7 @@ def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
     assert gc.isenabled()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_gather_object_joins_lists_by_rank(run_processes):
     expected = ([0, "", 1, "x"], {"a": [0, 1], "b": [None, None]}, [0, 1], 72000)
     assert ranks(run_processes, gather_objects) == [expected, expected]
@@ -179,7 +179,7 @@ def epoch_of_metrics(accelerator, iterable, split):
     return tensors, structures, objects
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("iterable", [False, True])
 def test_gather_for_metrics_drops_exactly_the_padding(iterable, split, run_processes):
@@ -204,7 +204,7 @@ def evaluate_inside_training(accelerator):
     return seen, sorted(trained), len(accelerator.run.active_loaders)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_an_evaluation_loop_inside_a_training_loop_has_its_own_padding(run_processes):
     expected = ([[0, 1, 2, 3], list(range(7))], [100, 101, 102, 103, 104], 0)
     assert ranks(run_processes, evaluate_inside_training) == [expected, expected]
@@ -233,7 +233,7 @@ def reduce_all(accelerator):
     }
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_reduce(run_processes):
     first, second = ranks(run_processes, reduce_all)
     assert first == second | {"none": [1.0, 2.0]}
@@ -283,7 +283,7 @@ def test_objects_that_cannot_be_replaced_are_refused(alone, objects):
         ops.broadcast_object_list(objects, run=alone)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_broadcast_overwrites_in_place(run_processes):
     expected = (True, [1.0], True, [1, {"rank": 1}])
     assert ranks(run_processes, broadcast_all) == [expected, expected]
@@ -298,7 +298,7 @@ def pad_all(accelerator):
     return padded["end"].tolist(), padded["scalar"].item(), first.tolist(), tuple(last_dim.shape)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_pad_across_processes_makes_shapes_equal(run_processes):
     assert ranks(run_processes, pad_all) == [
         ([[7, 7], [-1, -1]], 1, [[5, 5], [7, 7]], (2, 2)),
@@ -326,7 +326,7 @@ def pad_with_values_of_no_such_dtype(accelerator):
     return said
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_no_other_value_is_padded_with_than_the_one_asked_for(run_processes):
     """A mask was padded with True for -100, silently."""
     said = ranks(run_processes, pad_with_values_of_no_such_dtype)

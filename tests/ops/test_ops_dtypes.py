@@ -11,7 +11,7 @@ from rank_processes import ranks
 from accel_core import CollectiveError, ops
 from accel_core.distributed.packing import make_plan
 
-pytestmark = [pytest.mark.together, pytest.mark.filterwarnings("ignore:ComplexHalf")]
+pytestmark = [pytest.mark.needs("accel-ddp"), pytest.mark.filterwarnings("ignore:ComplexHalf")]
 
 FLOATS = (
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),

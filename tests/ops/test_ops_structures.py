@@ -17,7 +17,7 @@ from rank_processes import ranks
 from accel_core import ops
 from accel_core.distributed.nested import describe, leaves, rebuild
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 class Point(NamedTuple):

@@ -111,7 +111,7 @@ def synchronize(accelerator):
     return different, drawn(), torch.rand(2, generator=generator).tolist()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_synchronized_streams_draw_the_same_on_all_ranks(run_processes):
     first, second = ranks(run_processes, synchronize)
     assert first[0] != second[0]
@@ -124,7 +124,7 @@ def synchronize_one(accelerator):
     return drawn()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_synchronizing_a_stream_leaves_the_others_alone(run_processes):
     first, second = ranks(run_processes, synchronize_one)
     assert [a == b for a, b in zip(first, second, strict=True)] == [True, False, False]

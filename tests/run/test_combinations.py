@@ -13,7 +13,7 @@ from accel_core.contract.card import Card
 from accel_core.plugins.discovery import discover
 from accel_testing.simulated import write_distribution
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 BACKENDS = Path(__file__).parents[2] / "backends"
 COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "musa": "mccl", "mlu": "cncl", "sdaa": "tccl"}

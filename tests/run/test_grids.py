@@ -9,7 +9,7 @@ import grids_job
 import pytest
 import torch
 
-pytestmark = [pytest.mark.full, pytest.mark.together, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.full, pytest.mark.needs("accel-ddp"), pytest.mark.timeout(900)]
 
 PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
 PLAN |= {f"blocks.*.{name}": "rowwise" for name in ("o", "down")}

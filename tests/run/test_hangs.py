@@ -17,7 +17,7 @@ from accel_core import Accelerator, InitProcessGroupKwargs
 from accel_core.distributed import watch
 from accel_core.errors import CollectiveError
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 TIMEOUT = 8
 
 

@@ -32,7 +32,7 @@ def adopted():
     return *found, still_there
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run(run_processes):
     assert run_processes(adopted) == [(0, 0, 2, [0, 1], True), (1, 1, 2, [0, 1], True)]
 
@@ -61,7 +61,7 @@ def time_outs(own, asked):
             dist.destroy_process_group()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("own", [None, 20])
 def test_a_time_out_that_the_group_there_does_not_have_is_refused(own, run_processes):
     assert run_processes(time_outs, own, 20) == ["taken"] * 2
@@ -81,6 +81,6 @@ def after_the_users_destroy():
     return gathered, dist.is_initialized()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_run_leaves_the_group_alone_that_another_made_after_its_own(run_processes):
     assert run_processes(after_the_users_destroy) == [(2.0, False)] * 2

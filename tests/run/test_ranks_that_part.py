@@ -246,7 +246,7 @@ def save_late_on_one(folder):
     return said_by(lambda: accelerator.save_state(folder))
 
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 @pytest.mark.parametrize(

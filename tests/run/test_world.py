@@ -40,7 +40,7 @@ def ranks():
     return seen
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_two_processes_asked_for_are_two(run_processes):
     assert run_processes(ranks) == [(0, 2, "native + ddp + fp32"), (1, 2, "native + ddp + fp32")]
 
@@ -54,7 +54,7 @@ def three_in_turn():
     return sums
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_one_accelerator_after_another_each_with_a_group_of_its_own(run_processes):
     assert run_processes(three_in_turn) == [[2.0, 2.0, 2.0]] * 2
 
@@ -65,7 +65,7 @@ def hook_of_exceptions():
     return sys.excepthook is before
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_group_that_has_ended_leaves_no_hook_for_exceptions(run_processes):
     assert run_processes(hook_of_exceptions) == [True, True]
 
@@ -79,7 +79,7 @@ def two_at_once():
     return total, dist.is_initialized()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_two_runs_share_a_group_and_the_last_one_destroys_it(run_processes):
     assert run_processes(two_at_once) == [(2.0, False)] * 2
 
@@ -92,7 +92,7 @@ def over_a_users_group():
     return total, dist.is_initialized()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_group_that_the_user_made_is_adopted_and_left(run_processes):
     assert run_processes(over_a_users_group) == [(2.0, True)] * 2
 
@@ -102,7 +102,7 @@ def different_stacks():
     Accelerator(cpu=True, mixed_precision="bf16" if rank else "no")
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_with_different_stacks_are_named(run_processes):
     with pytest.raises(
         ProcessError, match=r"do not agree on stack: rank 0: native \+ ddp \+ fp32; rank 1: .*bf16"
@@ -114,7 +114,7 @@ def different_settings():
     Accelerator(cpu=True, gradient_accumulation_steps=1 + int(os.environ["RANK"]))
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_with_different_settings_name_the_first_that_differs(run_processes):
     with pytest.raises(ProcessError, match=r"agree on accumulation.num_steps: rank 0: 1; rank 1: 2"):
         run_processes(different_settings)
@@ -125,7 +125,7 @@ def folders_named_by_the_time(folder):
     return accelerator.project_dir, accelerator.logging_dir
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_first_ranks_folders_hold_for_all(tmp_path, run_processes):
     first = str(tmp_path / "run-0")
 
@@ -141,7 +141,7 @@ def trigger():
     return seen
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_trigger_on_one_rank_reaches_all_once(run_processes):
     assert run_processes(trigger) == [[True, False]] * 2
 
@@ -156,7 +156,7 @@ def in_turn(folder):
     return found
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_main_process_goes_first(tmp_path, run_processes):
     assert run_processes(in_turn, tmp_path, world=3) == [False, True, True]
 
@@ -172,7 +172,7 @@ def one_stays_away(seconds):
     return str(raised.value).splitlines()[0]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("seconds", [0, 9])
 def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds, run_processes):
     message = "wait_for_everyone: rank {} waited for rank(s) 1 of 3, which did not come"
@@ -203,12 +203,12 @@ def test_a_function_for_a_rank_that_no_process_has_is_refused(rank):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_functions_and_shares_by_rank(run_processes):
     assert run_processes(who) == [["main", "local", None, None, [1, 2]], [None, None, "last", "one", [3]]]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_teacher_of_strategy_single_lives_beside_a_joined_student(run_processes):
     assert run_processes(teacher_and_student) == [("single", "ddp", False, True)] * 2
 
@@ -230,7 +230,7 @@ def lone_training():
     accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy="single")
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_training_a_copy_on_each_rank_is_refused(run_processes):
     with pytest.raises(ProcessError, match="would train a different copy on each of 2 ranks"):
         run_processes(lone_training)
@@ -255,7 +255,7 @@ def test_a_run_of_one_process_that_has_ended_brings_no_values_together_either(ca
         collective(torch.ones(1))
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_script_that_never_ends_its_run_exits_cleanly(start_command):
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with reserved_port() as port:
@@ -321,7 +321,7 @@ def under_a_named_backend():
     return total
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_backend_that_was_named_is_used_where_the_device_has_none(run_processes):
     assert run_processes(under_a_named_backend) == [2.0, 2.0]
 
@@ -331,7 +331,7 @@ def under_a_backend_that_there_is_not():
         Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="bogus")])
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_backend_that_torch_does_not_have_is_refused_by_name(run_processes):
     run_processes(under_a_backend_that_there_is_not)
 

@@ -45,11 +45,11 @@ def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutat
     assert mutation.run(command, {"PYTHONPATH": ""}, 250, tmp_path / "empty")[1] == mutation.ELSEWHERE
 
 
-@pytest.mark.together
+@pytest.mark.needs("coverage")
 def test_the_lines_that_a_test_runs_are_of_the_checkout_wherever_packages_are_installed(
     mutation, tmp_path, monkeypatch
 ):
-    pytest.importorskip("coverage")
+
     shutil.copytree(ROOT / "accel_core", tmp_path / "site/accel_core")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     trial = tmp_path / "test_trial.py"
@@ -79,9 +79,8 @@ def test_a_fault_in_the_head_of_a_function_shows_in_its_body(mutation):
     assert shown == [[5, 6], [5, 6], [5, 6], [5, 6], [5], [6]]
 
 
-@pytest.mark.together
+@pytest.mark.needs("cosmic-ray")
 def test_each_fault_counts_but_those_of_a_message_and_of_strict(mutation, tmp_path, monkeypatch):
-    pytest.importorskip("cosmic_ray")
     source = tmp_path / "source.py"
     source.write_text(
         "def f(a, b):\n"

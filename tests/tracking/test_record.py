@@ -85,7 +85,7 @@ def train(folder, steps, *, every=1, accumulation=1, resume=None, die_at=None, s
     return losses
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_main_process_records_what_ran_and_each_logged_loss(tmp_path, run_processes):
     losses = run_processes(train, tmp_path, 30)[0]
     (record,) = records(tmp_path)
@@ -409,7 +409,7 @@ def step(accelerator, model, optimizer):
     optimizer.zero_grad()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_metrics_are_the_last_sample_as_values_to_log(tmp_path, run_processes):
     ours, other = run_processes(metered, str(tmp_path), world=2)
     ((*_, sample),) = [of_kind(record, "step") for record in records(tmp_path)]
@@ -507,7 +507,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 @pytest.mark.simulated
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(
     ("precision", "dtype", "peak"),
     [
@@ -529,7 +529,7 @@ def test_utilization_is_the_models_flops_over_the_peak_in_the_runs_dtype(
 
 
 @pytest.mark.simulated
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path, run_processes):
     off = [AutocastKwargs(enabled=False)]
     (found,) = run_processes(used, tmp_path, "bf16", [FLOAT32], {"flops_per_item": 5e8}, off, world=1)
@@ -538,7 +538,7 @@ def test_autocast_that_is_off_leaves_the_dtype_of_the_parameters(tmp_path, run_p
 
 
 @pytest.mark.simulated
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_utilization_counts_the_devices_of_all_ranks(tmp_path, run_processes):
     ours, other = run_processes(used, tmp_path, "no", [FLOAT32], {"flops_per_item": 5e8}, world=2)
     (record,) = records(tmp_path)
@@ -550,7 +550,7 @@ def test_utilization_counts_the_devices_of_all_ranks(tmp_path, run_processes):
 
 
 @pytest.mark.simulated
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_sample_has_what_the_devices_sensors_tell(tmp_path, run_processes):
     run_processes(used, tmp_path, "no", [FLOAT32], {}, world=1)
     (record,) = records(tmp_path)
@@ -618,7 +618,7 @@ def train_on_items(folder):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_items_a_second_are_those_of_all_ranks(tmp_path, run_processes):
     run_processes(train_on_items, tmp_path)
 
@@ -655,7 +655,7 @@ def waits_on_a_device(folder):
 
 
 @pytest.mark.simulated
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_device_is_not_waited_for(tmp_path, run_processes):
     ((without, recording),) = run_processes(waits_on_a_device, tmp_path, world=1)
 

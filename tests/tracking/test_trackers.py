@@ -537,7 +537,7 @@ def ids_after_a_resume(folder):
     return mine.run_id
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_every_rank_gets_the_state_of_the_main_process(tmp_path, run_processes):
     assert run_processes(ids_after_a_resume, tmp_path / "saved") == ["saved on rank 0"] * 2
 
@@ -552,7 +552,7 @@ def in_two_processes(folder):
     return len(main.seen), len(everywhere.seen)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_only_the_main_process_logs_unless_a_tracker_wants_all(tmp_path, run_processes):
     assert run_processes(in_two_processes, tmp_path) == [(6, 4), (0, 4)]
     lines = [json.loads(line) for line in (tmp_path / "project.jsonl").read_text().splitlines()]
@@ -576,7 +576,7 @@ def sum_of_a_split_tensor(folder):
     return refused
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_s_part_of_a_number_is_refused_and_the_whole_is_logged(tmp_path, run_processes):
     main, other = run_processes(sum_of_a_split_tensor, tmp_path)
 
@@ -595,7 +595,7 @@ def started_on_main_only(folder):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_init_trackers_may_be_called_on_the_main_process_alone(tmp_path, run_processes):
     run_processes(started_on_main_only, tmp_path)
 
@@ -608,7 +608,7 @@ def to_event_files(folder):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_event_files_are_the_main_process_s(tmp_path, run_processes):
     reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     run_processes(to_event_files, tmp_path)
@@ -622,7 +622,7 @@ def never_started(folder):
     Accelerator(cpu=True, log_with="jsonl", project_dir=folder).log({"x": 1})
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_main_process_says_that_nothing_was_started(tmp_path, run_processes):
     with pytest.raises(ProcessError, match="before they were started") as caught:
         run_processes(never_started, tmp_path)
@@ -644,7 +644,7 @@ def stops_early():
     return epochs
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_one_rank_that_stops_early_stops_all(run_processes):
     assert run_processes(stops_early) == [3, 3]
 

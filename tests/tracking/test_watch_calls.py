@@ -13,7 +13,7 @@ from accel_core import Accelerator
 from accel_core.distributed import watch
 from accel_testing.patience import patience
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 class Observer:

@@ -67,7 +67,7 @@ def between(each_batch):
     return [line for line in lines if "reduced" in line or "optimizer steps" in line]
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_who_synchronises_between_processes(run_processes):
     when = ("of a step's last micro-batch only", "in each backward")
     for each_batch in (False, True):

@@ -18,7 +18,7 @@ from accel_core import (
 )
 from accel_testing.patience import patience
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 def accelerator(*handlers: Any, **options: Any) -> Accelerator:

@@ -76,9 +76,9 @@ def test_a_step_does_not_wait_for_the_device(precision, asked, run_processes):
     assert found == [0] * (STEPS - 2)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("clip", ["norm", "value"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.needs("accel-fsdp"))])
 def test_nor_does_a_step_of_several_ranks(strategy, clip, run_processes):
     found = run_processes(waits, "no", {**ORDINARY, "clip": clip}, strategy, world=2)
     assert found == [[0] * (STEPS - 2)] * 2

@@ -178,12 +178,12 @@ def agree(limits):
     return found, tried, again
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_agree_on_the_smallest(run_processes):
     assert run_processes(agree, (16, 5)) == [(4, [16, 8, 4, 16], 16)] * 2
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_ranks_that_fit_say_so_too_if_no_size_fits(run_processes):
     with pytest.raises(ProcessError, match="tried: 16, 8, 4, 2, 1\n"):
         run_processes(agree, (16, 0))
@@ -200,7 +200,7 @@ def slowly_read():
     return time.monotonic() - begun
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_the_rank_that_serves_the_votes_leaves_once_all_have_read_them(run_processes):
     """Else a program that ends there fails on the others: their store is gone."""
     serving, _ = run_processes(slowly_read)
@@ -226,7 +226,7 @@ def alone():
         return f"collective: {type(error).__name__}"
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_rank_that_fails_inside_a_collective_of_the_others_is_named_not_hung(run_processes):
     waiting, failing = run_processes(alone, timeout=60)
 

@@ -16,7 +16,7 @@ from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, L
 from accel_core.distributed import collectives
 from accel_testing import ProcessError
 
-together = pytest.mark.together
+together = pytest.mark.needs("accel-ddp")
 
 
 @together

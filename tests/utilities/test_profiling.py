@@ -117,7 +117,7 @@ def on_each_rank(folder):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_each_rank_has_its_trace(tmp_path, run_processes):
     run_processes(on_each_rank, str(tmp_path))
 

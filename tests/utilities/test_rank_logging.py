@@ -111,7 +111,7 @@ def in_turn(path):
     accelerator.end_training()
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_in_order_goes_by_rank_and_waits_for_no_ones_level(tmp_path, run_processes):
     run_processes(in_turn, tmp_path / "log", world=3)
 

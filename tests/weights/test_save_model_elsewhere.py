@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from accel_core import Accelerator
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-ddp")
 
 
 def test_several_ranks_write_one_whole_model_under_its_own_names(tmp_path, run_processes):

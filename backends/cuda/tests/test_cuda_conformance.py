@@ -14,7 +14,10 @@ STAND_IN = Path(__file__).parent / "stand_in"
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("cuda+bf16", "1"), pytest.param("cuda+ddp", "1,2", marks=[pytest.mark.together, pytest.mark.full])],
+    [
+        ("cuda+bf16", "1"),
+        pytest.param("cuda+ddp", "1,2", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]),
+    ],
 )
 def test_it_conforms_on_the_simulated_device(tmp_path: Path, stack: str, worlds: str, conform) -> None:
     options = ("--accel-world", worlds, "--accel-simulate", "nccl", "--accel-stand-in", "stands_for_cuda")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
 import deepspeed_state_jobs as jobs
@@ -96,8 +95,7 @@ def test_masters_of_16_bit_weights_go_on_from_stage_to_stage(tmp_path: Any, run_
     assert {pair: losses for pair, losses in one.items() if losses != two[pair.partition(" ->")[0]]} == {}
 
 
-@pytest.mark.together
-@pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
+@pytest.mark.needs("accel-ddp")
 def test_ddp_goes_on_from_zero_and_back(tmp_path: Any, run_processes) -> None:
     ways = {name: JSON[name] for name in ("zero1", "zero3")}
     expected = run(run_processes, jobs.saves, str(tmp_path), ways)[0]
@@ -111,8 +109,7 @@ def test_ddp_goes_on_from_zero_and_back(tmp_path: Any, run_processes) -> None:
     } == {}
 
 
-@pytest.mark.together
-@pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
+@pytest.mark.needs("accel-fsdp")
 def test_fsdp_goes_on_from_zero_and_back(tmp_path: Any, run_processes) -> None:
     ways = {name: JSON[name] for name in ("zero2", "zero3")}
     expected = run(run_processes, jobs.saves, str(tmp_path), ways)[0]

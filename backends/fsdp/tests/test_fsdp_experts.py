@@ -75,7 +75,7 @@ def test_a_rank_that_no_token_chooses_goes_along(run_processes):
     assert_as_plain(train(run_processes, "one-sided", {"ep": 2}, 2), "one-sided")
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 def test_a_transformers_mixture_needs_no_option_but_the_size(run_processes):
     found = train(run_processes, "mixtral", {"ep": 2}, 2)
     assert_as_plain(found, "mixtral")

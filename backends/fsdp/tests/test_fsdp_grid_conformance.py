@@ -23,7 +23,13 @@ ALL = "0,1,2,3,4"
         ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=1F1B"), ALL, "1,2"),
         ("fsdp", ("fsdp.pp_size=-1", "fsdp.pp_schedule=Interleaved1F1B"), ALL, "1,2"),
         ("fsdp", ("fsdp.pp_size=2",), "3,4", "4"),
-        pytest.param("fsdp+cp", ("fsdp.dp_shard_size=1",), ALL, "1,2", marks=pytest.mark.together),
+        pytest.param(
+            "fsdp+cp",
+            ("fsdp.dp_shard_size=1",),
+            ALL,
+            "1,2",
+            marks=pytest.mark.needs("accel-context-parallel"),
+        ),
     ],
     ids=[
         "replicas",

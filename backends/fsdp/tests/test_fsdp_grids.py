@@ -66,14 +66,14 @@ def test_a_grid_trains_as_one_process_does(sizes, plan, world, run_processes):
     assert_as_plain(train(run_processes, "gpt", sizes, plan, world=world), "gpt")
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 def test_a_transformers_model_brings_its_own_plan(run_processes):
     found = train(run_processes, "llama", {"tp": 2})
     assert_as_plain(found, "llama")
     assert found[0][3]["model.layers.0.self_attn.q_proj.weight"] == (2, 8)
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 @pytest.mark.parametrize("world", [2, 4])
 def test_norms_of_heads_get_the_gradients_of_all_heads(world, run_processes):
     assert_as_plain(train(run_processes, "qwen", {"tp": 2}, world=world), "qwen")
@@ -283,7 +283,7 @@ def test_flat_weights_are_not_split_by_layers(run_processes):
     )
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-ddp")
 def test_a_strategy_that_does_not_know_dtensors_is_refused(run_processes):
     text = refusal(run_processes, {"tp": 2}, PLAN, ACCEL__STRATEGY="ddp")
     assert "needs dtensors, which the stack" in text

@@ -92,7 +92,7 @@ def in_stages(stages: int) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, weights
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 def test_a_decoder_of_transformers_runs_in_stages_in_float64(run_processes) -> None:
     losses, weights = in_stages(0)
     for found in run_processes(in_stages, 2):
@@ -116,7 +116,7 @@ def parted_heads() -> str:
     return str(caught.value)
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 def test_heads_are_not_split(run_processes) -> None:
     for said in run_processes(parted_heads):
         assert said.startswith("model.layers.0.self_attn.k_proj is split over tensor-parallel.tp_size 2")

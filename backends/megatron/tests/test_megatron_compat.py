@@ -12,7 +12,7 @@ from megatron_jobs import MODELS, VOCABULARY, batches, optimizer_of, quiet, writ
 
 END = VOCABULARY - 1
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-compat", "transformers")
 
 
 def installed() -> None:

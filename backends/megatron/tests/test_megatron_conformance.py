@@ -66,7 +66,9 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], con
                 ("3,4", "4", ("tp_degree=2", SHARDED)),
             ]
         ),
-        pytest.param("2,4", "4", GRID, OTHERS, marks=[pytest.mark.full, pytest.mark.together]),
+        pytest.param(
+            "2,4", "4", GRID, OTHERS, marks=[pytest.mark.full, pytest.mark.needs("accel-ddp", "accel-fsdp")]
+        ),
     ],
 )
 @pytest.mark.timeout(600)

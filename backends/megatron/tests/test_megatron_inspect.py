@@ -14,7 +14,7 @@ from accel_core.cli import accel
 
 pytest.importorskip("accel_inspect")
 
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-inspect", "transformers")
 NATIVE: dict[str, Any] = {"strategy": "single"}
 LAYOUTS = {
     "rows and columns": (2, {"tp_degree": 2}),

@@ -217,7 +217,7 @@ def by_the_names_of_others() -> tuple[list[float], str]:
     return losses, str(ours.distributed_type)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-compat")
 def test_accelerates_plugin_trains_through_accel_compat(run_processes) -> None:
     for losses, kind in run_processes(by_the_names_of_others):
         assert losses == pytest.approx(as_by_hand(), rel=1e-5)

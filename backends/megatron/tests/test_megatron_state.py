@@ -25,16 +25,28 @@ INTERLEAVED = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_
         pytest.param("llama", (4, GRID), (1, {}), marks=pytest.mark.full),
         pytest.param("llama", (2, INTERLEAVED), (4, GRID), marks=pytest.mark.full),
         pytest.param(
-            "gpt2", (2, {"strategy": "ddp"}), (4, GRID), marks=[pytest.mark.full, pytest.mark.together]
+            "gpt2",
+            (2, {"strategy": "ddp"}),
+            (4, GRID),
+            marks=[pytest.mark.full, pytest.mark.needs("accel-ddp")],
         ),
         pytest.param(
-            "llama", (4, GRID), (2, {"strategy": "ddp"}), marks=[pytest.mark.full, pytest.mark.together]
+            "llama",
+            (4, GRID),
+            (2, {"strategy": "ddp"}),
+            marks=[pytest.mark.full, pytest.mark.needs("accel-ddp")],
         ),
         pytest.param(
-            "gpt2", (4, GRID), (2, {"strategy": "fsdp"}), marks=[pytest.mark.full, pytest.mark.together]
+            "gpt2",
+            (4, GRID),
+            (2, {"strategy": "fsdp"}),
+            marks=[pytest.mark.full, pytest.mark.needs("accel-fsdp")],
         ),
         pytest.param(
-            "llama", (2, {"strategy": "fsdp"}), (4, GRID), marks=[pytest.mark.full, pytest.mark.together]
+            "llama",
+            (2, {"strategy": "fsdp"}),
+            (4, GRID),
+            marks=[pytest.mark.full, pytest.mark.needs("accel-fsdp")],
         ),
     ],
 )

@@ -15,7 +15,9 @@ from accel_testing.simulated import write_distribution
     [
         ("musa+bf16", "1", "0,1,2"),
         pytest.param("musa+bf16", "1", "3,4", marks=pytest.mark.full),
-        pytest.param("musa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
+        pytest.param(
+            "musa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]
+        ),
     ],
 )
 def test_it_conforms_on_the_simulated_device(

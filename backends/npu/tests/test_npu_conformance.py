@@ -15,7 +15,7 @@ from accel_testing.simulated import write_distribution
     [
         ("npu+bf16", "1", "0,1,2"),
         pytest.param("npu+bf16", "1", "3,4", marks=pytest.mark.full),
-        pytest.param("npu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
+        pytest.param("npu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]),
     ],
 )
 def test_it_conforms_on_the_simulated_device(

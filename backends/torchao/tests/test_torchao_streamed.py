@@ -15,7 +15,7 @@ from accel_core import Accelerator, CheckpointError
 from accel_torchao import load_quantized, quantize, quantizer
 
 big_models = pytest.importorskip("accel_big_models")
-pytestmark = pytest.mark.together
+pytestmark = pytest.mark.needs("accel-big-models")
 
 
 def empty() -> Model:

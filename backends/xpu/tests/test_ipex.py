@@ -179,7 +179,7 @@ def test_a_run_without_it_goes_on_with_what_it_saved(tmp_path: Path, run_process
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("stack", "worlds"),
-    [("native+ipex", (1,)), pytest.param("ddp+ipex", (1, 2), marks=pytest.mark.together)],
+    [("native+ipex", (1,)), pytest.param("ddp+ipex", (1, 2), marks=pytest.mark.needs("accel-ddp"))],
 )
 def test_it_conforms(tmp_path: Path, stack: str, worlds: tuple[int, ...], conform) -> None:
     xfails = tmp_path / "xfails"

@@ -15,7 +15,7 @@ STAND_IN = Path(__file__).parent / "stand_in"
     [
         ("xpu+bf16", "1", "0,1,2"),
         pytest.param("xpu+bf16", "1", "3,4", marks=pytest.mark.full),
-        pytest.param("xpu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.together, pytest.mark.full]),
+        pytest.param("xpu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]),
     ],
 )
 def test_it_conforms_on_the_simulated_device(

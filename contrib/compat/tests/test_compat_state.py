@@ -77,9 +77,8 @@ def test_no_strategy_has_a_plugin_unless_it_is_asked_for():
     assert not hasattr(Accelerator().state, "fsdp_plugin")
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-fsdp")
 def test_a_strategy_that_a_variable_asks_for_has_a_plugin(monkeypatch):
-    pytest.importorskip("accel_fsdp")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     assert type(Accelerator().state.fsdp_plugin).__name__ == "FullyShardedDataParallelPlugin"
 

@@ -55,7 +55,7 @@ def test_so_they_do_where_batches_are_shared_out_by_hand(run_processes):
         assert found[2] == (4, LENGTH // 2)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-compat")
 def test_so_does_a_script_for_accelerate(run_processes):
     for found in run_processes(cp_problem.as_for_accelerate, world=2):
         assert_same(found, cp_problem.plain())
@@ -75,7 +75,7 @@ def under_fsdp(batch_size):
     return cp_problem.ours(batch_size=batch_size, size=2, strategy="fsdp")
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize(("world", "shards"), [(2, 1), pytest.param(4, 2, marks=pytest.mark.full)])
 def test_weights_may_be_sharded_over_the_ranks_that_share_sequences(world, shards, run_processes):
     environment = {"ACCEL__FSDP__DP_SHARD_SIZE": str(shards)}
@@ -99,7 +99,7 @@ def gridded():
     return cp_problem.ours(form="forward_backward", size=2, strategy="fsdp", epochs=3)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize("grid", [SPLIT, STAGES, HEAD], ids=["split", "staged", "a stage without attention"])
 def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid, run_processes):
     environment = {"ACCEL__FSDP__DP_SHARD_SIZE": "1", **grid}
@@ -108,7 +108,7 @@ def test_ranks_that_share_sequences_may_split_layers_or_run_stages(grid, run_pro
         assert found[2] == (4, LENGTH // 2)
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-fsdp")
 def test_a_pipeline_that_attends_nowhere_is_noticed(run_processes):
     for said in run_processes(cp_problem.unattentive, world=4, environment={**STAGES}):
         assert "never called torch.nn.functional.scaled_dot_product_attention" in said
@@ -138,9 +138,8 @@ def test_attention_that_backward_computes_again_is_of_the_whole_sequence(run_pro
         torch.testing.assert_close(computed_again, kept)
 
 
-@pytest.mark.together
+@pytest.mark.needs("transformers")
 def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process(run_processes):
-    pytest.importorskip("transformers")
     (whole,) = run_processes(cp_problem.llama, False, world=1)
     for shared in run_processes(cp_problem.llama, True, world=2):
         torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)

@@ -19,7 +19,7 @@ def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(run_pro
     compare(run_processes, "ddp")
 
 
-@pytest.mark.together
+@pytest.mark.needs("accel-fsdp")
 def test_so_it_does_where_weights_are_sharded(run_processes):
     # To clip, torch's own function reduces a norm of each parameter, ours one number.
     compare(run_processes, "fsdp", fewer={"all_reduce": (1, 4)})

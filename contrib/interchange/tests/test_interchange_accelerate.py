@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shutil
-from importlib.util import find_spec
 from pathlib import Path
 
 import interchange_jobs as jobs
@@ -91,8 +90,7 @@ def test_models_and_optimizers_of_one_shape_keep_the_order_of_prepare_both_ways(
     assert run(run_processes, jobs.accelerate_loads_twins, tmp_path / "exported") == expected
 
 
-@pytest.mark.together
-@pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed")
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("alone", [False, True])
 def test_several_ranks_go_on_each_with_its_random_numbers(installed, tmp_path, alone, run_processes):
     expected = run(run_processes, jobs.accelerate_saves, tmp_path / "theirs", world=2)

@@ -37,7 +37,8 @@ def run(run_command, *command: str, cwd: Path) -> subprocess.CompletedProcess[st
 
 @pytest.mark.timeout(1300)
 @pytest.mark.parametrize(
-    "stack", ["native", pytest.param("sim+ddp", marks=[NEEDS_DDP, pytest.mark.together, pytest.mark.full])]
+    "stack",
+    ["native", pytest.param("sim+ddp", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full])],
 )
 def test_our_stacks_pass_every_check(tmp_path: Path, stack: str, run_command) -> None:
     report = Path(os.environ.get("ACCEL_KIT_REPORTS", tmp_path), f"{stack}.json")
