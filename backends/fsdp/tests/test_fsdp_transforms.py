@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from importlib.util import find_spec
 from typing import Any
 
 import pytest
@@ -72,7 +71,7 @@ def low(number: int) -> tuple[list[float], list[float], int]:
     return ours, theirs, layers
 
 
-@pytest.mark.skipif(find_spec("torchao") is None, reason="torchao is not installed")
+@pytest.mark.needs("torchao")
 def test_layers_converted_to_float8_train_in_parts_as_they_do_whole(run_processes) -> None:
     for ours, theirs, layers in run_processes(low, 5, timeout=110):
         assert layers == 3

@@ -81,7 +81,7 @@ def beside_context_parallelism() -> str:
     return "nothing"
 
 
-@pytest.mark.skipif(find_spec("accel_context_parallel") is None, reason="needs accel-context-parallel")
+@pytest.mark.needs("accel-context-parallel")
 def test_an_extension_that_divides_the_ranks_is_refused(run_processes) -> None:
     for said in run_processes(beside_context_parallelism):
         assert "megatron: an extension divides the ranks along 'cp'" in said

@@ -9,8 +9,6 @@ import torch
 from float8_problem import accelerator, batches, train
 from torch.distributed.tensor import DTensor
 
-from accel_fsdp import FullyShardedDataParallelPlugin
-
 EDITS = ("full_parameters", "in place", "one rank's shard", "load_state", "between micro-batches", "part")
 Outputs = dict[str, list[torch.Tensor]]
 
@@ -39,6 +37,8 @@ def outputs(gathers: bool, folder: str) -> Outputs:
     """By edit of trained weights: the outputs before it and after it, and the losses of a step after it."""
     found = {}
     for how in EDITS:
+        from accel_fsdp import FullyShardedDataParallelPlugin
+
         blocks = FullyShardedDataParallelPlugin(
             auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block"]
         )

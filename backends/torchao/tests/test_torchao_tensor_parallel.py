@@ -12,7 +12,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from accel_fsdp import TorchTensorParallelPlugin
 from accel_testing import ProcessError
 
 
@@ -50,6 +49,8 @@ def by_hand(styles: str) -> tuple[list[float], dict[str, torch.Tensor]]:
 
 
 def ours(styles: str, recipe: str = "tensorwise") -> tuple[list[float], dict[str, torch.Tensor], list[str]]:
+    from accel_fsdp import TorchTensorParallelPlugin
+
     split = TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan(styles))
     run = problem.accelerator("fsdp", split, recipe=recipe)
     losses, net, _ = problem.train(run)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -34,9 +33,7 @@ print("still:", [name for name, weight in llama.named_parameters() if torch.equa
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.skipif(
-    not (find_spec("transformers") and find_spec("accel_compat")), reason="accel-compat and transformers"
-)
+@pytest.mark.needs("accel-compat", "transformers")
 def test_the_trainer_of_transformers_trains_every_weight_in_float8(tmp_path: Path, run_command) -> None:
     """`accelerate launch --mixed_precision fp8` sets this variable."""
     env = {**os.environ, "ACCELERATE_MIXED_PRECISION": "fp8", "PYTHONWARNINGS": "ignore"}

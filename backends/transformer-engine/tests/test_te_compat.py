@@ -12,6 +12,7 @@ import transformer_engine.pytorch as te
 from torch import nn
 
 compat = pytest.importorskip("accel_compat")
+pytestmark = pytest.mark.needs("accel-compat")
 compat.install()
 
 from accelerate import Accelerator  # noqa: E402 - accel-compat's

@@ -49,9 +49,9 @@ test_4_checkpoints.py::test_a_killed_save_leaves_a_checkpoint[world2]  # steps o
 
 
 @pytest.mark.full
+@pytest.mark.needs("accel-megatron")
 @pytest.mark.timeout(900)
 def test_the_kit_is_green_under_megatron(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, conform) -> None:
-    pytest.importorskip("accel_megatron")
     monkeypatch.setenv("ACCEL_TEST_PRELOAD", PRELOAD)
     (tmp_path / "xfails").write_text(KNOWN)
     here, backends = Path(__file__).parent, Path(__file__).parents[2]

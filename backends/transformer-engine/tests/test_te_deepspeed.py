@@ -10,6 +10,7 @@ from te_problem import accelerator, by_hand, model, train, weights
 from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
 
 deepspeed = pytest.importorskip("accel_deepspeed")
+pytestmark = pytest.mark.needs("accel-deepspeed")
 pytest.importorskip("deepspeed")
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+
+pytest.importorskip("accel_megatron")
 from te_megatron_jobs import (
     after_an_evaluation,
     delayed,
@@ -21,7 +23,7 @@ from te_megatron_jobs import (
     unbroken,
 )
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.needs("accel-megatron")]
 
 
 def test_the_forward_is_that_of_megatrons_own_config_and_spec(run_processes) -> None:

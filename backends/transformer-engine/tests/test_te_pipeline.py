@@ -12,7 +12,6 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from accel_core import Accelerator
-from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_transformer_engine import TransformerEngineConfig
 
 STEPS = 2
@@ -50,6 +49,8 @@ def goes_on(stages: int, source: Path | None, target: Path | None, steps: list[i
     config = TransformerEngineConfig(recipe="delayed", amax_history_len=16)
     plugins = [TIMEOUT, config]
     if stages > 1:
+        from accel_fsdp import FullyShardedDataParallelPlugin
+
         plugins.append(FullyShardedDataParallelPlugin(pp_size=stages))
     run = Accelerator(device="cpu", mixed_precision="fp8-te", plugins=plugins)
     net = Deep()

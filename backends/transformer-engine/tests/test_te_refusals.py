@@ -10,7 +10,6 @@ import torch
 from te_problem import TIMEOUT, accelerator, batches, loss_of, model, steps_of
 
 from accel_core import Accelerator, AccelError, ConfigError
-from accel_fsdp import TorchTensorParallelPlugin
 from accel_transformer_engine import TransformerEngineConfig, card
 from accel_transformer_engine.card import FP8
 
@@ -29,6 +28,8 @@ def test_delayed_scaling_is_not_compiled() -> None:
 
 def split() -> str:
     plan = {"block.up": "colwise", "block.down": "rowwise"}
+    from accel_fsdp import TorchTensorParallelPlugin
+
     plugins = [TIMEOUT, TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)]
     run = Accelerator(device="cpu", strategy="fsdp", mixed_precision="fp8-te", plugins=plugins)
     with pytest.raises(ConfigError) as caught:

@@ -25,7 +25,6 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch import quantization
 
 from accel_core import AccelError
-from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_transformer_engine.scaling import collect
 
 RECIPES = {"delayed": DelayedScaling, "current": Float8CurrentScaling}
@@ -187,7 +186,11 @@ def trained_with_few_activations(recompute: bool, strategy: str | None) -> tuple
     A history of three steps shows each update that is one too many.
     """
     blocks = {"transformer_cls_names_to_wrap": ["Block"], "activation_checkpointing": recompute}
-    plugins = [FullyShardedDataParallelPlugin(**blocks)] if strategy == "fsdp" else []
+    plugins = []
+    if strategy == "fsdp":
+        from accel_fsdp import FullyShardedDataParallelPlugin
+
+        plugins = [FullyShardedDataParallelPlugin(**blocks)]
     run = accelerator(strategy, *plugins, recipe="delayed", amax_history_len=3)
     net = model()
     net, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))

@@ -11,7 +11,7 @@ from quantised_problem import QUANTISED, config, empty, ids, model, saved
 
 from accel_bitsandbytes import load_and_quantize_model
 
-pytest.importorskip("accel_compat")
+pytestmark = pytest.mark.needs("accel-compat")
 
 
 def program(file: Path, away: Path) -> Any:

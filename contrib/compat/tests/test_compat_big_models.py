@@ -27,7 +27,7 @@ from torch import nn
 
 from accel_core import PluginError
 
-pytest.importorskip("accel_big_models")
+pytestmark = pytest.mark.needs("accel-big-models")
 DISK = {"0": "disk", "1": "disk", "2": "disk"}
 
 

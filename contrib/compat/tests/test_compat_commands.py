@@ -316,8 +316,8 @@ def test_the_memory_that_a_model_takes_is_told_in_the_same_columns(run_processes
     assert said(run_processes, ESTIMATE, ours=True) == said(run_processes, ESTIMATE, ours=False)
 
 
+@pytest.mark.needs("accel-big-models")
 def test_the_script_estimates_a_model_from_its_folder(tmp_path, monkeypatch, capsys):
-    pytest.importorskip("accel_big_models")
     config = {"model_type": "bert", "hidden_size": 8, "num_attention_heads": 2, "intermediate_size": 8}
     (tmp_path / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1, "vocab_size": 16}))
     assert script(monkeypatch, "estimate-memory", str(tmp_path), "--dtypes", "float32") in (0, None)

@@ -113,8 +113,8 @@ print(json.dumps(seen))
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.needs("accel-fsdp")
 def test_a_sharded_model_that_is_not_named_trains_as_under_ddp(version, run_processes):
-    pytest.importorskip("accel_fsdp")
     found = said(run_processes, SHARDED.replace("VERSION", str(version)), ours=True, processes=2)
     usual = said(run_processes, SHARDED.replace("VERSION", "None"), ours=True, processes=2)
 

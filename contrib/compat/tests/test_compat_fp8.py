@@ -11,7 +11,7 @@ from accelerate.state import AcceleratorState
 from accelerate.utils import AORecipeKwargs
 from torch import nn
 
-pytest.importorskip("accel_torchao")
+pytestmark = pytest.mark.needs("accel-torchao")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of torchao's own import, for kernels that need a GPU
     torchao = pytest.importorskip("torchao.float8")

@@ -15,8 +15,8 @@ from peers import needs_accelerate, said
     [("auto", False, 4, None), (["blocks.1"], True, 5, 3)],
     ids=["auto", "named, all ranks, uneven"],
 )
+@pytest.mark.needs("accel-fsdp")
 def test_stages_give_what_one_process_gives(points, gather, rows, chunks, run_processes):
-    pytest.importorskip("accel_fsdp")
     (split, first), (_, last) = run_processes(staged, points, gather, rows, chunks, world=2)
     want = Net().eval()(**inputs(rows))["out"]
 
@@ -28,8 +28,8 @@ def test_stages_give_what_one_process_gives(points, gather, rows, chunks, run_pr
 
 
 @pytest.mark.parametrize("gather", [False, True])
+@pytest.mark.needs("accel-fsdp")
 def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather, run_processes):
-    pytest.importorskip("accel_fsdp")
     first, last = run_processes(by_hand, ["blocks.1"], gather, 5, 3, world=2)
     want = Net().eval()(**inputs(5))["out"]
 
@@ -37,9 +37,8 @@ def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather, run_processes):
     assert (first is not None) == gather
 
 
+@pytest.mark.needs("accel-fsdp")
 def test_a_cache_is_left_out_of_the_output(run_processes):
-    pytest.importorskip("accel_fsdp")
-
     assert run_processes(with_a_cache, world=2) == [["out"]] * 2
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ from peers import said
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(240)]
 needs = {
-    name: pytest.mark.skipif(find_spec(name) is None, reason=f"{name} is not installed")
+    name: pytest.mark.needs(name.replace("_", "-"))
     for name in ("accel_fsdp", "accel_context_parallel", "deepspeed", "transformers")
 }
 

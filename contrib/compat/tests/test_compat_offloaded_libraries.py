@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-pytest.importorskip("accel_big_models")
 pytestmark = [
+    pytest.mark.needs("accel-big-models"),
     pytest.mark.full,
     pytest.mark.filterwarnings("ignore"),  # of these libraries
 ]

@@ -66,7 +66,7 @@ def test_megatrons_part_of_a_config_file_is_its_section():
     assert found["megatron"] == {"tp_degree": 2, "other_megatron_args": {"attention_dropout": 0.1}}
 
 
-@pytest.mark.skipif(find_spec("accel_megatron") is None, reason="accel-megatron is not installed")
+@pytest.mark.needs("accel-megatron")
 def test_accel_megatron_takes_the_plugin():
     ours = MegatronLMPlugin(tp_degree=2, pp_degree=2, num_micro_batches=4, lr_decay_style="cosine").to_ours()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -17,7 +16,7 @@ from torch import nn
 from accel_compat import runs
 from accel_core import PluginError
 
-needs_fsdp = pytest.mark.skipif(find_spec("accel_fsdp") is None, reason="accel-fsdp is not installed")
+needs_fsdp = pytest.mark.needs("accel-fsdp")
 
 
 @pytest.fixture
