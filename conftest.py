@@ -59,7 +59,10 @@ def is_installed(distribution: str) -> bool:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the tests whose libraries are not here; a summary counts them."""
+    """Leave out the tests whose libraries are not here, which a summary counts; hosts are for `full`."""
+    for item in items:
+        if "make_hosts" in getattr(item, "fixturenames", ()):
+            item.add_marker("full")
     without = {item: sorted(lack) for item in items if (lack := lacking(item))}
     if without:
         items[:] = [item for item in items if item not in without]

@@ -1,9 +1,9 @@
 """Install packages of this checkout as wheels, each built once, with libraries beside them.
 
 `python .ci/wheels.py FOLDER [--no-deps] [--unpinned | --lowest] accel-core accel-ddp transformers` installs
-into the environment that runs it. The wheels are kept in FOLDER, which all tox environments share, and built
-anew when they are older than their sources. `all` is every package of the checkout. --lowest: of each library
-the oldest release that a package accepts.
+into the environment that runs it. The packages of ours that one requires come along, and no others. The wheels
+are kept in FOLDER, which all tox environments share, and built anew when they are older than their sources.
+`all` is every package of the checkout. --lowest: of each library the oldest release that a package accepts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def main(folder: Path, words: list[str]) -> None:
     wanted = [word for word in words if word not in ("all", "--unpinned", "--lowest")]
     if "all" in words:
         wanted += ["accel-core[stateful]", *PROJECTS]
-    for word in dict.fromkeys(wanted):
+    for word in [*dict.fromkeys(wanted), *required({name_of(word) for word in wanted})]:
         name, extras = re.match(r"([^\[]*)(\[.*\])?", word).groups()
         if name not in PROJECTS:
             arguments.append(word)
@@ -44,6 +44,22 @@ def main(folder: Path, words: list[str]) -> None:
         source = PROJECTS[name] if lowest else built(PROJECTS[name], folder / name)
         arguments += ["--reinstall-package", name, f"{name}{extras or ''} @ {source.resolve().as_uri()}"]
     uv("pip", "install", "--python", sys.executable, *arguments)
+
+
+def name_of(word: str) -> str:
+    return word.partition("[")[0]
+
+
+def required(names: set[str]) -> list[str]:
+    """List the packages of ours that these require, directly or by another, without these themselves."""
+    found, new = set(names), names & PROJECTS.keys()
+    while new:
+        texts = [(PROJECTS[name] / "pyproject.toml").read_text("utf-8") for name in new]
+        blocks = [re.search(r"^dependencies = \[(.*?)\]", text, re.MULTILINE | re.DOTALL) for text in texts]
+        asked = {name for block in blocks if block for name in re.findall(r'"(accel-[a-z-]+)', block[1])}
+        new = asked & PROJECTS.keys() - found
+        found |= new
+    return sorted(found - names)
 
 
 def share_bytecode(compiled: Path) -> None:

@@ -27,6 +27,8 @@ from accel_core.checkpoint.target import SaveTarget
 from accel_core.checkpoint.weight_files import _alone as saving_alone
 from accel_core.contract.world import current_operation
 
+pytestmark = pytest.mark.full
+
 CORE = str(Path(accel_core.__file__).parent)
 SAMPLE = 12
 """Places of a scenario at which it is interrupted; the slow variant takes all."""

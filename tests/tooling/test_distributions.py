@@ -86,13 +86,11 @@ def test_the_discovered_plugins_are_exactly_those_of_the_installed_distributions
 
 
 @pytest.mark.skipif(EXPECTED is None, reason="tox sets ACCEL_TEST_DISTRIBUTIONS; this is no such environment")
-@pytest.mark.parametrize("module", MODULES)
-def test_tests_run_on_wheels_and_not_on_the_checkout(module: str) -> None:
-    spec = importlib.util.find_spec(module)
+def test_tests_run_on_wheels_and_not_on_the_checkout() -> None:
+    specs = {module: importlib.util.find_spec(module) for module in MODULES}
+    origins = {module: spec and spec.origin for module, spec in specs.items()}
 
-    assert spec is not None
-    assert spec.origin is not None
-    assert "site-packages" in Path(spec.origin).parts
+    assert [it for it in origins.items() if "site-packages" not in Path(it[1] or "").parts] == []
 
 
 def where_accel_core_is() -> str | None:
@@ -104,12 +102,13 @@ def test_workers_run_on_what_this_process_runs_on(run_processes) -> None:
     assert run_processes(where_accel_core_is, world=1) == [accel_core.__file__]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_distribution_is_typed_and_its_version_is_its_modules(module: str) -> None:
-    imported = importlib.import_module(module)
+def test_each_distribution_is_typed_and_has_the_version_of_its_module() -> None:
+    imported = [importlib.import_module(module) for module in MODULES]
+    folders = [Path(module.__file__ or "").parent for module in imported]
 
-    assert metadata.version(module.replace("_", "-")) == imported.__version__
-    assert (Path(imported.__file__ or "").parent / "py.typed").exists()
+    assert [folder for folder in folders if not (folder / "py.typed").exists()] == []
+    versions = {name: metadata.version(name) for name in NAMES}
+    assert versions == {name: module.__version__ for name, module in zip(NAMES, imported, strict=True)}
 
 
 def test_listing_all_plugins_imports_no_torch(run_command) -> None:
@@ -123,20 +122,23 @@ print([record.status for record in discover().records], "torch" in sys.modules)
     assert run(run_command, code).endswith("False\n")
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_importing_a_distribution_imports_nothing_of_its_own_but_what_it_needs(
-    module: str, run_command
-) -> None:
-    code = (
-        f"import {module}, sys; print(sorted(m for m in sys.modules if m.startswith(('torch', '{module}.'))))"
-    )
+def test_importing_a_distribution_imports_neither_torch_nor_modules_of_its_own(run_command) -> None:
+    """Listing plugins, and each command, imports all of them."""
+    code = f"""
+import sys
+from importlib import import_module
+for name in {MODULES}:
+    before = set(sys.modules)
+    import_module(name)
+    print(name, sorted(new for new in set(sys.modules) - before if new.startswith(("torch", name + "."))))
+"""
 
-    assert run(run_command, code).strip() == "[]"
+    assert run(run_command, code).splitlines() == [f"{name} []" for name in MODULES]
 
 
 @needs_torch
-@pytest.mark.parametrize("module", MODULES)
-def test_every_public_name_of_a_distribution_can_be_loaded(module: str) -> None:
-    imported = importlib.import_module(module)
+def test_every_public_name_of_a_distribution_can_be_loaded() -> None:
+    imported = map(importlib.import_module, MODULES)
+    names = [(module, name) for module in imported for name in module.__all__]
 
-    assert [name for name in imported.__all__ if getattr(imported, name, None) is None] == []
+    assert [(module.__name__, name) for module, name in names if getattr(module, name, None) is None] == []
