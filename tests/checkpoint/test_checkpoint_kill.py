@@ -26,8 +26,11 @@ def report(capsys, request):
     return say
 
 
-HOW = ["same name", "same name, async", "numbered", "numbered, async"]
 MANY = pytest.mark.full
+HOW = [
+    "same name",
+    *(pytest.param(how, marks=MANY) for how in ("same name, async", "numbered", "numbered, async")),
+]
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(100, marks=MANY)])
@@ -41,7 +44,7 @@ def test_one_rank_killed_at_random(folder, report, how, kills, run_processes):
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("kills", [5, pytest.param(25, marks=MANY)])
-@pytest.mark.parametrize("how", ["same name", "numbered, async"])
+@pytest.mark.parametrize("how", [pytest.param("same name", marks=MANY), "numbered, async"])
 def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
     (found,) = run_processes(kill_job.kill_ranks_at_random, folder, how, kills, world=1, timeout=110)
     report(found)
@@ -51,7 +54,12 @@ def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
 @pytest.mark.parametrize("fresh", [True, False], ids=["first", "replacing"])
 @pytest.mark.parametrize(
     ("how", "exchange"),
-    [("same name", True), ("same name", False), ("same name, async", True), ("numbered", True)],
+    [
+        ("same name", True),
+        pytest.param("same name", False, marks=MANY),
+        pytest.param("same name, async", True, marks=MANY),
+        pytest.param("numbered", True, marks=MANY),
+    ],
 )
 def test_killed_at_each_point(folder, report, how, exchange, fresh, run_processes):
     if exchange and not kill_job.exchange_works():

@@ -48,6 +48,7 @@ def test_each_disk_has_all_that_its_ranks_hold_and_the_same_manifest(tmp_path, r
     assert sorted(manifest["files"]) == sorted(["state.json", *RANKS[0], *RANKS[1]])
 
 
+@pytest.mark.full
 def test_two_ranks_of_a_node_share_its_replicas(tmp_path, run_processes):
     save(run_processes, tmp_path, 1, world=4, per_node=2)
     for node, ranks in [(0, (0, 1)), (1, (2, 3))]:
@@ -65,6 +66,7 @@ def test_each_node_loads_from_its_own_disk(tmp_path, rows, run_processes):
     assert [path.name for path in (tmp_path / "node1" / "checkpoints").iterdir()] == ["checkpoint_1"]
 
 
+@pytest.mark.full
 def test_a_part_that_is_on_another_node_is_named_with_the_node(tmp_path, run_processes):
     save(run_processes, tmp_path, 1, rows=True)
     ((said, _),) = load(run_processes, tmp_path, world=1, name="checkpoints/checkpoint_0")
@@ -75,6 +77,7 @@ def test_a_part_that_is_on_another_node_is_named_with_the_node(tmp_path, run_pro
     )
 
 
+@pytest.mark.full
 def test_one_node_is_enough_where_it_has_everything(tmp_path, run_processes):
     save(run_processes, tmp_path, 1)
     ((found, _),) = load(run_processes, tmp_path, world=1)
@@ -86,6 +89,7 @@ def test_one_node_is_enough_where_it_has_everything(tmp_path, run_processes):
     assert "node 0, with the files of rank(s) 0" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [False, True], ids=["whole", "rows"])
 def test_the_folders_of_all_nodes_make_one_that_anybody_loads(tmp_path, rows, run_processes):
     save(run_processes, tmp_path, 1, rows=rows)
@@ -99,6 +103,7 @@ def test_the_folders_of_all_nodes_make_one_that_anybody_loads(tmp_path, rows, ru
     ] == [1, 1]
 
 
+@pytest.mark.full
 def test_what_is_not_on_all_disks_is_passed_over(tmp_path, run_processes):
     save(run_processes, tmp_path, 1, 2)
     shutil.rmtree(inside(tmp_path, 1, "checkpoints/checkpoint_1"))
@@ -115,6 +120,7 @@ def test_a_lost_node_is_named(tmp_path, run_processes):
         assert "none of the 1 checkpoints in" in said
 
 
+@pytest.mark.full
 def test_disks_with_different_saves_of_one_name_are_not_mixed(tmp_path, run_processes):
     save(run_processes, tmp_path, 1, name="best")
     inside(tmp_path, 0, "best").rename(tmp_path / "kept")
@@ -126,6 +132,7 @@ def test_disks_with_different_saves_of_one_name_are_not_mixed(tmp_path, run_proc
         assert "ranks see different checkpoints" in said
 
 
+@pytest.mark.full
 def test_a_disk_that_nodes_share_is_told_apart(tmp_path, run_processes):
     with pytest.raises(
         AssertionError, match="is one folder for several nodes, though project.save_on_each_node"
@@ -133,12 +140,14 @@ def test_a_disk_that_nodes_share_is_told_apart(tmp_path, run_processes):
         save(run_processes, tmp_path, 1, shared=True)
 
 
+@pytest.mark.full
 def test_disks_that_nodes_do_not_share_are_named_without_the_option(tmp_path, run_processes):
     with pytest.raises(AssertionError, match="made by rank 0, is not visible here") as found:
         save(run_processes, tmp_path, 1, save_on_each_node=False)
     assert "save_on_each_node" in str(found.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["best", None])
 @pytest.mark.parametrize("what", ["write_manifest", "publish"])
 def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, name, run_processes):
@@ -152,11 +161,16 @@ def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, nam
 
 
 POINTS = [
-    "before write_manifest",
-    "after write_manifest",
     "before publish",
-    "after publish",
-    "before remove_replaced",
+    *(
+        pytest.param(point, marks=pytest.mark.full)
+        for point in (
+            "before write_manifest",
+            "after write_manifest",
+            "after publish",
+            "before remove_replaced",
+        )
+    ),
 ]
 
 
@@ -174,6 +188,7 @@ def test_a_node_that_is_killed_in_a_save_leaves_one_that_all_have(tmp_path, poin
     assert found[0][1] == 3
 
 
+@pytest.mark.full
 def test_a_second_kill_finds_a_save_that_all_have_too(tmp_path, run_processes):
     """After the first, each disk has the save of the other's name under a name of its own only."""
     for point in ("after publish", "before write_manifest"):
@@ -209,6 +224,7 @@ accelerator.end_training()
 """
 
 
+@pytest.mark.full
 def test_two_launchers_without_a_shared_disk(tmp_path, make_hosts, start_command):
     (tmp_path / "train.py").write_text(TRAIN)
     (tmp_path / "disk").mkdir()

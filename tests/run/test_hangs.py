@@ -19,6 +19,7 @@ from accel_core.errors import CollectiveError
 
 pytestmark = pytest.mark.needs("accel-ddp")
 TIMEOUT = 8
+MORE = pytest.mark.full
 
 
 def sleep_for_long(until):
@@ -72,9 +73,9 @@ def job(folder, wait, hang):
     ("wait", "hang", "message"),
     [
         (gather, sleep_for_long, "  rank 1: at test_hangs.py:"),
-        (train, compute_for_ever, "backward: rank 0 lost rank 1 (at test_hangs.py:"),
-        (train, wait_in_a_plain_collective, "backward: rank 0 lost rank 1 ("),
-        (reduce_by_torch_alone, sleep_for_long, ""),
+        pytest.param(train, compute_for_ever, "backward: rank 0 lost rank 1 (at test_hangs.py:", marks=MORE),
+        pytest.param(train, wait_in_a_plain_collective, "backward: rank 0 lost rank 1 (", marks=MORE),
+        pytest.param(reduce_by_torch_alone, sleep_for_long, "", marks=MORE),
     ],
 )
 def test_each_rank_writes_its_stacks_and_the_message_has_the_place(
@@ -99,6 +100,7 @@ def hold_the_lock_of_python(until):
     ctypes.PyDLL(None).sleep(int(until - time.monotonic()))
 
 
+@pytest.mark.full
 def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path, run_processes):
     (tmp_path / "hangs").mkdir()
     (tmp_path / "hangs" / "rank-1.txt").write_text("those of last week")
@@ -109,6 +111,7 @@ def test_a_rank_that_cannot_write_leaves_no_stacks_of_an_earlier_hang(tmp_path, 
     assert [path.name for path in (tmp_path / "hangs").iterdir()] == ["rank-0.txt"]
 
 
+@pytest.mark.full
 def test_stacks_that_the_folder_does_not_take_are_said_to_be_on_stderr(tmp_path, run_processes):
     (tmp_path / "hangs").touch()
 

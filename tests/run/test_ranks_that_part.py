@@ -270,10 +270,12 @@ def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path, run_processes
     assert "waited for rank 1 (has ended its run), which will not come" in alone
 
 
+@pytest.mark.full
 def test_a_run_that_has_ended_leaves_no_thread_that_answers(run_processes):
     assert run_processes(threads_after_the_end) == [0, 0]
 
 
+@pytest.mark.full
 def test_a_save_against_a_load_is_shown_to_both(tmp_path, run_processes):
     said = run_processes(save_on_one_and_load_on_the_other, str(tmp_path / "ck"))
 
@@ -281,6 +283,7 @@ def test_a_save_against_a_load_is_shown_to_both(tmp_path, run_processes):
     assert "  rank 0: save_state\n  rank 1: load_state" in said[0]
 
 
+@pytest.mark.full
 def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path, run_processes):
     said = run_processes(save_what_one_rank_alone_registered, str(tmp_path / "ck"))
 
@@ -288,6 +291,7 @@ def test_what_one_rank_alone_registered_is_not_left_out_of_a_save(tmp_path, run_
     assert "  rank 0: save_state\n  rank 1: save_state of 1 registered object(s)" in said[0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_models_of_other_dtypes_are_not_prepared(strategy, run_processes):
     said = run_processes(prepare_models_of_other_dtypes, strategy)
@@ -323,12 +327,14 @@ def test_objects_that_differ_between_ranks_are_not_prepared(what, found, run_pro
         assert found[rank] in line
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("error", [AttributeError("no file"), RuntimeError("not open")])
 def test_data_whose_length_raises_is_prepared_as_its_sampler_says(error, run_processes):
     """torch's loader asks the sampler alone."""
     assert run_processes(prepare_data_without_length, error) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
 
 
+@pytest.mark.full
 def test_models_of_one_kind_are_not_prepared_in_another_order(run_processes):
     said = run_processes(prepare_models_in_an_order, [(7, 8, 9), (1, 2, 3), (3, 2, 1)], world=3)
 
@@ -339,11 +345,13 @@ def test_models_of_one_kind_are_not_prepared_in_another_order(run_processes):
     assert said[0].endswith("\ncall it on all ranks alike, with models in one order")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("second", [(1, 2), (5, 6), (1, 3), (3, 1), (1, 1)])
 def test_models_of_one_kind_may_have_other_values_on_each_rank(second, run_processes):
     assert run_processes(prepare_models_in_an_order, [(1, 2), second]) == ["nothing", "nothing"]
 
 
+@pytest.mark.full
 def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared(run_processes):
     said = run_processes(prepare_an_optimizer_later_on_one)
 
@@ -363,6 +371,7 @@ def test_a_rank_that_left_the_loop_is_named_by_the_backward_of_the_other(run_pro
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("job", [forward_without_the_other, forward_of_split_layers_without_the_other])
 def test_so_it_is_by_the_forward(job, run_processes):
     said, _ = run_processes(job)
@@ -371,6 +380,7 @@ def test_so_it_is_by_the_forward(job, run_processes):
     assert said.splitlines()[-1].startswith("look at what those ranks did")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("work", "operation"),
     [
@@ -397,6 +407,7 @@ def clip_without_the_other(clip):
     return said_by(lambda: getattr(accelerator, clip)(model.parameters(), 1.0))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
 def test_so_it_is_by_clipping_where_ranks_agree_on_overflow(clip, run_processes):
     said, _ = run_processes(clip_without_the_other, clip)
@@ -434,6 +445,7 @@ def save_while_rank_0_waits_for_no_rank(folder, wait):
     return said_by(lambda: accelerator.save_state(folder))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("wait", [read_slowly_by_workers, print_to_a_terminal_that_is_paused])
 def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path, wait, run_processes):
     said = run_processes(save_while_rank_0_waits_for_no_rank, str(tmp_path / "ck"), wait)
@@ -460,6 +472,7 @@ def looked_at():
         return weakref.ref(held), other.submit(watch._seen, threading.get_ident()).result()
 
 
+@pytest.mark.full
 def test_what_a_rank_was_seen_in_keeps_nothing_of_it_alive():
     held, seen = looked_at()
     assert held() is None

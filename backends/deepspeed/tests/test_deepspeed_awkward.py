@@ -16,6 +16,8 @@ from accel_deepspeed import DeepSpeedPlugin
 from accel_deepspeed.gradients import Gradients
 from accel_deepspeed.strategy import DeepSpeed
 
+pytestmark = pytest.mark.full
+
 
 class ByNorm(torch.optim.SGD):
     """SGD whose step is as long as the weight; nothing in its name says so."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
+pytestmark = pytest.mark.full
+
 BOUND = 0.15
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 EXPERTS, STEPS = 4, 3
 
 

@@ -14,6 +14,8 @@ from torch import Tensor, nn
 from accel_core import Accelerator
 from accel_deepspeed import DeepSpeedPlugin
 
+pytestmark = pytest.mark.full
+
 FORWARDS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "with a graph": torch.enable_grad,
     "no_grad": torch.no_grad,

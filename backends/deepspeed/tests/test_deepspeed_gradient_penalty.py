@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 LOSSES = ("penalty", "score and penalty", "saliency", "of weights")
 

@@ -159,10 +159,12 @@ def refused() -> bool:
     return bool(_users)
 
 
+@pytest.mark.full
 def test_a_refused_model_leaves_nothing_of_deepspeed(run_processes) -> None:
     assert run_processes(refused, world=1, timeout=120) == [False]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_released_engine_is_gone_and_another_can_be_made(stage: int, run_processes) -> None:
     for found in run_processes(released, stage, timeout=120):

@@ -12,7 +12,7 @@ from torch import nn
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 
 def stepped(config: dict[str, Any], clips: bool) -> list[Any]:

@@ -15,6 +15,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from accel_core import AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
+pytestmark = pytest.mark.full
+
 
 def clip_to_two_norms(loop: Any) -> None:
     loop.backward()

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 LENGTH, WORDS, WIDTH = 8, 13, 16
 
 

@@ -122,6 +122,7 @@ def test_fsdp_goes_on_from_zero_and_back(tmp_path: Any, run_processes) -> None:
         assert losses == pytest.approx(expected[pair.partition(" ")[0]], rel=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3-small"])
 def test_no_rank_offers_what_another_has(name: str, run_processes) -> None:
     first, second = run(run_processes, jobs.names_in_boxes, JSON[name])
@@ -130,6 +131,7 @@ def test_no_rank_offers_what_another_has(name: str, run_processes) -> None:
     assert {key: first[key] + second[key] for key in trained} == trained
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero2", "zero3-small"])
 def test_a_save_that_does_not_wait_holds_what_was_there(tmp_path: Any, name: str, run_processes) -> None:
     for found, expected in run(
@@ -152,6 +154,7 @@ def test_weights_are_whole_in_every_form(tmp_path: Any, name: str, run_processes
             assert all(torch.equal(found[form][key], live[key]) for key in trained), form
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero3-small"])
 def test_what_is_written_into_full_parameters_is_kept_and_the_rest_not_rounded(
     name: str, run_processes
@@ -164,6 +167,7 @@ def test_what_is_written_into_full_parameters_is_kept_and_the_rest_not_rounded(
     assert losses == second[2]
 
 
+@pytest.mark.full
 def test_counters_of_the_engine_go_on(tmp_path: Any, run_processes) -> None:
     for saved, loaded in run(run_processes, jobs.counts, JSON["zero2"], str(tmp_path / "state")):
         assert saved == loaded == jobs.STEPS
@@ -173,6 +177,7 @@ MOVING = {"fp16": {"enabled": True, "initial_scale_power": 6}}
 FIXED = {"fp16": {"enabled": True, "loss_scale": 16}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("saved", "loaded", "expected"),
     [
@@ -194,6 +199,7 @@ def test_a_loss_scale_goes_on_where_it_moves_and_else_is_that_of_the_config(
     assert after[1] == pytest.approx(new[1], rel=0.02)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero1", "zero3"])
 def test_a_parameter_without_state_begins_with_no_moments_and_is_named(
     tmp_path: Any, name: str, run_processes
@@ -224,6 +230,7 @@ def test_steps_that_differ_are_refused_before_anything_is_loaded(
     assert (steps, untouched) == ([1.0], True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["zero1", "zero2", "zero3", "zero3-small"])
 def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Any, name: str, run_processes) -> None:
     run(run_processes, jobs.saves, str(tmp_path), {"native": None}, world=1)
@@ -244,11 +251,13 @@ def test_a_run_that_has_resumed_saves_what_goes_on(
         assert steps == {2 * jobs.STEPS}
 
 
+@pytest.mark.full
 def test_what_an_optimizer_keeps_of_no_parameter_is_refused_by_name(tmp_path: Any, run_processes) -> None:
     (told,) = run(run_processes, jobs.saves_what_belongs_to_no_parameter, str(tmp_path / "here"), world=1)
     assert "Counting keeps 'count', which belongs to no parameter" in told
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("adamw", [True, False])
 def test_deepspeeds_adam_for_cpus_is_saved_as_torchs(adamw: bool, run_processes) -> None:
     ((algorithm, group),) = run_processes(jobs.says, adamw, world=1)

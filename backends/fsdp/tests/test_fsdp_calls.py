@@ -125,6 +125,7 @@ def test_calls_train_as_in_plain_pytorch(options: dict[str, Any], run_processes)
     assert_plain(run_processes, options, [calls.split() for calls in CALLS.values()])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_random_calls_train_as_in_plain_pytorch(options: dict[str, Any], run_processes) -> None:
     """Version 1 drops the gradients of what is frozen."""

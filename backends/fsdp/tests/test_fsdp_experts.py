@@ -158,6 +158,7 @@ def test_what_is_written_while_experts_are_whole_is_kept(run_processes):
     assert found == [[]] * 4
 
 
+@pytest.mark.full
 def test_experts_are_loaded_by_one_rank(run_processes):
     variables = grid_job.environment({"ep": 2}, ACCEL__FSDP__CPU_RAM_EFFICIENT_LOADING="true")
     found = run_processes(experts_problem.loaded_by_one, world=2, environment=variables)
@@ -181,6 +182,7 @@ def refusal(run_processes, sizes, name="chosen", world=2, job=(experts_problem.j
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_sizes_that_do_not_fill_the_world_spell_every_factor(run_processes):
     text = refusal(run_processes, {"dp_shard": 2, "ep": 3})
     assert "the mesh dp_replicate 1 × dp_shard 2 × ep 3 = 6, world 2" in text
@@ -192,25 +194,30 @@ def test_experts_that_do_not_divide_are_named_with_their_number(run_processes):
     )
 
 
+@pytest.mark.full
 def test_modules_that_do_not_exist_are_named_with_near_ones(run_processes):
     text = refusal(run_processes, {"ep": 2}, ACCEL__FSDP__EP_MODULES="blocks.0.1.expert")
     assert "blocks.0.1.expert match no module of this Moe; did you mean blocks.0.1.experts" in text
 
 
+@pytest.mark.full
 def test_a_list_of_experts_is_refused(run_processes):
     assert "experts is a list of experts, which are called one by one" in refusal(
         run_processes, {"ep": 2}, "listed"
     )
 
 
+@pytest.mark.full
 def test_what_is_no_stack_of_experts_is_refused(run_processes):
     assert "experts has bias of shape (8,), and is not a stack" in refusal(run_processes, {"ep": 2}, "dense")
 
 
+@pytest.mark.full
 def test_a_call_of_another_kind_is_refused_with_its_shapes(run_processes):
     text = refusal(run_processes, {"ep": 2}, "called", job=(experts_problem.called,))
     assert "experts was called with (2, 8), str" in text
 
 
+@pytest.mark.full
 def test_flat_weights_are_not_spread(run_processes):
     assert "ep_size is for fsdp_version 2" in refusal(run_processes, {"ep": 2}, ACCEL__FSDP__FSDP_VERSION="1")

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
+
+pytestmark = pytest.mark.full
 
 Case = tuple[dict[str, Any], bool, bool]
 """Options, whether the forward has a graph, whether gradients are clipped."""

@@ -73,6 +73,7 @@ def test_a_transformers_model_brings_its_own_plan(run_processes):
     assert found[0][3]["model.layers.0.self_attn.q_proj.weight"] == (2, 8)
 
 
+@pytest.mark.full
 @pytest.mark.needs("transformers")
 @pytest.mark.parametrize("world", [2, 4])
 def test_norms_of_heads_get_the_gradients_of_all_heads(world, run_processes):
@@ -86,6 +87,7 @@ def test_any_norm_is_that_of_the_whole_model(norm_type, run_processes):
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
 def test_so_it_is_of_flat_weights(norm_type, run_processes):
     flat = {"ACCEL__FSDP__FSDP_VERSION": "1"}
@@ -100,6 +102,7 @@ def test_sums_are_divided_by_the_words_of_all_readers(run_processes):
     assert_as_plain(train(run_processes, "gpt", {"tp": 2}, PLAN, sums=True), "gpt")
 
 
+@pytest.mark.full
 def test_a_loss_scale_is_taken_off_on_every_mesh(run_processes):
     losses = plain("gpt", 0.1)[0]
     for mine in train(run_processes, "gpt", {"tp": 2}, PLAN, environment=HALF):
@@ -111,6 +114,7 @@ def test_an_overflow_in_one_ranks_part_of_a_layer_skips_the_step_on_all(run_proc
     assert run_processes(grid_job.overflowed, "gpt", world=4, environment=variables) == [[False, True]] * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kernels", ["foreach", "fused"])
 def test_optimizers_that_step_all_parameters_at_once(kernels, run_processes):
     assert_as_plain(train(run_processes, "gpt", {"tp": 2}, PLAN, **{kernels: True}), "gpt")
@@ -123,6 +127,7 @@ def test_losses_of_split_logits(run_processes):
     assert_as_plain(found, "untied")
 
 
+@pytest.mark.full
 def test_a_loss_of_split_logits_outside_its_context_is_noticed(run_processes):
     variables = grid_job.environment(
         {"tp": 2}, {"output": "colwise_rep"}, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true"
@@ -154,17 +159,20 @@ def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path, run_processe
     assert run(grid_job.resumed, resumed) == pytest.approx(before[steps:], abs=1e-5)
 
 
+@pytest.mark.full
 def test_what_is_written_while_parameters_are_whole_is_kept(run_processes):
     environment = grid_job.environment({"tp": 2}, PLAN)
     assert run_processes(grid_job.written_while_whole, "gpt", world=4, environment=environment) == [[]] * 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_what_was_frozen_is_frozen_in_any_style(world, run_processes):
     environment = grid_job.environment({"tp": 2}, SEQUENCE)
     assert run_processes(grid_job.frozen, "gpt", world=world, environment=environment) == [[]] * world
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "variables"),
     [(2, {"SHARDING_STRATEGY": "HYBRID_SHARD"}), (4, {"DP_REPLICATE_SIZE": "2"})],
@@ -180,12 +188,14 @@ def test_version_1_replicates_too(world, variables, run_processes):
         assert mine[1] == pytest.approx(plain("gpt", 0.1)[1], rel=1e-4)
 
 
+@pytest.mark.full
 def test_what_no_layer_splits_begins_alike_when_built_on_meta(run_processes):
     environment = grid_job.environment({"dp_shard": 1, "tp": 2}, {"*": None})
     one, other = run_processes(grid_job.built_on_meta, "gpt", environment=environment)
     assert one == other
 
 
+@pytest.mark.full
 def test_first_weights_of_split_layers_are_not_drawn_blindly(run_processes):
     with pytest.raises(AssertionError, match="torch cannot draw first weights of split layers on cpu"):
         run_processes(grid_job.built_on_meta, "gpt", environment=grid_job.environment({"tp": 2}, PLAN))
@@ -207,6 +217,7 @@ def test_sizes_that_do_not_fill_the_world_spell_every_factor(run_processes):
     assert "the mesh dp_replicate 2 × dp_shard 3 × tp 2 = 12, world 4" in text
 
 
+@pytest.mark.full
 def test_a_weight_that_does_not_divide_is_named_with_its_shape(run_processes):
     text = refusal(run_processes, {"tp": 3}, {"blocks.*.up": "colwise"}, world=3)
     assert "blocks.0.up.weight of shape (16, 8) is split along dimension 0, and 16 is not a multiple" in text
@@ -218,27 +229,32 @@ def test_a_pattern_that_matches_nothing_is_named_with_near_ones(run_processes):
     assert "'blocks.0.upp' matches no module of this Gpt; did you mean blocks.0.up" in text
 
 
+@pytest.mark.full
 def test_a_model_without_a_plan_is_refused(run_processes):
     assert "Gpt has no tp_plan of its own, and no plan was given" in refusal(run_processes, {"tp": 2})
 
 
+@pytest.mark.full
 def test_an_unknown_style_names_those_there_are(run_processes):
     text = refusal(run_processes, {"tp": 2}, {"blocks.*.up": "colwide"})
     assert "'colwide' for blocks.0.up is not a known style" in text
     assert "colwise_rep" in text
 
 
+@pytest.mark.full
 def test_a_layer_that_cannot_be_split_is_named(run_processes):
     assert "blocks.0.before is a LayerNorm" in refusal(
         run_processes, {"tp": 2}, {"blocks.*.before": "colwise"}
     )
 
 
+@pytest.mark.full
 def test_tied_weights_are_split_alike_or_not_at_all(run_processes):
     text = refusal(run_processes, {"tp": 2}, {"output": "colwise_rep"})
     assert "embedding.weight and output.weight are one weight" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_step(world, run_processes):
     plan = {**SEQUENCE, "blocks.0.before": None}
@@ -247,6 +263,7 @@ def test_whole_parameters_that_ranks_would_train_apart_are_named_in_the_first_st
         assert "blocks.0.before.weight, blocks.0.before.bias differ on the ranks of tp" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "step"), [("thawed", 2), ("added", 2), ("closure", 0), ("outshone", 0)])
 def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step, run_processes):
     forgotten, whole = (
@@ -258,6 +275,7 @@ def test_they_are_named_in_the_first_step_that_has_a_gradient_of_them(kind, step
     assert run_processes(grid_job.stepped_until, kind, environment=whole) == [None, None]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world, run_processes):
     environment = grid_job.environment({"tp": 2}, {**PLAN, "norm": "replicated_with_grad_allreduce"})
@@ -266,17 +284,20 @@ def test_a_style_for_parts_is_refused_where_ranks_compute_the_same(world, run_pr
         assert "2 times too large" in text
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 4])
 def test_whole_parameters_that_ranks_train_alike_step(world, run_processes):
     environment = grid_job.environment({"tp": 2}, PLAN)
     assert run_processes(grid_job.stepped, "gpt", world=world, environment=environment) == [None] * world
 
 
+@pytest.mark.full
 def test_a_parallel_loss_needs_split_logits(run_processes):
     text = refusal(run_processes, {"tp": 2}, PLAN, ACCEL__TENSOR_PARALLEL__LOSS_PARALLEL="true")
     assert "give it the style colwise_rep" in text
 
 
+@pytest.mark.full
 def test_flat_weights_are_not_split_by_layers(run_processes):
     assert "set fsdp.fsdp_version: 2" in refusal(
         run_processes, {"tp": 2}, PLAN, ACCEL__FSDP__FSDP_VERSION="1"
@@ -289,6 +310,7 @@ def test_a_strategy_that_does_not_know_dtensors_is_refused(run_processes):
     assert "needs dtensors, which the stack" in text
 
 
+@pytest.mark.full
 def test_torchs_tracker_of_random_operators_is_made_without_its_broadcast(monkeypatch):
     made = []
     monkeypatch.setattr(tensor_parallel.tracking, "_rng_tracker", None)

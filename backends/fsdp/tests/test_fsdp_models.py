@@ -44,6 +44,7 @@ def test_models_in_float64_are_clipped_in_float64(version: int, run_processes) -
         torch.testing.assert_close(found[1], weights, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("norm_type", [0.0, -1.0, -math.inf])
 def test_a_norm_that_parts_of_gradients_do_not_add_up_to_is_refused(norm_type: float) -> None:
     layout = Layout.of([nn.Parameter(torch.ones(3))])
@@ -116,6 +117,7 @@ def parted_heads() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.needs("transformers")
 def test_heads_are_not_split(run_processes) -> None:
     for said in run_processes(parted_heads):
@@ -140,6 +142,7 @@ def evaluated() -> tuple[float, float]:
     return loss.item(), alone.item()
 
 
+@pytest.mark.full
 def test_logits_that_are_split_for_training_are_whole_in_evaluation(run_processes) -> None:
     for loss, alone in run_processes(evaluated):
         assert loss == pytest.approx(alone, rel=1e-6)

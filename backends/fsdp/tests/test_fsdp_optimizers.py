@@ -52,6 +52,7 @@ def each(version: int, names: list[str]) -> dict[str, dict[str, Tensor]]:
     return {name: trained(version, name) for name in names}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_optimizers_of_single_elements_step_as_in_one_process(version: int, run_processes) -> None:
     names = [*ELEMENTWISE, *(["Rprop"] if version == 1 else [])]
@@ -129,6 +130,7 @@ def refused_as_scaled(version: int) -> str | None:
     return None
 
 
+@pytest.mark.full
 def test_an_optimizer_of_any_name_that_needs_whole_weights_is_found(run_processes) -> None:
     for said in run_processes(refused_as_scaled, 1):
         assert said is not None
@@ -136,10 +138,12 @@ def test_an_optimizer_of_any_name_that_needs_whole_weights_is_found(run_processe
     assert run_processes(refused_as_scaled, 2) == [None, None]
 
 
+@pytest.mark.full
 def test_an_optimizer_may_say_that_it_treats_each_element_by_itself(run_processes) -> None:
     assert run_processes(refused, 1, "SOAP", True, {}) == [None, None]
 
 
+@pytest.mark.full
 def test_whole_weights_suit_every_optimizer(run_processes) -> None:
     assert run_processes(refused, 1, "Muon", False, {"sharding_strategy": "NO_SHARD"}) == [None, None]
     assert refused(1, "Muon", False, {}) is None
@@ -160,6 +164,7 @@ def kept_of_all(version: int) -> Any:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_state_of_no_parameter_from_before_prepare_stays(version: int, run_processes) -> None:
     assert run_processes(kept_of_all, version) == [{"steps": 7}] * 2

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from accel_fsdp import FullyShardedDataParallelPlugin
 
+pytestmark = pytest.mark.full
+
 
 class Tally(nn.Linear):
     """Counts its forwards under a key of its own beside its parameters."""

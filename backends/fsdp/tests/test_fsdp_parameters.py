@@ -81,6 +81,7 @@ def hooked_before(version: int, kind: str) -> str | None:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("version", "kind"),
     [(1, "register_hook"), (2, "register_hook"), (1, "register_post_accumulate_grad_hook")],
@@ -100,6 +101,7 @@ def hooked_after(version: int, kind: str) -> str | None:
     return said
 
 
+@pytest.mark.full
 def test_so_are_those_that_come_later(run_processes) -> None:
     for version, kind in (
         (1, "register_hook"),
@@ -135,6 +137,7 @@ def stepped_in_backward() -> float:
     return gap
 
 
+@pytest.mark.full
 def test_hooks_after_accumulation_see_reduced_gradients_of_version_2(run_processes) -> None:
     assert max(run_processes(stepped_in_backward)) < 1e-6
 
@@ -150,6 +153,7 @@ def prepared_again(version: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_model_that_was_sharded_before_is_refused(version: int, run_processes) -> None:
     for said in run_processes(prepared_again, version):
@@ -171,6 +175,7 @@ def penalised() -> tuple[str | None, float]:
     return said, found
 
 
+@pytest.mark.full
 def test_gradients_of_gradients_are_refused_and_two_backwards_add_up(run_processes) -> None:
     alone = net("mlp")
     (alone(batch()[0]).sum() * 2).backward()
@@ -220,6 +225,7 @@ def same_bytes(one: Tensor, other: Tensor) -> bool:
     return one.dtype == other.dtype and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_buffers_of_dtypes_that_a_group_does_not_carry_are_those_of_rank_0(
     version: int, tmp_path: Path, run_processes
@@ -251,6 +257,7 @@ def with_stand_ins(version: int, kind: str) -> tuple[str | None, float]:
     return said, moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", ["first", "later", "parameters"])
 def test_a_functional_call_of_sharded_weights_is_refused_and_changes_none(
@@ -279,6 +286,7 @@ def replaced(kind: str) -> str | None:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("kind", "other"), [("no bias", "nothing"), ("data", "another tensor")])
 def test_a_sharded_parameter_that_is_taken_away_or_given_other_data_is_refused(
     kind: str, other: str, run_processes
@@ -311,6 +319,7 @@ def given_data(folder: str, split: bool) -> list[str | None]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [False, True])
 def test_a_sharded_parameter_that_was_given_other_data_is_not_saved_as_it_was(
     split: bool, tmp_path: Path, run_processes
@@ -380,6 +389,7 @@ def converted(version: int, kind: str) -> list[str | None]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("kind", [kind for kind in CONVERSIONS if kind != "to another dtype"])
 def test_a_conversion_that_changes_nothing_passes(version: int, kind: str, run_processes) -> None:
@@ -387,6 +397,7 @@ def test_a_conversion_that_changes_nothing_passes(version: int, kind: str, run_p
         assert found == [None, None, None]
 
 
+@pytest.mark.full
 def test_a_conversion_of_sharded_weights_is_refused_and_changes_none(run_processes) -> None:
     for found in run_processes(converted, 2, "to another dtype"):
         assert all("are sharded, and cannot be converted" in str(said) for said in found)
@@ -402,6 +413,7 @@ def converted_when_released() -> set[torch.dtype]:
     return found
 
 
+@pytest.mark.full
 def test_a_model_that_was_released_may_be_converted(run_processes) -> None:
     assert run_processes(converted_when_released) == [{torch.float64}] * 2
 
@@ -419,6 +431,7 @@ def converted_before_backward() -> list[str | None]:
     return found
 
 
+@pytest.mark.full
 def test_a_conversion_of_a_part_between_forward_and_backward_is_not_lost(run_processes) -> None:
     for *refused, passed in run_processes(converted_before_backward):
         assert all("are sharded, and cannot be converted" in str(said) for said in refused)
@@ -448,6 +461,7 @@ def followed(own_group: bool) -> bool:
     return model[0].scale is not before
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own_group", [True, False])
 def test_a_module_with_a_conversion_of_its_own_is_asked_for_it(own_group: bool, run_processes) -> None:
     assert all(run_processes(followed, own_group))
@@ -466,6 +480,7 @@ def assigned(version: int) -> list[tuple[str | None, bool]]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_tensors_that_would_take_the_place_of_sharded_weights_are_refused(
     version: int, run_processes
@@ -490,6 +505,7 @@ def of_numbers_that_cannot_be_sharded(version: int) -> list[str | None]:
     return [said_by(partial(run.prepare, model)) for model in models]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_complex_weights_and_sparse_gradients_are_refused_by_name(version: int, run_processes) -> None:
     for numbers, nested, alone in run_processes(of_numbers_that_cannot_be_sharded, version):

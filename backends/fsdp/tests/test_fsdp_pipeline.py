@@ -77,12 +77,14 @@ def test_tied_weights_stay_one_weight(native_tied, run_processes):
         assert_same(found, native_tied)
 
 
+@pytest.mark.full
 def test_what_stages_have_summed_is_counted_once_where_another_window_adds_to_it(run_processes):
     (expected,) = run_processes(problem.trained_by_two_windows, {}, world=1)
     for norms in run_processes(problem.trained_by_two_windows, {"pp_size": 2}, world=2, timeout=100):
         assert norms == pytest.approx(expected, rel=1e-3)
 
 
+@pytest.mark.full
 def test_they_begin_as_those_of_the_first_stage_and_are_saved_once(tmp_path, run_processes):
     ((loss, weights),) = run_processes(problem.begun_apart, {}, str(tmp_path / "one"), world=1)
     for found, theirs in run_processes(problem.begun_apart, {"pp_size": 2}, str(tmp_path / "two"), world=2):
@@ -119,6 +121,7 @@ def test_so_they_do_however_stages_are_laid_out(native_tied, options, run_proces
         assert_same(found, native_tied)
 
 
+@pytest.mark.full
 def test_activations_of_blocks_may_be_computed_again_in_whichever_stage_they_are(native, run_processes):
     options = {"activation_checkpointing": True, "transformer_cls_names_to_wrap": ["Block"]}
     first, last = run_processes(
@@ -134,6 +137,7 @@ def test_stages_of_two_ranks_are_sharded_over_two_more(native, run_processes):
         assert_same(found, native)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", pytest.param("Interleaved1F1B", marks=pytest.mark.full)])
 def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule, "split": SPLIT}
@@ -144,6 +148,7 @@ def test_layers_of_stages_are_split_over_two_ranks_each(native, schedule, run_pr
     assert found[0]["held"] + found[2]["held"] == WHOLE  # of DTensors the whole is counted
 
 
+@pytest.mark.full
 def test_a_model_may_be_built_on_the_meta_device(run_processes):
     (losses, one, weights), (others, other, same) = run_processes(problem.built_on_meta, PIPE, world=2)
     assert losses == others
@@ -154,6 +159,7 @@ def test_a_model_may_be_built_on_the_meta_device(run_processes):
         assert weight.isfinite().all(), name
 
 
+@pytest.mark.full
 def test_the_first_step_draws_and_counts_no_more_than_others(run_processes):
     ((counts, _),) = run_processes(problem.normed, {}, world=1)
     for mine, (first, second) in run_processes(problem.normed, {"pp_size": 2}, world=2):
@@ -162,6 +168,7 @@ def test_the_first_step_draws_and_counts_no_more_than_others(run_processes):
         assert mine, "the stage has no buffers"
 
 
+@pytest.mark.full
 def test_a_loss_in_16_bits_reaches_all_ranks(native, run_processes):
     first, last = run_processes(problem.halved, world=2)
     assert first == last == pytest.approx(native["losses"][0], rel=2e-2)
@@ -174,6 +181,7 @@ def test_a_window_may_be_shorter_than_the_pipeline(schedule, run_processes):
     assert losses == [pytest.approx(problem.loss_of(model, batch)[0].item())] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", "LoopedBFS"])
 def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sharded(schedule, run_processes):
     (native,) = run_processes(problem.shrunk, {}, world=1)
@@ -182,6 +190,7 @@ def test_a_window_of_one_micro_batch_may_follow_longer_ones_where_stages_are_sha
         torch.testing.assert_close(weights, native)
 
 
+@pytest.mark.full
 def test_a_number_of_micro_batches_that_the_schedule_cannot_have_is_named(run_processes):
     for said in run_processes(problem.short, "Interleaved1F1B", 5, world=2):
         assert "ScheduleInterleaved1F1B cannot run 5 micro-batches" in said
@@ -235,6 +244,7 @@ def test_a_model_that_cannot_be_cut_is_refused(kind, options, words, run_process
         assert words in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
@@ -247,11 +257,13 @@ def test_a_parameter_that_cannot_be_sharded_is_refused_by_the_ranks_of_all_stage
         assert words in said
 
 
+@pytest.mark.full
 def test_a_module_that_is_registered_out_of_turn_is_named(run_processes):
     said = run_processes(problem.unprepared, Muddled, {"pp_size": 2}, world=2)
     assert "norm is of stage 0" in said[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "schedule"),
     [
@@ -266,6 +278,7 @@ def test_what_skips_a_stage_is_refused(kind, schedule, run_processes):
     assert any("beside the one tensor that stages send" in each for each in said)
 
 
+@pytest.mark.full
 def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it(run_processes):
     _, said = run_processes(problem.unprepared, problem.Several, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: stage 1 cannot pass over the modules before it in Several")
@@ -273,29 +286,34 @@ def test_a_layer_that_gives_several_values_is_refused_by_the_stage_after_it(run_
     assert "fsdp.pp_split_points" in said.splitlines()[-1]
 
 
+@pytest.mark.full
 def test_activations_that_go_by_keyword_are_refused_by_the_stage_before(run_processes):
     said, _ = run_processes(problem.unprepared, problem.ByKeyword, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called without a positional")
 
 
+@pytest.mark.full
 def test_activations_that_are_pairs_are_refused_by_the_stage_before(run_processes):
     """The next stage got the first of them, and could take its rows for the pair."""
     said, _ = run_processes(problem.unprepared, problem.Paired, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: blocks.2, where stage 1 begins, is called with a tuple first")
 
 
+@pytest.mark.full
 def test_activations_of_any_memory_order_are_sent(run_processes):
     (plain,) = run_processes(problem.trained, problem.Transposed, {}, 3, world=1)
     found, _ = run_processes(problem.trained, problem.Transposed, {"pp_size": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_hook_of_the_model_is_given_outputs_and_not_what_stages_send(run_processes):
     (plain,) = run_processes(problem.trained, problem.Scaled, {}, 3, world=1)
     found, _ = run_processes(problem.trained, problem.Scaled, {"pp_size": 2}, 3, world=2)
     assert found["losses"] == pytest.approx(plain["losses"], abs=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_model_too(
     schedule, run_processes
@@ -305,17 +323,20 @@ def test_hooks_put_after_prepare_and_those_of_gradients_are_for_outputs_of_the_m
         assert losses == pytest.approx(plain, abs=1e-5)
 
 
+@pytest.mark.full
 def test_a_backward_hook_of_a_module_in_several_stages_is_refused(run_processes):
     options = {"pp_size": 2, "pp_split_points": ["1.2"]}
     for said in run_processes(problem.unprepared, problem.Listed, options, world=2):
         assert said.startswith("pipeline: a backward hook of 1 is never called, as no stage has its inputs")
 
 
+@pytest.mark.full
 def test_a_backward_hook_of_the_model_is_refused_where_its_input_requires_a_gradient(run_processes):
     said, _ = run_processes(problem.hooked_with_an_input_that_requires_a_gradient, {"pp_size": 2}, world=2)
     assert said.startswith("pipeline: a backward hook of Sequential, whose input requires a gradient, is")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(schedule, run_processes):
     ((plain, _),) = run_processes(problem.noised, {}, world=1)
@@ -325,6 +346,7 @@ def test_all_stages_of_a_micro_batch_draw_the_same_numbers_before_the_model(sche
     assert first[1] == last[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("every", [1, 2])
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
 def test_draws_after_the_model_leave_those_before_it_alike(schedule, every, run_processes):
@@ -333,6 +355,7 @@ def test_draws_after_the_model_leave_those_before_it_alike(schedule, every, run_
     assert first[1] == last[1]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [problem.InPlace, problem.Recomputed])
 def test_what_is_computed_before_a_stage_begins_changes_nothing_in_it(kind, run_processes):
     (plain,) = run_processes(problem.trained, kind, {}, 3, world=1)
@@ -350,16 +373,19 @@ def test_what_a_pipeline_cannot_do_says_what_to_do_instead(run_processes):
         assert "give each model an optimizer of its own" in said["two"]
 
 
+@pytest.mark.full
 def test_after_an_exception_in_a_window_the_next_is_refused(run_processes):
     for said in run_processes(problem.interrupted, world=2):
         assert said.startswith("pipeline: an exception has left a window in its midst")
 
 
+@pytest.mark.full
 def test_version_1_has_no_stages():
     with pytest.raises(ValueError, match="pp_size is for fsdp_version 2"):
         FullyShardedDataParallelPlugin(fsdp_version=1, pp_size=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("options", "whole"),
     [
@@ -383,6 +409,7 @@ def test_a_stage_that_no_rank_shares_stays_whole(options, whole, run_processes):
         assert f"Gpt was {said} by an earlier prepare" in found[3]
 
 
+@pytest.mark.full
 def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in(run_processes):
     found = run_processes(problem.sent, world=4, timeout=100)
     assert found == ["None", "None", "torch.bfloat16", "torch.bfloat16"]
@@ -391,6 +418,7 @@ def test_sharded_stages_send_activations_in_the_dtype_that_they_compute_in(run_p
 # -- traffic ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
 def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule, "transformer_cls_names_to_wrap": ["Block"]}
@@ -398,6 +426,7 @@ def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule, ru
         assert few == many == 3  # two blocks, and the model around them
 
 
+@pytest.mark.full
 def test_blocks_of_stages_are_compiled_alone_and_share_their_code(run_processes):
     few = run_processes(problem.compiled, 4, world=2, timeout=110)
     many = run_processes(problem.compiled, 8, world=2, timeout=110)

@@ -125,6 +125,7 @@ def world_of(stack: str) -> int:
     return 1 if stack == "single" else 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "second"), [("fsdp1", "single"), ("single", "fsdp1"), ("fsdp1", "fsdp1")])
 def test_parameters_in_any_memory_order_are_saved_as_what_they_are(
     tmp_path: Path, first: str, second: str, run_processes
@@ -150,6 +151,7 @@ def prepare_whole(lying: bool) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(
     world: int, run_processes
@@ -175,6 +177,7 @@ def test_a_resumed_run_is_saved_and_resumed_again(
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_parameter_without_elements_is_saved_and_resumed(
     tmp_path: Path, version: int, run_processes
@@ -210,6 +213,7 @@ def refused(version: int, kind: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("version", "kind", "name", "advice"),
     [

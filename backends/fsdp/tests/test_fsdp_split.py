@@ -51,12 +51,14 @@ def test_split_layers_train_to_the_weights_of_one_process(found, name):
             torch.testing.assert_close(mine[name][2][key], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_an_optimizer_has_its_groups_again_after_a_step(found, name):
     (count,) = [len(group["params"]) for group in split_job.made(CASES[name])[1].param_groups]
     assert all(mine[name][3] == [count] for mine in found)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["plain", "closure"])
 def test_hooks_and_closures_of_a_step_see_the_groups_whole(kind, run_processes):
     seen, weights = split_job.grouped(None, kind)
@@ -66,11 +68,13 @@ def test_hooks_and_closures_of_a_step_see_the_groups_whole(kind, run_processes):
             torch.testing.assert_close(found[key], value, rtol=0, atol=1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_layers_that_only_tensor_parallelism_splits_are_not_sharded(found, name):
     assert [mine[name][4] for mine in found] == [0, 0]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("environment", "hooked"),
     [
@@ -86,6 +90,7 @@ def test_what_needs_hooks_of_torch_is_sharded_over_one_rank(environment, hooked,
     assert [(modules > 0, plain) for modules, plain in found] == [(True, 0)] * 2
 
 
+@pytest.mark.full
 def test_a_sequences_gradients_are_summed_once_per_window(run_processes):
     for of_one, of_three in run_processes(split_job.sent, SEQUENCE, world=2):
         assert of_one == of_three
@@ -93,12 +98,14 @@ def test_a_sequences_gradients_are_summed_once_per_window(run_processes):
         assert of_one[0] == norms
 
 
+@pytest.mark.full
 def test_gradients_are_laid_out_as_their_parameters_once_they_are_unscaled(run_processes):
     for before, after in run_processes(split_job.complete, SEQUENCE, world=2):
         assert before > 0
         assert after == 0
 
 
+@pytest.mark.full
 def test_a_write_to_whole_weights_counts_if_it_is_written_back(run_processes):
     for found in run_processes(split_job.whole_weights, SEQUENCE | {"norm": None}, world=2):
         assert found["state dict"] == {1.0}
@@ -106,12 +113,14 @@ def test_a_write_to_whole_weights_counts_if_it_is_written_back(run_processes):
         assert found["writeback True"] == {True}
 
 
+@pytest.mark.full
 def test_a_second_prepare_and_an_optimizer_of_old_parameters_are_refused(run_processes):
     for stepped, prepared in run_processes(split_job.refused, PLAN, world=2):
         assert "prepare the optimizer too" in stepped
         assert "was sharded by an earlier prepare" in prepared
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", ["whole", "part", "object"])
 def test_gradients_of_gradients_are_refused(kind, run_processes):
     for said in run_processes(split_job.second_order, PLAN, kind, world=2):

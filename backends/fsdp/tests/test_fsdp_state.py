@@ -112,6 +112,7 @@ def said_of_stand_ins(version: int, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_whole_weights_of_what_stands_for_a_sharded_model_are_refused(
     version: int, tmp_path: Path, run_processes
@@ -153,6 +154,7 @@ def said_after_freeing(version: int, trains: bool, folder: str) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
@@ -188,6 +190,7 @@ def averaged() -> float:
     return gap
 
 
+@pytest.mark.full
 def test_an_average_of_the_parts_is_the_part_of_the_average(run_processes) -> None:
     assert max(run_processes(averaged)) < 1e-5
 
@@ -253,6 +256,7 @@ def frozen_within(version: int, frozen: str) -> float:
     return gap
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("frozen", ["", "1"])
 @pytest.mark.parametrize("version", VERSIONS)
 def test_what_is_frozen_for_a_pass_within_a_window_keeps_its_gradients(
@@ -307,6 +311,7 @@ def test_state_dict_gives_what_its_type_says_and_takes_it_back(run_processes) ->
     assert run_processes(dictionaries, "full_state_dict", 2) == [("Tensor", True)] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("kind", "given"), [("FULL_STATE_DICT", "Tensor"), ("SHARDED_STATE_DICT", "DTensor")]
 )
@@ -325,6 +330,7 @@ def on_one_rank() -> list[str]:
     return found
 
 
+@pytest.mark.full
 def test_configs_of_torch_say_where_version_1_gives_whole_weights(run_processes) -> None:
     first, second = run_processes(on_one_rank)
     assert first == list(net("mlp").state_dict())

@@ -56,6 +56,7 @@ def replicated_by_slices() -> tuple[int, tuple[str, ...] | None]:
     return mesh.ndim, mesh.mesh_dim_names
 
 
+@pytest.mark.full
 def test_replicas_are_made_without_what_torch_2_9_lacks(run_processes) -> None:
     assert run_processes(replicated_by_slices, world=4) == [(2, ("dp_replicate", "dp_shard"))] * 4
 
@@ -75,6 +76,7 @@ def groups_left() -> list[int]:
     return found
 
 
+@pytest.mark.full
 def test_a_run_leaves_no_groups_in_a_process_group_of_the_users(run_processes) -> None:
     for found in run_processes(groups_left, world=4):
         assert found[0] == found[1] == found[2]
@@ -114,6 +116,7 @@ def after_others() -> list[list[float]]:
     return found
 
 
+@pytest.mark.full
 def test_runs_of_one_mesh_train_alike_beside_and_after_each_other(run_processes) -> None:
     for found in run_processes(after_others, world=4):
         assert all(losses == found[0] for losses in found)
@@ -149,6 +152,7 @@ def reads_of_a_layer() -> int:
     return len(reads)
 
 
+@pytest.mark.full
 def test_experts_wait_for_the_device_once() -> None:
     assert reads_of_a_layer() == 1
 
@@ -167,6 +171,7 @@ def clipped_without_the_other() -> str:
     return "nothing"
 
 
+@pytest.mark.full
 def test_a_rank_that_clipping_has_lost_is_named(run_processes) -> None:
     said, _ = run_processes(clipped_without_the_other, world=2)
     assert said.startswith("clip_grad_norm_: rank 0 lost rank 1 (")
@@ -215,11 +220,13 @@ def evaluated_without_the_other_part() -> str:
     return "nothing"
 
 
+@pytest.mark.full
 def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone(run_processes) -> None:
     said, _ = run_processes(evaluated_without_the_other_part, world=2)
     assert said.startswith("forward: rank 0 lost rank 1 (")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("wraps", [None, ["Linear"]])
 @pytest.mark.parametrize("version", [1, 2])

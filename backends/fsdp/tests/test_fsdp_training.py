@@ -105,6 +105,7 @@ def first_losses(version: int, syncs: bool, alike: bool) -> float:
     return loss
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_weights_that_are_equal_already_need_not_be_sent(version: int, run_processes) -> None:
     expected = train_plainly("mlp", 1)[0][0]
@@ -219,6 +220,7 @@ def test_outputs_are_float32_whatever_the_run_computes_in(version: int, run_proc
         assert run_processes(outputs, version, precision) == [torch.float32] * 2
 
 
+@pytest.mark.full
 def test_a_policy_object_of_torch_is_taken_as_it_is(run_processes) -> None:
     for version, make in ((1, MixedPrecision), (2, MixedPrecisionPolicy)):
         (found,) = run_processes(policies, version, make(param_dtype=torch.bfloat16), None, world=1)
@@ -268,11 +270,13 @@ def overflow_in_one_replica(version: int) -> list[bool]:
     return skipped
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int, run_processes) -> None:
     assert run_processes(overflow_in_one_replica, version, world=4) == [[False, True]] * 4
 
 
+@pytest.mark.full
 def test_the_scale_of_offloaded_gradients_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     copied = []
 
@@ -305,6 +309,7 @@ def ended_by_hand(version: int) -> Any:
     return run.get_state_dict(model)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_window_that_is_ended_before_its_size_reduces_its_gradients(version: int, run_processes) -> None:
     plain = net("mlp")
@@ -356,6 +361,7 @@ def editing_sums_over_items() -> str:
     return str(refusal.value)
 
 
+@pytest.mark.full
 def test_sharded_gradients_that_are_edited_before_they_are_divided_by_items_are_refused(
     run_processes,
 ) -> None:
@@ -378,11 +384,13 @@ def evaluating_before_a_step_by_items(version: int) -> float:
     return distance(run.get_state_dict(model), dict(plain.state_dict()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_an_evaluation_before_the_step_is_no_edit_of_sums_over_items(version: int, run_processes) -> None:
     assert max(run_processes(evaluating_before_a_step_by_items, version)) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
 def test_one_process_has_nothing_to_reduce_in_no_sync(version: int, run_processes) -> None:
     (distance_to_plain,) = run_processes(stepping_on_what_no_sync_kept, version, {}, world=1)
@@ -416,6 +424,7 @@ def left_out_at_the_end_of_a_window() -> str:
     return "stepped"
 
 
+@pytest.mark.full
 def test_a_step_by_gradients_of_a_block_that_the_last_micro_batch_left_out_is_refused(run_processes) -> None:
     """They are of one rank: each would train a block of its own."""
     for said in run_processes(left_out_at_the_end_of_a_window):
@@ -445,6 +454,7 @@ def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("way", ["optimizer", "model", "parts", "load_state"])
 def test_gradients_that_were_dropped_before_they_were_reduced_join_no_step(
@@ -501,6 +511,7 @@ def all_dropped_in_part(cases: list[tuple[dict[str, Any], str]]) -> list[dict[st
     return [dropped_in_part(*case) for case in cases]
 
 
+@pytest.mark.full
 def test_one_of_two_optimizers_may_drop_its_gradients_within_a_window(run_processes) -> None:
     """Version 1 zeroed elements of other parameters, and kept those that were dropped."""
     options: list[dict[str, Any]] = [
@@ -536,6 +547,7 @@ def edits_told(version: int, edits: bool) -> list[str]:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("edits", [False, True])
 def test_fp16_tells_of_edits_of_scaled_gradients_alone(version: int, edits: bool, run_processes) -> None:
@@ -560,6 +572,7 @@ def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dic
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_a_forward_without_backward_changes_nothing(version: int, precision: str, run_processes) -> None:
@@ -585,6 +598,7 @@ def second_backward(precision: str, retains: bool, options: dict[str, Any]) -> s
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 @pytest.mark.parametrize("retains", [False, True])
 @pytest.mark.parametrize("options", [{}, {"sharding_strategy": "NO_SHARD"}])
@@ -611,6 +625,7 @@ def weights_with_names() -> tuple[int, set[str]]:
     return named
 
 
+@pytest.mark.full
 def test_frozen_weights_keep_their_names_after_a_forward_without_backward(run_processes) -> None:
     """Where version 1 cuts nothing, a save would have left them out."""
     names = net("mlp").state_dict().keys()
@@ -634,6 +649,7 @@ def after_gradients_of_inputs(options: dict[str, Any], first: bool) -> dict[str,
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cut", ["FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD"])
 def test_a_backward_for_inputs_alone_changes_nothing(cut: str, run_processes) -> None:
     """Where version 1 cuts nothing, no step would have trained a weight after it, and saves had no names."""

@@ -96,6 +96,7 @@ def of_heads_on_an_older_torch(case: str) -> tuple[dict[str, Tensor], str]:
     return of_heads(CASES[case], "SGD", True, {}), refused([[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {})
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     hasattr(FSDPParam, "unsharded_accumulated_grad"),
     reason="this torch holds gradients otherwise than an older one",
@@ -108,6 +109,7 @@ def test_zeros_take_part_on_a_torch_without_zeros_of_its_own(case: str, run_proc
         assert "heads.1.weight, heads.1.bias got no gradient" in said
 
 
+@pytest.mark.full
 def test_ranks_may_compare_in_each_step(run_processes) -> None:
     used = [[[0, 1, 2], [0, 1, 2]], [[0], [1]]]
     expected = of_heads(used, "SGD", False, {})
@@ -128,6 +130,7 @@ def mixed(sharded: bool) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.full
 def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some(run_processes) -> None:
     for found in run_processes(mixed, True):
         torch.testing.assert_close(found, mixed(False))
@@ -153,6 +156,7 @@ def accumulated(precision: str) -> tuple[list[str], float]:
     return names, total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_what_an_earlier_micro_batch_used_counts(precision: str, run_processes) -> None:
     net, x = Heads(), data(0)[0]
@@ -174,12 +178,14 @@ def refused(used: Used, options: dict[str, Any]) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_parameter_that_is_left_out_later_is_named(run_processes) -> None:
     for said in run_processes(refused, [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {}):
         assert "heads.1.weight, heads.1.bias got no gradient" in said
         assert said.splitlines()[-1] == "set fsdp.find_unused_parameters: true"
 
 
+@pytest.mark.full
 def test_blocks_that_only_some_ranks_run_are_named(run_processes) -> None:
     blocks = {"transformer_cls_names_to_wrap": ["Linear"]}
     for said in run_processes(refused, [[[0], [1]]], blocks):
@@ -241,6 +247,7 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[d
     return found, compares
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "used",
     [[[[0], [0]], [[1], [1]]], [[[0], [2, 0]], [[1], [0]]], None],
@@ -276,6 +283,7 @@ def two_forwards_in_one_backward(before: int) -> float:
     return distance(dict(state), dict(alone.state_dict()))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("before", [0, 1])
 def test_two_forwards_in_one_backward_train_as_one_process_does(before: int, run_processes) -> None:
     for apart in run_processes(two_forwards_in_one_backward, before):

@@ -11,6 +11,8 @@ from megatron_jobs import MODELS, accelerator, batches, optimizer_of
 
 from accel_core import CheckpointError
 
+pytestmark = pytest.mark.full
+
 
 def step(ours: Any, model: Any, optimizer: Any, number: int) -> float:
     batch = {"input_ids": batches(4)[number]["input_ids"], "labels": batches(4)[number]["input_ids"]}

@@ -13,6 +13,8 @@ from torch import nn
 
 from accel_core import AccelError
 
+pytestmark = pytest.mark.full
+
 
 class FusedAdam(torch.optim.Optimizer):
     """A stand-in: AdamW's arithmetic, with the step in the group, once there is one."""

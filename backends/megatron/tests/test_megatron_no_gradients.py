@@ -11,7 +11,7 @@ from torch import nn
 
 from accel_core import AccelError
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(300)]
 
 
 def weights_of(ours: Any, model: Any) -> torch.Tensor:

@@ -12,6 +12,8 @@ from megatron_jobs import accelerator
 from torch import nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+pytestmark = pytest.mark.full
+
 
 def clip_to_two_norms(loop: Any) -> None:
     loop.clip_norm(0.05)

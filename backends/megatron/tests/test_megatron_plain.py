@@ -76,6 +76,7 @@ def test_zero_grad_of_the_model_clears_gradients(clear: str, run_processes) -> N
         assert found == pytest.approx(wanted, abs=1e-6)
 
 
+@pytest.mark.full
 def test_gradients_of_a_step_that_are_not_cleared_are_refused(run_processes) -> None:
     """megatron-core would reduce what is reduced already, and add it to itself."""
     for said in run_processes(cleared_by, "megatron", "nothing"):
@@ -110,6 +111,7 @@ def buffered(precision: str) -> dict[str, Any]:
     return {name: (str(each.dtype), each.tolist()) for name, each in whole(ours, model).items()}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("precision", ["no", "bf16"])
 def test_buffers_are_rank_zeros_in_their_own_dtype(precision: str, run_processes) -> None:
     dtype = {"no": "torch.float32", "bf16": "torch.bfloat16"}[precision]  # forward's copy of the weights
@@ -195,6 +197,7 @@ def changed(begins: bool) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_parameter_that_is_unfrozen_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would leave it as it is, without a word."""
     (found,) = run_processes(changed, False, world=1)
@@ -203,6 +206,7 @@ def test_a_parameter_that_is_unfrozen_after_prepare_is_refused(run_processes) ->
     assert "(0.weight)" in found[0]
 
 
+@pytest.mark.full
 def test_a_parameter_that_is_frozen_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would go on by its moments and decay."""
     (found,) = run_processes(changed, True, world=1)
@@ -226,6 +230,7 @@ def added() -> str:
     return "nothing"
 
 
+@pytest.mark.full
 def test_a_group_that_is_added_after_prepare_is_refused(run_processes) -> None:
     """megatron-core would leave its weights as they are, without a word."""
     (found,) = run_processes(added, world=1)
@@ -262,6 +267,7 @@ def of_some_trained() -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_a_part_of_what_is_trained_is_not_clipped_alone(run_processes) -> None:
     """megatron-core would clip all of it, without a word."""
     for said in run_processes(of_some_trained):
@@ -279,6 +285,7 @@ def of_all_but_positions() -> str:
         return str(error)
 
 
+@pytest.mark.full
 def test_gradients_that_no_optimizer_steps_are_not_clipped_with_others(run_processes) -> None:
     """megatron-core's norm would be without them, without a word."""
     for of_both, of_one in run_processes(of_a_part):
@@ -309,6 +316,7 @@ def interrupted(*_: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.full
 def test_layers_that_no_optimizer_has_are_frozen_no_longer_than_they_are_prepared(run_processes) -> None:
     for moved, trains in run_processes(trained_in_turn):
         assert moved
@@ -369,11 +377,13 @@ def replaced() -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 def test_a_weight_in_16_bits_whose_memory_was_replaced_is_refused(run_processes) -> None:
     (said,) = run_processes(replaced, world=1)
     assert "a weight of shape [4, 4] was replaced" in said
 
 
+@pytest.mark.full
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("distributed", [False, True])
 def test_the_next_step_and_the_next_save_start_from_edited_weights_in_16_bits(
@@ -464,6 +474,7 @@ CHANGES: dict[str, Callable[[Any, Any], object]] = {
 SHARDED: dict[str, Any] = {"use_distributed_optimizer": True}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("change", "options", "said"),
     [
@@ -515,6 +526,7 @@ def written(writes: bool) -> str | None:
     return None
 
 
+@pytest.mark.full
 def test_a_write_into_a_converted_model_is_refused_by_the_step(run_processes) -> None:
     """It went into placeholders, silently."""
     assert run_processes(written, False, world=1) == [None]

@@ -80,6 +80,7 @@ def evaluated_in_rows(count: int) -> tuple[float, float]:
     return float((logits - wanted.logits)[counts].abs().max()), float((loss - wanted.loss).abs())
 
 
+@pytest.mark.full
 def test_interleaved_stages_evaluate_a_batch_that_is_cut_into_fewer_parts_than_stages(run_processes) -> None:
     for distances in run_processes(evaluated_in_rows, 3):
         assert max(distances) < 1e-5
@@ -197,6 +198,7 @@ def refused_in_parts() -> None:
         accelerator(tp_degree=2).prepare(torch.nn.Linear(2, 2, dtype=torch.complex64))
 
 
+@pytest.mark.full
 def test_a_model_without_a_twin_is_split_over_no_ranks(run_processes) -> None:
     run_processes(refused_in_parts)
 
@@ -208,6 +210,7 @@ def scaled_otherwise() -> None:
         accelerator(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_factor=3.0)])
 
 
+@pytest.mark.full
 def test_a_loss_scale_that_megatron_core_has_not_is_refused(run_processes) -> None:
     run_processes(scaled_otherwise, world=1)
 
@@ -323,6 +326,7 @@ def in_windows(overlap: bool, options: dict[str, Any]) -> tuple[dict[str, torch.
     return weights, "nothing"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("world", "options"), [(2, {}), (4, {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1})]
 )
@@ -366,6 +370,7 @@ def unread(items: bool) -> tuple[int, list[float]]:
     return reads, norms
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("items", [False, True])
 def test_backward_of_the_models_own_loss_waits_for_nothing(items: bool, run_processes) -> None:
     ((reads, norms),) = run_processes(unread, items, world=1)
@@ -384,6 +389,7 @@ def read() -> list[list[float]]:
     return [batch.flatten().tolist() for batch in loader]
 
 
+@pytest.mark.full
 def test_ranks_of_one_model_train_on_what_the_first_has_read(run_processes) -> None:
     one, other = run_processes(read)
     assert one == other
@@ -479,6 +485,7 @@ def on_their_way(folder: str, overlap: bool) -> list[float]:
     return [*found, evaluated()]
 
 
+@pytest.mark.full
 def test_weights_that_are_gathered_beside_forward_are_waited_for(tmp_path: Path, run_processes) -> None:
     (wanted, _), (found, other) = (
         run_processes(on_their_way, str(tmp_path / str(overlap)), overlap) for overlap in (False, True)
@@ -503,6 +510,7 @@ def unstepped(own_loop: bool, optimizer: bool) -> str:
     return ""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("own_loop", [True, False])
 def test_gradients_that_an_optimizer_which_is_not_prepared_cannot_see_are_an_error(
     own_loop: bool, run_processes
@@ -524,5 +532,6 @@ def stepped_by_its_own() -> bool:
     return torch.equal(ours.unwrap_model(model).weight, before - 0.5)
 
 
+@pytest.mark.full
 def test_any_other_model_in_one_process_has_gradients_for_any_optimizer(run_processes) -> None:
     assert run_processes(stepped_by_its_own, world=1) == [True]

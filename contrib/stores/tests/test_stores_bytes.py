@@ -63,6 +63,7 @@ def loaded_deep(url: str) -> float:
     return total
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_files_that_each_rank_needs_come_once(s3: S3Server, world: int, run_processes) -> None:
     """Each rank once read all JSON files: 1.20 times the bytes at two ranks, 1.40 times at three."""
@@ -99,6 +100,7 @@ CARD = Card(name="numbers", slot="strategy", summary="A toy.", api_version="1.0"
 """A plugin that reads step numbers to compare, as those of DeepSpeed and megatron-core do."""
 
 
+@pytest.mark.full
 def test_step_numbers_that_a_strategy_compares_come_once_to_a_node(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
 ) -> None:
@@ -126,6 +128,7 @@ def refused(url: str, width: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_does_not_fit_asks_for_no_weights_and_no_registered_object(
     s3: S3Server, world: int, run_processes
@@ -154,6 +157,7 @@ def test_one_of_a_series_that_does_not_fit_is_not_passed_over_for_an_older(s3: S
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_checkpoint_that_is_overwritten_while_it_is_read_is_called_so(
     s3: S3Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:

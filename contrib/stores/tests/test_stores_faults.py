@@ -94,6 +94,7 @@ def test_a_kill_at_any_write_leaves_the_old_checkpoint_or_the_new_one(
     assert len(numbers) == 2 or ended == set(cuts), "each write of a save has had its turn"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kills", [2, pytest.param(40, marks=pytest.mark.full)])
 @pytest.mark.timeout(1800)
 def test_a_run_that_is_killed_at_random_goes_on_from_what_was_committed_last(
@@ -120,6 +121,7 @@ def newest_committed(s3: S3Server) -> int:
     return max((int(key[2].rpartition("_")[2]) for key in keys if "manifest-" in key[-1]), default=-1)
 
 
+@pytest.mark.full
 def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
     s3.client.put_object(
         Bucket=BUCKET, Key=f"run/ck/{'0' * 16}-{'0' * 8}-1-1-{'0' * 8}/rank-00000.json", Body=b"{"
@@ -146,6 +148,7 @@ def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, sta
     assert torch.equal(job.loaded(URL), expected)
 
 
+@pytest.mark.full
 def test_a_store_that_holds_something_else_is_no_store_without_a_checkpoint(s3: S3Server) -> None:
     accelerator, *_ = job.made()
     assert accelerator.load_state(URL, missing_ok=True) is None
@@ -155,6 +158,7 @@ def test_a_store_that_holds_something_else_is_no_store_without_a_checkpoint(s3: 
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_all_saves_that_have_not_ended_are_told_in_one_line(
     s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -168,6 +172,7 @@ def test_all_saves_that_have_not_ended_are_told_in_one_line(
     assert torch.equal(job.loaded(URL), expected)
 
 
+@pytest.mark.full
 def test_a_save_that_may_remove_nothing_ends_and_says_what_stays(
     s3: S3Server, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -179,6 +184,7 @@ def test_a_save_that_may_remove_nothing_ends_and_says_what_stays(
     assert "what this save has replaced could not be removed" in caplog.text
 
 
+@pytest.mark.full
 def test_what_the_library_gives_up_is_sent_once_more(s3: S3Server, caplog: pytest.LogCaptureFixture) -> None:
     refused: list[str] = []
 
@@ -193,6 +199,7 @@ def test_what_the_library_gives_up_is_sent_once_more(s3: S3Server, caplog: pytes
     assert caplog.text.count("is sent once more, since PermissionError") == 5, "three files, two manifests"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("status", [403, 400], ids=["no-right-to-the-data", "credentials-that-expire"])
 def test_a_save_that_cannot_be_sent_fails_and_leaves_the_old_one(s3: S3Server, status: int) -> None:
     expected = job.saved(URL, 1)
@@ -248,6 +255,7 @@ def loaded_in_vain(url: str) -> tuple[str, bool]:
     return str(caught.value), bool(same)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_damaged_block_of_a_registered_object_is_named_and_nothing_is_changed(
     s3: S3Server, world: int, run_processes
@@ -265,6 +273,7 @@ def test_a_damaged_block_of_a_registered_object_is_named_and_nothing_is_changed(
         assert is_unchanged
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("url", "said"),
     [
@@ -285,6 +294,7 @@ def test_a_place_that_cannot_be_saved_into_is_said_before_anything_is_sent(
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_store_that_has_no_create_takes_no_checkpoint(s3: S3Server) -> None:
     accelerator, *_ = job.made()
     with pytest.raises(
@@ -294,6 +304,7 @@ def test_a_store_that_has_no_create_takes_no_checkpoint(s3: S3Server) -> None:
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_project_whose_bucket_is_not_there_is_refused_before_training(s3: S3Server) -> None:
     with pytest.raises(CheckpointError, match="there is no bucket nowhere"):
         job.numbered("s3://nowhere/run")

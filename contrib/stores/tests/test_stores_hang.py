@@ -102,6 +102,7 @@ def ended(process: subprocess.Popen[str], seconds: float) -> str:
     return said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
     s3: S3Server, silent: str, tmp_path: Path, last: str, start_command
@@ -117,6 +118,7 @@ def test_a_copy_that_gets_no_answer_is_given_up_and_its_local_checkpoint_named(
     assert any(key.startswith("run/checkpoints/checkpoint_0/manifest-") for key in s3.names()), "made up"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
@@ -134,6 +136,7 @@ def test_a_signal_ends_the_wait_for_a_copy_and_the_process_at_once(
         assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("last", ["accelerator.end_training()", "pass"])
 def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
     s3: S3Server, silent: str, tmp_path: Path, last: str, start_command
@@ -160,6 +163,7 @@ def test_a_second_sigterm_ends_the_wait_for_the_copy_of_the_last_save(
     assert f"{tmp_path}/checkpoints/checkpoint_0 is whole" in said
 
 
+@pytest.mark.full
 def test_a_save_goes_on_while_the_copy_before_gets_no_answer(
     s3: S3Server, silent: str, tmp_path: Path, start_command
 ) -> None:
@@ -212,6 +216,7 @@ WORKS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("work", WORKS)
 def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
     s3: S3Server, silent: str, tmp_path: Path, work: str, start_command
@@ -232,6 +237,7 @@ def test_a_work_that_gets_no_answer_ends_in_time_and_so_does_the_process(
     assert "look after the store" in said
 
 
+@pytest.mark.full
 def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str, start_command) -> None:
     for command in ("list", "verify"):
         code = (
@@ -264,6 +270,7 @@ def works_while_rank_0_hangs(url: str, work: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("work", ["load", "save"])
 def test_ranks_give_a_work_up_together_when_one_alone_gets_no_answer(
     s3: S3Server, work: str, run_processes
@@ -278,6 +285,7 @@ def save_and_wait(accelerator: Accelerator, *, background: bool) -> None:
     accelerator.wait_for_checkpoint()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("background", [False, True])
 @pytest.mark.parametrize("held", ["rank-00000.safetensors", "manifest.json", "manifest-00000002.json"])
 def test_a_save_that_was_given_up_commits_nothing_that_is_not_on_its_way(
@@ -311,6 +319,7 @@ def test_a_save_that_was_given_up_commits_nothing_that_is_not_on_its_way(
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_manifest_that_comes_after_an_interrupt_finds_the_files_of_its_save(s3: S3Server) -> None:
     """The next save removed them: the folder held a commit of a checkpoint that was gone."""
     job.saved(f"{STORE}/ck", 1)
@@ -351,6 +360,7 @@ def test_a_manifest_that_comes_after_an_interrupt_finds_the_files_of_its_save(s3
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_an_interrupted_load_waits_for_no_answer(
     s3: S3Server, silent: str, tmp_path: Path, start_command
 ) -> None:
@@ -370,6 +380,7 @@ def test_an_interrupted_load_waits_for_no_answer(
     over.set()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("project", ["{store!r}", "None"])
 def test_a_script_that_just_ends_sends_all_though_the_library_needs_threads(
     s3: S3Server, silent: str, tmp_path: Path, project: str, start_command

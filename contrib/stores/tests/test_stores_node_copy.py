@@ -19,6 +19,8 @@ from accel_core import CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint.node_copy import NodeCopy
 from accel_core.checkpoint.reader import CheckpointFiles
 
+pytestmark = pytest.mark.full
+
 WIDTH = 4096
 """Of a model whose checkpoint has some 25 MB: two requests."""
 

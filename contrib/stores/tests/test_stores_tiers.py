@@ -84,6 +84,7 @@ def test_a_fresh_machine_goes_on_from_the_store_and_beyond_its_numbers(
     assert list(copied(s3)) == named(2, 3), "the ancestors count for total_limit in the store"
 
 
+@pytest.mark.full
 def test_a_run_that_loads_nothing_goes_on_beyond_the_stores_numbers(s3: S3Server, tmp_path: Path) -> None:
     tiers_job.trained(str(tmp_path / "a"), STORE, 2)
     accelerator, *_ = tiers_job.tiered(str(tmp_path / "b"), STORE)
@@ -93,6 +94,7 @@ def test_a_run_that_loads_nothing_goes_on_beyond_the_stores_numbers(s3: S3Server
     assert list(copied(s3)) == named(0, 1, 2)
 
 
+@pytest.mark.full
 @ranks
 def test_each_copy_holds_what_was_saved_when_saves_go_on_in_the_background(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -103,6 +105,7 @@ def test_each_copy_holds_what_was_saved_when_saves_go_on_in_the_background(
         assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_{number}"), weight)
 
 
+@pytest.mark.full
 def test_nodes_with_disks_of_their_own_make_one_copy(s3: S3Server, tmp_path: Path, run_processes) -> None:
     options = {"store_every": 2}
     weights = run(run_processes, tiers_job.trained, str(tmp_path), STORE, 2, options | NODES, world=2)[0]
@@ -113,6 +116,7 @@ def test_nodes_with_disks_of_their_own_make_one_copy(s3: S3Server, tmp_path: Pat
     assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_0"), weights[0])
 
 
+@pytest.mark.full
 def test_a_damaged_local_one_is_passed_over_for_its_copy(
     s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,6 +131,7 @@ def test_a_damaged_local_one_is_passed_over_for_its_copy(
     assert f"passed over: {data} is damaged" in caplog.text
 
 
+@pytest.mark.full
 def test_the_best_of_both_places_is_loaded(s3: S3Server, tmp_path: Path) -> None:
     def saves(folder: str, *losses: float) -> None:
         accelerator, model, _ = tiers_job.tiered(folder, STORE, keep_best="loss", total_limit=1)
@@ -161,6 +166,7 @@ def test_a_local_checkpoint_is_loaded_without_the_store_by_all_ranks(
         assert torch.equal(found, weights[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("folder", "store", "said"),
     [
@@ -212,6 +218,7 @@ def test_a_copy_that_fails_is_made_again_by_the_next_save(
     assert caplog.text.count("the next save tries again") == 2
 
 
+@pytest.mark.full
 @ranks
 def test_a_store_that_is_away_for_a_while_stops_no_save(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -234,6 +241,7 @@ def test_a_store_that_is_away_for_a_while_stops_no_save(
     assert not [key for key in s3.names() if "/checkpoint_1/" in key], "nothing is left of what failed"
 
 
+@pytest.mark.full
 @ranks
 def test_a_copy_that_fails_at_the_end_is_an_error_of_the_end_on_all_ranks(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -247,6 +255,7 @@ def test_a_copy_that_fails_at_the_end_is_an_error_of_the_end_on_all_ranks(
     assert local(tmp_path) == named(0)
 
 
+@pytest.mark.full
 def test_a_copy_that_fails_is_told_at_the_end_and_not_by_a_load(s3: S3Server, tmp_path: Path) -> None:
     accelerator, model, optimizer = tiers_job.tiered(str(tmp_path), STORE)
     s3.fault = refuse_writes
@@ -259,6 +268,7 @@ def test_a_copy_that_fails_is_told_at_the_end_and_not_by_a_load(s3: S3Server, tm
         accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_copy_is_waited_for_at_the_end_when_the_save_after_it_has_failed(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,6 +294,7 @@ def test_a_copy_is_waited_for_at_the_end_when_the_save_after_it_has_failed(
     assert list(copied(s3)) == named(0)
 
 
+@pytest.mark.full
 def test_a_copy_whose_commits_answer_is_lost_is_found_and_not_made_twice(
     s3: S3Server, tmp_path: Path
 ) -> None:
@@ -311,6 +322,7 @@ def test_a_copy_whose_commits_answer_is_lost_is_found_and_not_made_twice(
     assert accelerator.run.checkpoints.series.copies.kept.keys() == {0}, "it counts for total_limit"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "manifest-00000001.json"])
 def test_a_file_that_is_listed_and_not_found_stops_a_load(
     s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
@@ -333,6 +345,7 @@ def test_a_file_that_is_listed_and_not_found_stops_a_load(
     accelerator.end_training()
 
 
+@pytest.mark.full
 def test_a_file_that_is_gone_is_damage(
     s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -345,6 +358,7 @@ def test_a_file_that_is_gone_is_damage(
     assert "is damaged: it is not there" in caplog.text
 
 
+@pytest.mark.full
 def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it(
     s3: S3Server, tmp_path: Path, run_processes
 ) -> None:
@@ -372,6 +386,7 @@ def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it
     assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2
 
 
+@pytest.mark.full
 @ranks
 def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -397,6 +412,7 @@ def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
     assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2, "nothing is left"
 
 
+@pytest.mark.full
 @ranks
 def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -412,12 +428,14 @@ def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
     assert list(copied(s3)) == named(0, 2, 4)
 
 
+@pytest.mark.full
 def test_a_copy_that_is_not_due_is_not_made_by_a_restart(s3: S3Server, tmp_path: Path) -> None:
     tiers_job.trained(str(tmp_path), STORE, 2, {"store_every": 2})
     tiers_job.resumed(str(tmp_path), STORE, {"store_every": 2})
     assert list(copied(s3)) == named(0)
 
 
+@pytest.mark.full
 @ranks
 def test_what_is_saved_when_the_job_is_told_to_stop_is_copied(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -427,6 +445,7 @@ def test_what_is_saved_when_the_job_is_told_to_stop_is_copied(
     assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_2"), weight)
 
 
+@pytest.mark.full
 def test_a_damaged_manifest_of_another_run_stops_no_copy(
     s3: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -442,6 +461,7 @@ def test_a_damaged_manifest_of_another_run_stops_no_copy(
     )
 
 
+@pytest.mark.full
 def test_another_runs_copy_is_left_as_it_is(s3: S3Server, tmp_path: Path) -> None:
     one, model, optimizer = tiers_job.tiered(str(tmp_path / "a"), STORE)
     other, *_ = tiers_job.tiered(str(tmp_path / "b"), STORE)
@@ -456,6 +476,7 @@ def test_another_runs_copy_is_left_as_it_is(s3: S3Server, tmp_path: Path) -> Non
         accelerator.end_training()
 
 
+@pytest.mark.full
 def test_nobody_is_told_of_a_copy_as_of_a_save(s3: S3Server, tmp_path: Path) -> None:
     accelerator, *_ = tiers_job.tiered(str(tmp_path), STORE, record_every=10)
     accelerator.save_state()
@@ -467,6 +488,7 @@ def test_nobody_is_told_of_a_copy_as_of_a_save(s3: S3Server, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.full
 def test_ranks_go_on_together_when_one_alone_gets_no_answer(
     s3: S3Server, tmp_path: Path, run_processes
 ) -> None:
