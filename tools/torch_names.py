@@ -10,7 +10,7 @@ they lack: a syntax tree has no types, so an attribute of some object is looked 
     uv run --no-project --with torch==2.8.0 --with numpy tools/torch_names.py --newest FOLDER
 
 FOLDER is where the newest torch is, needed to compare members again. `--check` compares the sources with the
-installed torch, and with the record; `tests/sources/test_torch_names.py` does too.
+installed torch, and with the record; `tests/repository/test_torch_names.py` does too.
 """
 # ruff: noqa: INP001, T201  # a script
 
@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "tests" / "sources" / "torch_names.json"
+RECORD = ROOT / "tests" / "repository" / "torch_names.json"
 SOURCES = ("accel_core/**/*.py", "*/*/src/**/*.py", "tools/*.py", "benchmarks/**/*.py")
 VENDORS = ("torch.hpu", "torch.mlu", "torch.musa", "torch.npu", "torch.sdaa", "torch.backends.mudnn")
 """Modules that vendors' packages add to torch."""

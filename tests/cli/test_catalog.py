@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
@@ -12,15 +10,6 @@ from accel_core.cli.launch import launch
 from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of
 from accel_core.plugins.catalog import catalog_entries, catalog_entry, renamed_flag
-
-GENERATOR = Path(__file__).parents[2] / "tools" / "catalog.py"
-
-
-@pytest.mark.skipif(sys.version_info < (3, 11), reason="the generator reads TOML with the standard library")
-def test_it_lists_the_workspaces_plugins_as_they_are(run_command):
-    ended = run_command([sys.executable, GENERATOR, "--check"], capture_output=True, text=True, check=False)
-
-    assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
 def test_each_known_plugin_has_the_distribution_to_install():

@@ -1,18 +1,16 @@
-"""What the documentation shows is run, found in the sources, or regenerated; see snippets.py."""
+"""What the documentation shows does what the page says; see snippets.py. tests/repository reads the rest."""
 
 from __future__ import annotations
 
 import re
 import shutil
 from importlib.util import find_spec
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
 from shell import Shell, play
-from snippets import ROOT, Block, blocks, documents, quoted_file
+from snippets import ROOT, blocks, documents
 
-KNOWN = {"", "sh", "sh dry-run", "sh install", "sh slow", "sh tox", "text", "python", "diff", "powershell"}
 OURS = "accel-core accel-ddp accel-cuda accel-tensorboard"
 
 needs_everything = pytest.mark.skipif(
@@ -33,41 +31,6 @@ def test_snippets_do_what_the_page_says(document: Path, tmp_path: Path):
         shutil.copytree(ROOT / name, tmp_path / name)
 
     play(document, Shell(tmp_path))
-
-
-@pytest.mark.parametrize("document", documents(), ids=by_path)
-def test_every_block_says_what_is_to_be_done_with_it(document: Path):
-    for block in blocks(document):
-        named = len(block.words) == 2 and block.words[0] in ("yaml", "python", "toml")
-        assert named or " ".join(block.words) in KNOWN, f"{block}: ```{' '.join(block.words)}"
-
-
-def quoted() -> list[Block]:
-    found = [block for document in documents() for block in blocks(document)]
-    return [block for block in found if len(block.words) == 2 and block.words[0] in ("python", "toml")]
-
-
-@pytest.mark.parametrize("block", quoted(), ids=str)
-def test_what_a_page_quotes_stands_in_the_file_it_names(block: Block):
-    source = quoted_file(block.words[1])
-
-    for part in block.text.split("...\n"):
-        assert part.strip("\n") in source
-
-
-def test_windows_is_told_the_same():
-    every = [block for document in documents() for block in blocks(document)]
-    pairs = [(a, b) for a, b in pairwise(every) if b.words == ("powershell",)]
-
-    assert pairs
-    for unix, windows in pairs:
-        assert windows.text == unix.text.replace(" &&", ";").replace(".venv/bin/", ".venv\\Scripts\\")
-
-
-@pytest.mark.parametrize("document", documents(), ids=by_path)
-def test_links_lead_somewhere(document: Path):
-    for target in re.findall(r"\]\((?!https?:)([^)#]+)", document.read_text(encoding="utf-8")):
-        assert (document.parent / target).exists(), target
 
 
 @pytest.mark.full

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from pathlib import Path
 from typing import Any
 
+import checkout
 import pytest
 
-spec = importlib.util.spec_from_file_location(
-    "vendor_signatures", Path(__file__).parents[2] / "tools" / "vendor_signatures.py"
-)
-assert spec is not None
-assert spec.loader is not None
-tool = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(tool)
+tool = checkout.tool("vendor_signatures")
 
 
 def git(run_command, folder: Path, *arguments: str) -> str:

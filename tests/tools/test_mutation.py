@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 
 import pytest
+from checkout import ROOT, tool
 
-ROOT = Path(__file__).parents[2]
 TRIAL = """
 import subprocess, sys
 
@@ -19,14 +17,10 @@ def test_it():
 """
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def mutation(run_command):
-    spec = spec_from_file_location("mutation", ROOT / "tools/mutation.py")
-    module = module_from_spec(spec)
-    sys.modules["mutation"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["mutation"]
+    """The tool; it starts processes itself."""
+    return tool("mutation")
 
 
 def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutation, tmp_path):
@@ -49,7 +43,6 @@ def test_a_fault_in_a_copy_is_seen_and_tests_of_another_copy_are_no_answer(mutat
 def test_the_lines_that_a_test_runs_are_of_the_checkout_wherever_packages_are_installed(
     mutation, tmp_path, monkeypatch
 ):
-
     shutil.copytree(ROOT / "accel_core", tmp_path / "site/accel_core")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     trial = tmp_path / "test_trial.py"
