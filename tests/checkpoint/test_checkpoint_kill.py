@@ -27,10 +27,8 @@ def report(capsys, request):
 
 
 MANY = pytest.mark.full
-HOW = [
-    "same name",
-    *(pytest.param(how, marks=MANY) for how in ("same name, async", "numbered", "numbered, async")),
-]
+OTHERS = ("same name, async", "numbered", "numbered, async")
+HOW = ["same name", *(pytest.param(how, marks=MANY) for how in OTHERS)]
 
 
 @pytest.mark.parametrize("kills", [20, pytest.param(100, marks=MANY)])

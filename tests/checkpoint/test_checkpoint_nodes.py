@@ -160,18 +160,8 @@ def test_what_fails_on_one_disk_leaves_the_same_save_on_both(tmp_path, what, nam
     assert found[0][1] == found[1][1]
 
 
-POINTS = [
-    "before publish",
-    *(
-        pytest.param(point, marks=pytest.mark.full)
-        for point in (
-            "before write_manifest",
-            "after write_manifest",
-            "after publish",
-            "before remove_replaced",
-        )
-    ),
-]
+OTHERS = ("before write_manifest", "after write_manifest", "after publish", "before remove_replaced")
+POINTS = ["before publish", *(pytest.param(point, marks=pytest.mark.full) for point in OTHERS)]
 
 
 @pytest.mark.parametrize(("node", "name"), [(0, None), (1, "best")])

@@ -15,6 +15,8 @@ from accelerate.utils import (
 from torch import nn
 from torch.utils.data import DataLoader
 
+pytestmark = pytest.mark.full
+
 
 def test_a_loader_that_skips_is_as_long_after_an_epoch_as_before():
     accelerator = Accelerator(cpu=True)
