@@ -87,12 +87,11 @@ def written(text: str) -> dict[str, str]:
 def render(minutes: dict[str, str]) -> str:
     """Write the table, a row for each environment."""
     holds = holdings()
-    rows = [
-        f"| `{name}` | {'`tox`' if is_default else '`tox -m full`'} | {holds[name]} | {minutes.get(name, '-')} "
-        f"| {about} |\n"
+    cells = [
+        (f"`{name}`", "`tox`" if is_default else "`tox -m full`", holds[name], minutes.get(name, "-"), about)
         for name, (is_default, about) in environments().items()
     ]
-    return HEAD + "".join(rows)
+    return HEAD + "".join(f"| {' | '.join(row)} |\n" for row in cells)
 
 
 def main() -> None:
