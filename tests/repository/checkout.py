@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import sys
 from collections.abc import Iterable
 from functools import cache
@@ -36,7 +37,11 @@ def text(file: Path) -> str:
 
 @cache
 def tree(file: Path) -> ast.Module:
-    return ast.parse(text(file))
+    gc.disable()  # else it goes through all trees that are kept, again and again
+    try:
+        return ast.parse(text(file))
+    finally:
+        gc.enable()
 
 
 def place(file: Path, line: int) -> str:

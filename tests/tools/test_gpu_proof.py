@@ -52,6 +52,7 @@ def test_a_file_in_the_place_of_its_folder_is_left_alone(tmp_path, run_command):
     assert (tmp_path / "notes").read_text() == "mine"
 
 
+@pytest.mark.full
 @pytest.mark.simulated
 def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path, run_command):
     ended = prove(run_command, tmp_path, "--device", "sim", "-k", "a step waits for nothing")
@@ -60,6 +61,7 @@ def test_it_can_be_rehearsed_on_the_simulated_device(tmp_path, run_command):
     assert parts(tmp_path) == {f"a step waits for nothing, {each}": "ok" for each in ("no", "bf16", "fp16")}
 
 
+@pytest.mark.full
 @pytest.mark.simulated
 def test_a_check_that_this_machine_cannot_make_says_why(tmp_path, run_command):
     ended = prove(run_command, tmp_path, "--device", "sim", "-k", "pinned")
@@ -110,6 +112,7 @@ sys.exit(gpu_proof.main())
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such signal")
 def test_a_run_that_is_terminated_ends_what_it_started(tmp_path, start_command):
     words = ("--out", str(tmp_path), "--device", "cpu", "-k", "a long one")
@@ -127,6 +130,7 @@ def test_a_run_that_is_terminated_ends_what_it_started(tmp_path, start_command):
         os.kill(int(log.read_text()), 0)
 
 
+@pytest.mark.full
 def test_a_part_that_takes_too_long_is_ended_with_all_that_it_started(tmp_path, monkeypatch, run_command):
     monkeypatch.syspath_prepend(str(SCRIPT.parent))
     from gpu_proof import Part, done
