@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -89,13 +90,16 @@ def test_an_import_in_a_function_or_under_a_guard_is_not_one_at_once() -> None:
     assert list(imported_at_once(ast.parse(source))) == [(1, "pyyaml"), (2, "attrs")]
 
 
-def imports_within(files: dict[str, ast.Module]) -> dict[str, set[str]]:
-    """Module -> the modules of these that it imports, for types and in functions too."""
+def imports_within(named: dict[str, ast.Module]) -> dict[str, dict[str, int]]:
+    """Module -> the modules of these that it imports, and in which line: for types and in functions too."""
     return {
         name: {
-            target for node in ast.walk(module) for target in targets(node, files.keys()) if target != name
+            target: getattr(node, "lineno", 0)
+            for node in ast.walk(module)
+            for target in targets(node, named.keys())
+            if target != name
         }
-        for name, module in files.items()
+        for name, module in named.items()
     }
 
 
@@ -109,11 +113,12 @@ def targets(node: ast.AST, known: set[str]) -> Iterator[str]:
             yield from [target] if target in known else []
 
 
-def circle(imports: dict[str, set[str]]) -> list[str]:
+def circle(imports: dict[str, dict[str, int]]) -> list[tuple[str, int, str]]:
+    """(module, line, module that it imports) for each import of a circle."""
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
-        return list(error.args[1])
+        return [(name, imports[name][target], target) for target, name in pairwise(error.args[1])]
     return []
 
 
@@ -124,14 +129,12 @@ def module_name(file: Path, package: str) -> str:
 
 
 def test_no_module_imports_itself_by_way_of_others() -> None:
-    circles = {
-        name: circle(imports_within({module_name(file, name): tree(file) for file in files}))
-        for name, files in packages().items()
-    }
-    refuse(
-        (f"{name}: {' -> '.join(found)}" for name, found in circles.items() if found),
-        "a circle of imports: move what both need into a lower module",
-    )
+    found = []
+    for package, files in packages().items():
+        named = {module_name(file, package): file for file in files}
+        imports = circle(imports_within({name: tree(file) for name, file in named.items()}))
+        found += [f"{place(named[name], line)}: imports {target}" for name, line, target in imports]
+    refuse(found, "an import of a circle: move what two modules need into a lower one")
 
 
 def test_a_circle_by_an_import_for_types_is_seen() -> None:
@@ -139,4 +142,7 @@ def test_a_circle_by_an_import_for_types_is_seen() -> None:
     below = ast.parse("if TYPE_CHECKING:\n    from house.above import roof\n")
     house = {"house": ast.parse(""), "house.above": above, "house.below": below}
 
-    assert sorted(set(circle(imports_within(house)))) == ["house.above", "house.below"]
+    assert sorted(circle(imports_within(house))) == [
+        ("house.above", 1, "house.below"),
+        ("house.below", 2, "house.above"),
+    ]
