@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -335,7 +336,7 @@ HELP = "You can disable extension auto-loading with TORCH_DEVICE_BACKEND_AUTOLOA
 def test_a_launcher_that_cannot_import_torch_ends_with_the_variable_that_helps(
     half_installed, tmp_path, accel
 ):
-    ended = launch(accel, tmp_path, "open('ran', 'w')", **half_installed)
+    ended = launch(partial(accel, fresh=True), tmp_path, "open('ran', 'w')", **half_installed)
 
     assert ended.returncode == 1
     assert ended.stderr.splitlines()[1:] == [
