@@ -10,4 +10,4 @@ import pytest
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("stack", ["ddp", pytest.param("ddp+bf16", marks=pytest.mark.full)])
 def test_the_kit_is_green_from_an_empty_folder(tmp_path: Path, stack: str, conform) -> None:
-    assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, stack)
+    assert conform(tmp_path, stack).skipped == set()

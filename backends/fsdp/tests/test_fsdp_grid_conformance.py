@@ -45,5 +45,5 @@ def test_it_conforms_on_a_mesh(
     tmp_path: Path, stack: str, settings: tuple[str, ...], levels: str, worlds: str, conform
 ) -> None:
     options = [word for setting in settings for word in ("--accel-set", setting)]
-    printed = conform(tmp_path, stack, "--accel-level", levels, "--accel-world", worlds, *options)
-    assert "0 failed, 0 xfailed" in printed
+    found = conform(tmp_path, stack, "--accel-level", levels, "--accel-world", worlds, *options)
+    assert not found.failed

@@ -186,10 +186,7 @@ def test_it_conforms(tmp_path: Path, stack: str, worlds: tuple[int, ...], confor
     xfails.write_text("".join(f"{name}  # {reason}\n" for name, reason in known().items()))
     options = ("--accel-world", ",".join(map(str, worlds)), "--accel-xfails", str(xfails))
 
-    printed = conform(tmp_path, stack, *options)
-
-    assert "0 failed" in printed
-    assert "0 skipped" in printed
+    assert conform(tmp_path, stack, *options).skipped == set()
 
 
 LATE = "ipex.optimize takes a model and its optimizer together; a late optimizer is refused by name"

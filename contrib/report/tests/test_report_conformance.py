@@ -10,4 +10,4 @@ import pytest
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("name", ["report", "watch"])
 def test_it_conforms(tmp_path: Path, name: str, conform) -> None:
-    assert "0 failed, 0 xfailed, 0 skipped" in conform(tmp_path, name)
+    assert conform(tmp_path, name).skipped == set()

@@ -7,17 +7,17 @@ import multiprocessing.forkserver  # noqa: F401 - pytester forgets what the inne
 import os
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch  # noqa: F401 - server would be started anew, and torch does not survive a second import
-from attrs import frozen
 
 import accel_testing.kit
 from accel_core import Card
+from accel_testing import Conformance
 from accel_testing.simulated import write_distribution
 
 FAULTS = tuple(
@@ -43,28 +43,20 @@ for _module in pkgutil.iter_modules(accel_testing.kit.__path__):
 HERE = str(Path(__file__).parent)
 
 
-@frozen
-class Found:
-    """What the kit's report says."""
+def functions(checks: Collection[str]) -> set[str]:
+    """Return the names of the checks' functions, without file and parameters."""
+    return {name.partition("::")[2].partition("[")[0] for name in checks}
 
-    facts: Mapping[str, Any]
-    text: str
 
-    def names(self, outcome: str) -> set[str]:
-        """Checks with that outcome, without their parameters."""
-        return {
-            c["name"].partition("[")[0].partition("::")[2]
-            for c in self.facts["checks"]
-            if c["outcome"] == outcome
-        }
+def describe(found: Conformance) -> str:
+    """Return the lines of the kit's output that say what failed."""
+    lines = found.output.splitlines()
+    return "\n".join(line for line in lines if line.startswith(("FAILED", "ERROR", "E  ")))
 
-    def crashes(self) -> dict[str, str]:
-        """Failed checks that ended by a mistake in the broken plugin or in the harness."""
-        return {
-            check["name"].partition("[")[0].partition("::")[2]: check["reason"]
-            for check in self.facts["checks"]
-            if check["outcome"] == "failed" and check["reason"].startswith(FAULTS)
-        }
+
+def crashes(found: Conformance) -> dict[str, str]:
+    """Failed checks that ended by a mistake in the broken plugin or in the harness."""
+    return {name: found.reasons[name] for name in found.failed if found.reasons[name].startswith(FAULTS)}
 
 
 def declare(
@@ -80,7 +72,7 @@ def declare(
 
 def run_kit(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, *options: str
-) -> Found:
+) -> Conformance:
     """Run the kit in this process, from an empty folder, with the plugins that `site` declares."""
     monkeypatch.setattr(sys, "path", [str(site), HERE, *sys.path])
     inherited = os.environ.get("PYTHONPATH")
@@ -102,4 +94,4 @@ def run_kit(
     )
     text = ended.stdout.str()
     assert report.exists(), text + ended.stderr.str()
-    return Found(json.loads(report.read_text()), text)
+    return Conformance.of(json.loads(report.read_text()), text)

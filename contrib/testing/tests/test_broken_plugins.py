@@ -9,11 +9,11 @@ from typing import Any
 
 import broken_plugins
 import pytest
-from run_kit import Found, declare, run_kit
+from run_kit import crashes, declare, describe, functions, run_kit
 
 import accel_testing.kit
 from accel_core import Card
-from accel_testing.kit import tasks_launch
+from accel_testing import Conformance
 from accel_testing.simulated import write_distribution
 
 pytest_plugins = ["pytester"]
@@ -260,6 +260,8 @@ CHECKPOINTS = {
     "saves-memory": {"test_a_checkpoint_is_the_same_bit_for_bit_elsewhere"},
 }
 
+WAITS = {"leaves-workers"}
+"""Launchers that a check waits for in vain."""
 CARELESSLY_RED = {
     "test_the_card_describes_itself",
     "test_the_card_loads_nothing_heavy",
@@ -290,22 +292,20 @@ def in_turn() -> Iterator[Any]:
 EACH = [*in_turn()]
 
 
-def describe(found: Found) -> str:
-    return "\n".join(line for line in found.text.splitlines() if line.startswith(("FAILED", "ERROR", "E  ")))
-
-
 @pytest.fixture
 def check_broken(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> Callable[..., Found]:
+) -> Callable[..., Conformance]:
     """`check_broken(level, name, *options)` runs the kit's level on the broken plugin of that name."""
 
-    def run(level: int, name: str, *options: str) -> Found:
+    def run(level: int, name: str, *options: str) -> Conformance:
         declare(tmp_path / "site", "broken_plugins", CARDS)
         alone = level < 2 or next(card.slot for card in CARDS.values() if card.name == name) != "strategy"
         stack = name if alone else f"sound+{name}"
         world = "2" if level >= 3 else "1"
         given = ("--accel-level", str(level), "--accel-world", world, "--accel-exchange-with", "", *options)
+        # Some wait in vain, for workers to end or for other ranks, and fail however long they wait.
+        given += ("--accel-deadline", "15") if name in WAITS or stack != name else ()
         return run_kit(pytester, monkeypatch, tmp_path / "site", stack, *given)
 
     return run
@@ -314,14 +314,11 @@ def check_broken(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_broken_plugins_are_red_where_they_are_broken(
-    check_broken: Callable[..., Found], monkeypatch: pytest.MonkeyPatch, level: int, name: str, red: set[str]
+    check_broken: Callable[..., Conformance], level: int, name: str, red: set[str]
 ) -> None:
-    # Some wait in vain, and the check fails however long it waits: for workers to end, for other ranks.
-    monkeypatch.setattr(tasks_launch, "ENDING_SECONDS", 3 if name == "leaves-workers" else 20)
-    monkeypatch.setenv("ACCEL_KIT_COLLECTIVE_SECONDS", "5")
     found = check_broken(level, name, "-k", " or ".join(sorted(red)))
-    assert found.names("failed") == red, describe(found)
-    assert found.crashes() == {}
+    assert functions(found.failed) == red, describe(found)
+    assert crashes(found) == {}
 
 
 def test_each_check_can_fail() -> None:
@@ -374,7 +371,7 @@ def test_careless_packages_are_red_where_they_are_careless(
     points = "[accel_core.tracker]\ncareless = careless:CARD\n"
     write_distribution(tmp_path / "site", "accel-careless", points, requires=requires.split())
     found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "--accel-level", "0")
-    assert found.names("failed") == red, describe(found)
+    assert functions(found.failed) == red, describe(found)
 
 
 STORE = """
@@ -470,7 +467,7 @@ def test_careless_stores_are_red_where_they_are_careless(
     (package / "py.typed").touch()
     write_distribution(tmp_path / "site", "accel-careless", "[accel_core.store]\ncareless = careless:CARD\n")
     found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "--accel-level", "1")
-    assert found.names("failed") == red, describe(found)
+    assert functions(found.failed) == red, describe(found)
 
 
 COMMAND = """
@@ -515,7 +512,7 @@ def test_careless_commands_are_red_where_they_are_careless(
         tmp_path / "site", "accel-careless", "[accel_core.command]\ncareless = careless:CARD\n"
     )
     found = run_kit(pytester, monkeypatch, tmp_path / "site", "careless", "-k", "command or help")
-    assert found.names("failed") == red, describe(found)
+    assert functions(found.failed) == red, describe(found)
 
 
 @pytest.mark.timeout(900)
@@ -523,16 +520,18 @@ def test_careless_commands_are_red_where_they_are_careless(
     ("level", "name"),
     [pytest.param(each.values[0], each.values[1], id=each.id) for each in EACH if not each.values[2]],
 )
-def test_what_is_not_broken_is_red_nowhere(check_broken: Callable[..., Found], level: int, name: str) -> None:
+def test_what_is_not_broken_is_red_nowhere(
+    check_broken: Callable[..., Conformance], level: int, name: str
+) -> None:
     found = check_broken(level, name)
-    assert found.names("failed") == set(), describe(found)
+    assert functions(found.failed) == set(), describe(found)
 
 
 @pytest.mark.full
 @pytest.mark.timeout(1500)  # of a whole level: it would strike inside a check, which then counts as red
 @pytest.mark.parametrize(("level", "name", "red"), [each for each in EACH if each.values[2]])
 def test_broken_plugins_are_red_nowhere_else(
-    check_broken: Callable[..., Found], level: int, name: str, red: set[str]
+    check_broken: Callable[..., Conformance], level: int, name: str, red: set[str]
 ) -> None:
     found = check_broken(level, name)
-    assert found.names("failed") == red, describe(found)
+    assert functions(found.failed) == red, describe(found)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import broken_plugins
 import pytest
-from run_kit import declare, run_kit
+from run_kit import declare, functions, run_kit
 
 from accel_core import Card
 
@@ -119,8 +119,8 @@ def test_settings_reach_the_partners_of_checkpoints(
     partner = ("--accel-exchange-with", "asks-for-a-setting", "--accel-set", "data.use_seedable_sampler=true")
     level = ("--accel-level", "4", "--accel-world", "1", "-k", "test_cross_resume")
     found = run_kit(pytester, monkeypatch, site, "native", *level, *partner)
-    assert found.facts["resumes"]["asks-for-a-setting@1"] == {"native@1": "passed"}
-    assert found.facts["resumes"]["native@1"]["asks-for-a-setting@1"] == "passed"
+    assert found.report["resumes"]["asks-for-a-setting@1"] == {"native@1": "passed"}
+    assert found.report["resumes"]["native@1"]["asks-for-a-setting@1"] == "passed"
 
 
 # -- warnings --------------------------------------------------------------------------------------
@@ -134,8 +134,8 @@ def test_only_the_stacks_own_warnings_fail_a_check(
 ) -> None:
     options = ("--accel-level", "1", "-k", "test_services_answer", "-W", "default")
     found = run_kit(pytester, monkeypatch, site, stack, *options)
-    assert found.names("failed") == failed, found.text
-    assert found.names("passed") == {"test_services_answer"} - failed
+    assert functions(found.failed) == failed, found.output
+    assert functions(found.passed) == {"test_services_answer"} - failed
 
 
 # -- known failures --------------------------------------------------------------------------------
@@ -154,9 +154,9 @@ def test_a_known_failure_is_expected(
         site,
         *("counts-kilobytes", "--accel-level", "1", "-k", "memory", "--accel-xfails", str(xfails)),
     )
-    assert found.names("failed") == set()
-    assert found.names("xfailed") == {"test_memory_is_reported_in_bytes"}
-    assert "its library counts kilobytes, issue 12" in found.text
+    assert functions(found.failed) == set()
+    assert functions(found.xfailed) == {"test_memory_is_reported_in_bytes"}
+    assert "its library counts kilobytes, issue 12" in found.output
 
 
 def test_a_known_failure_that_passes_fails(
@@ -166,7 +166,7 @@ def test_a_known_failure_that_passes_fails(
     xfails.write_text(f"{BROKEN}  # mended long ago\n")
     options = ("--accel-level", "1", "-k", "memory", "--accel-xfails", str(xfails))
     found = run_kit(pytester, monkeypatch, site, "sound", *options)
-    assert found.names("failed") == {"test_memory_is_reported_in_bytes"}
+    assert functions(found.failed) == {"test_memory_is_reported_in_bytes"}
 
 
 @pytest.mark.parametrize(
@@ -184,6 +184,33 @@ def test_known_failures_need_a_reason_and_a_check(
     assert message in kit(run_command, tmp_path, "--accel-stack", "native", "--accel-xfails", str(xfails))
 
 
+# -- versions --------------------------------------------------------------------------------------
+
+NEWER = """
+from accel_testing.kit.checks import since
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if "memory" in item.name:
+            item.add_marker(since("9.9"))
+"""
+
+
+@pytest.mark.parametrize(
+    ("stack", "ends"), [("counts-kilobytes", "would fail: AssertionError: "), ("sound", "would pass")]
+)
+def test_a_check_that_is_newer_than_a_card_does_not_fail(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path, stack: str, ends: str
+) -> None:
+    pytester.makepyfile(newer=NEWER)
+    pytester.syspathinsert()
+    found = run_kit(pytester, monkeypatch, site, stack, "--accel-level", "1", "-k", "memory", "-p", "newer")
+
+    assert found.new == {BROKEN}
+    assert not found.failed | found.skipped
+    assert f"{BROKEN}: new since 9.9: {ends}" in found.output
+    assert f"{stack}: 0 passed, 0 failed, 0 xfailed, 0 skipped, 1 new" in found.output
+
+
 # -- capabilities ----------------------------------------------------------------------------------
 
 
@@ -192,12 +219,11 @@ def test_what_is_not_declared_is_left_out_and_said(
 ) -> None:
     options = ("--accel-level", "1", "-k", "float64 or float8 or memory")
     found = run_kit(pytester, monkeypatch, site, "claims-too-little", *options)
-    assert found.names("failed") == set()
-    left_out = {"test_float64_keeps_its_precision", "test_float8_matrices_are_multiplied"}
-    assert found.names("skipped") == left_out
-    assert "not declared by the stack: float64 (holds and computes float64 tensors; " in found.text
-    assert "observed but not declared: float64" in found.text
-    assert found.facts["observed_but_not_declared"] == ["float64", "fp8"]
+    assert functions(found.failed) == set()
+    assert found.skipped == {"float64", "fp8"}
+    assert "not declared by the stack: float64 (holds and computes float64 tensors; " in found.output
+    assert "observed but not declared: float64" in found.output
+    assert found.observed == {"float64", "fp8"}
 
 
 # -- the report ------------------------------------------------------------------------------------

@@ -8,12 +8,20 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_testing.conformance import conform
+    from accel_testing.conformance import Conformance, conform
     from accel_testing.processes import ProcessError, run_processes
     from accel_testing.recorder import Recorder, hold_to_signatures
     from accel_testing.traffic import Traffic
 
-__all__ = ["ProcessError", "Recorder", "Traffic", "conform", "hold_to_signatures", "run_processes"]
+__all__ = [
+    "Conformance",
+    "ProcessError",
+    "Recorder",
+    "Traffic",
+    "conform",
+    "hold_to_signatures",
+    "run_processes",
+]
 __version__ = "0.1.0"
 
 
@@ -23,6 +31,7 @@ def __getattr__(name: str) -> Any:
     from importlib import import_module
 
     homes = {
+        "Conformance": "conformance",
         "Recorder": "recorder",
         "Traffic": "traffic",
         "conform": "conformance",

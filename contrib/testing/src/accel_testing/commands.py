@@ -22,7 +22,7 @@ from typing import Any, Final
 from accel_testing.patience import patience
 from accel_testing.processes import forking
 
-__all__ = ["ACCEL", "clean_environment", "run_accel", "run_command", "start_command"]
+__all__ = ["ACCEL", "clean_environment", "fork_command", "run_accel", "run_command", "start_command"]
 
 ACCEL: Final = str(Path(sys.executable).with_name("accel"))
 """The console script of this environment."""
@@ -93,8 +93,7 @@ def _forked(
     seconds: float,
 ) -> int | None:
     """Return the exit code; None for a command that was killed after `seconds`."""
-    process = forking().Process(target=_work, args=(list(words), dict(variables), folder, list(streams)))
-    process.start()
+    process = fork_command("accel_core.cli:main", words, variables, folder, streams)
     process.join(seconds)
     in_time = not process.is_alive()
     if not in_time:
@@ -105,7 +104,33 @@ def _forked(
     return code if in_time else None
 
 
-def _work(words: list[str], variables: dict[str, str], folder: str, streams: Sequence[str]) -> None:
+def fork_command(
+    program: str,
+    words: Sequence[str],
+    variables: Mapping[str, str],
+    folder: str,
+    streams: Sequence[str],
+    path: Sequence[str] | None = None,
+) -> Any:
+    """Start a program where torch is loaded already, and return its process.
+
+    `program` is `module:function`, which takes `words` from `sys.argv`. `streams` are files for its output
+    and errors. `path` is its import path after PYTHONPATH, by default that of this process.
+    """
+    given = program, list(words), dict(variables), folder, list(streams), path
+    process = forking().Process(target=_work, args=given)
+    process.start()
+    return process
+
+
+def _work(
+    program: str,
+    words: list[str],
+    variables: dict[str, str],
+    folder: str,
+    streams: Sequence[str],
+    path: Sequence[str] | None,
+) -> None:
     """Be the command, in the forked process."""
     _redirect(streams)
     inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -113,13 +138,18 @@ def _work(words: list[str], variables: dict[str, str], folder: str, streams: Seq
     os.environ.update(variables)
     os.chdir(folder)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place]
-    own = [place for place in sys.path if place not in inherited]
-    sys.path[:] = [str(Path(words[0]).parent), *places, *own]
+    if path is None:
+        own = [place for place in sys.path if place not in inherited]
+        path = [str(Path(words[0]).parent), *places, *own]
+    else:
+        path = [*places, *path]
+    sys.path[:] = path
     sys.argv[:] = words
     importlib.invalidate_caches()
     code: Any = 0
+    module, _, function = program.partition(":")
     try:
-        importlib.import_module("accel_core.cli").main()
+        getattr(importlib.import_module(module), function)()
     except SystemExit as ended:
         code = ended.code
     except BaseException:  # as the interpreter does

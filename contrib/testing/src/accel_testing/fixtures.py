@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import Any, Final
 
 import pytest
@@ -93,8 +95,19 @@ def make_hosts() -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="session")
-def conform() -> Callable[..., Any]:
-    """Run the conformance kit on a stack: see `accel_testing.conform`."""
+def conform(pytestconfig: pytest.Config) -> Callable[..., Any]:
+    """Run the conformance kit on a stack: see `accel_testing.conform`.
+
+    A line every ten seconds says how far it is, on the terminal of the session.
+    """
     from accel_testing.conformance import conform
 
-    return conform
+    terminal = pytestconfig.pluginmanager.getplugin("terminalreporter")
+    capture = pytestconfig.pluginmanager.getplugin("capturemanager")
+
+    def tell(line: str) -> None:
+        if terminal is not None:
+            with capture.global_and_fixture_disabled() if capture else nullcontext():
+                terminal.write_line(line)
+
+    return partial(conform, tell=tell)

@@ -34,6 +34,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
     group.addoption("--accel-level", metavar="LEVELS", help="only these levels, such as 0,1")
     group.addoption(
+        "--accel-quick", action="store_true", help="levels 0 and 1, and a few checks of the others"
+    )
+    group.addoption(
+        "--accel-only", metavar="CHECK", action="append", default=[], help="only this check; may be repeated"
+    )
+    group.addoption(
+        "--accel-deadline",
+        metavar="SECONDS",
+        type=float,
+        help="for each world of processes, launch and command (60; times ACCEL_TEST_PATIENCE)",
+    )
+    group.addoption(
         "--accel-simulate", metavar="NAME", help="simulate the device; NAME is its communication backend"
     )
     group.addoption(
@@ -52,13 +64,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Load the kit, if a stack was named."""
-    config.addinivalue_line(
-        "markers", "accel_requires(words): a check of the conformance kit, gated by capabilities"
-    )
+    for mark in (
+        "accel_concerns(slots): a check of the conformance kit, which plugins of these slots influence",
+        "accel_quick: a check that --accel-quick keeps",
+        "accel_requires(words): a check that is gated by capabilities",
+        "accel_since(version): a check of a promise that came with this version of the contract",
+    ):
+        config.addinivalue_line("markers", mark)
     if config.getoption("accel_stack"):
         from accel_testing.kit.plugin import Kit
+        from accel_testing.kit.progress import Progress
 
-        config.pluginmanager.register(Kit.from_config(config), "accel-kit")
+        kit = Kit.from_config(config)
+        config.pluginmanager.register(kit, "accel-kit")
+        config.pluginmanager.register(Progress(kit.report), "accel-kit-progress")
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

@@ -40,7 +40,7 @@ from attrs import field, frozen
 
 from accel_testing.patience import patience
 
-__all__ = ["ProcessError", "forking", "reserved_port", "run_processes"]
+__all__ = ["ProcessError", "forking", "reserved_port", "run_processes", "share_server"]
 
 R = TypeVar("R")
 
@@ -66,6 +66,8 @@ It is for a vendor's library that takes seconds to import, and starts nothing wh
 simulates a device it is not read: libraries that look for devices would find the stand-in first.
 """
 _STARTING: Final = threading.Lock()
+_preloaded: list[str] = []
+"""The value of that variable as the server was started; empty while there is none."""
 _NO_VARIABLES: Final[Mapping[str, str | None]] = MappingProxyType({})
 
 
@@ -117,10 +119,29 @@ def run_processes(
                 worker.stop()
 
 
-def forking() -> Any:
-    """Return the context of multiprocessing whose processes have torch loaded; None where none is forked."""
+def forking(preload: str | None = None) -> Any:
+    """Return the context of multiprocessing whose processes have torch loaded; None where none is forked.
+
+    preload: what they are to have loaded besides, as PRELOAD_VARIABLE has it. None is returned if the server
+    has loaded something else, or would have to be started with it: its processes are those of other tests.
+    """
     with _STARTING:
-        return _context() if sys.platform == "linux" else None
+        if sys.platform != "linux" or (preload and not _preloaded):
+            return None
+        context = _context()
+        return context if preload in (None, _preloaded[0]) else None
+
+
+def share_server() -> None:
+    """Let this process, which the server has forked, fork its own from the same server.
+
+    Python means children to do so, and yet starts a server for each of them: it knows a server by the number
+    of its process, which children are not told.
+    """
+    from multiprocessing.forkserver import _forkserver
+
+    _preloaded.append(os.environ.get(PRELOAD_VARIABLE, ""))
+    forkserver.ensure_running = _forkserver.ensure_running = lambda: None  # type: ignore[method-assign]
 
 
 def _rendezvous(world: int, port: int) -> dict[str, str | None]:
@@ -271,13 +292,15 @@ def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
     # Else the server would find what is under test in its directory first, a checkout for instance.
     safe = sys.version_info >= (3, 11)
-    named = [name for name in os.environ.get(PRELOAD_VARIABLE, "").split(",") if name]
+    preload = os.environ.get(PRELOAD_VARIABLE, "")
+    named = [name for name in preload.split(",") if name]
     # multiprocessing has each process run the runner's script again, but for its last line: 0.1 s.
     named += [name for name in ("pytest",) if name in sys.modules]
     preloaded = [name for name in PRELOADED if safe or name.startswith("torch")]
     context.set_forkserver_preload([*preloaded, *named])
     with _variable("PYTHONSAFEPATH", "1"):
         forkserver.ensure_running()
+    _preloaded[:] = _preloaded or [preload]
     return context
 
 

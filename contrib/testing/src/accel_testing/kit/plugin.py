@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable
 from functools import cached_property
 from itertools import product
 from pathlib import Path
@@ -14,37 +13,30 @@ from typing import Any, TypeVar
 import pytest
 from attrs import define, field
 
-from accel_core import CAPABILITIES, PluginError, Record, discover
+from accel_core import CAPABILITIES, Record
+from accel_testing.kit import checks
+from accel_testing.kit.arguments import Arguments, next_command, scenario
+from accel_testing.kit.checks import is_check, name_of
+from accel_testing.kit.deadline import DEADLINE, idle_seconds
 from accel_testing.kit.report import LEVELS, Check, Report
-from accel_testing.kit.stack import OUTSIDE_OF_RUNS, TestedStack, variables
+from accel_testing.kit.stack import TestedStack, variables
 from accel_testing.kit.tasks import Scenario
-from accel_testing.processes import PRELOAD_VARIABLE, ProcessError, run_processes
+from accel_testing.processes import PRELOAD_VARIABLE, ProcessError, forking, run_processes
 from accel_testing.simulated import CARD, declare
 
 __all__ = ["Kit"]
 
 R = TypeVar("R")
 
-_FOLDER = Path(__file__).parent
-_SECONDS = 60
-
 
 @define(eq=False)
 class Kit:
     """A pytest plugin for one stack; registered when --accel-stack is given."""
 
-    tested: TestedStack
-    worlds: Sequence[int]
-    levels: frozenset[int]
-    xfails: Mapping[str, str]
-    report_file: str | None
+    asked: Arguments
     report: Report
     _temporary: TemporaryDirectory[str]
     _environment: pytest.MonkeyPatch
-    stand_in: str | None = None
-    """A module that stands for the vendor's library in each process."""
-    exchange_with: Sequence[str] = ()
-    """Strategies whose checkpoints are exchanged with the stack's."""
     _done: dict[Hashable, Any] = field(factory=dict)
 
     @classmethod
@@ -54,35 +46,27 @@ class Kit:
         Raises:
             pytest.UsageError: there is no such stack, or an option is wrong.
         """
-        text: str = config.getoption("accel_stack")
         temporary, environment = TemporaryDirectory(prefix="accel-kit-"), pytest.MonkeyPatch()
-        if CARD.name in text.split("+"):
+        if CARD.name in config.getoption("accel_stack").split("+"):
             declare(Path(temporary.name))
-        try:
-            simulate = config.getoption("accel_simulate")
-            if simulate is not None:
-                # A library that looks for devices would make the simulated one where workers are forked.
-                environment.delenv(PRELOAD_VARIABLE, raising=False)
-            settings = dict(_setting(each) for each in config.getoption("accel_set"))
-            project = str(Path(temporary.name, "project"))
-            network = config.getoption("accel_network")
-            reference = config.getoption("accel_reference")
-            stack = TestedStack.parse(text, discover(), simulate, project, settings, network, reference)
-        except PluginError as error:
-            raise pytest.UsageError(str(error)) from None
-        worlds = _numbers(config.getoption("accel_world") or ("1,2" if "strategy" in stack.plugins else "1"))
-        return cls(
-            tested=stack,
-            worlds=worlds,
-            levels=frozenset(_numbers(config.getoption("accel_level") or ",".join(map(str, LEVELS)))),
-            xfails=_read_xfails(config.getoption("accel_xfails")),
-            report_file=config.getoption("accel_report"),
-            report=Report(stack=stack, worlds=worlds),
-            temporary=temporary,
-            environment=environment,
-            stand_in=config.getoption("accel_stand_in"),
-            exchange_with=_exchange_partners(config.getoption("accel_exchange_with"), stack),
-        )
+        if config.getoption("accel_simulate") is not None:
+            # A library that looks for devices would make the simulated one where workers are forked.
+            environment.delenv(PRELOAD_VARIABLE, raising=False)
+        if deadline := config.getoption("accel_deadline"):
+            environment.setenv(DEADLINE, str(deadline))
+        asked = Arguments.of(config, Path(temporary.name, "project"))
+        report = Report(stack=asked.stack, worlds=asked.worlds, complete=asked.complete)
+        return cls(asked=asked, report=report, temporary=temporary, environment=environment)
+
+    @property
+    def tested(self) -> TestedStack:
+        """The stack under test."""
+        return self.asked.stack
+
+    @property
+    def worlds(self) -> list[int]:
+        """Numbers of processes for levels 3 and 4."""
+        return [*self.asked.worlds]
 
     # -- what checks share -----------------------------------------------------------------------
 
@@ -95,16 +79,17 @@ class Kit:
     def scenarios(self) -> list[Scenario]:
         """The scenarios of level 4: the stack, its partners, one native process.
 
-        In this order: torch counts the devices of a process at its first backward.
+        In this order: torch counts the devices of a process at its first backward. A quick run has the stack
+        alone.
         """
         own = [Scenario(self.tested.name, {}, world) for world in self.worlds]
         shared = self.tested.settings_without("strategy", "extension")
-        others = [_scenario(each, max(self.worlds), shared) for each in self.exchange_with]
+        others = [scenario(each, max(self.worlds), shared) for each in self.asked.exchange_with]
         bare = variables(self.tested.settings_without("device", "strategy", "extension"))
         native = Scenario("native", {"device": "cpu", "strategy": None, "plugins": None}, 1, bare)
         scenarios: dict[str, Scenario] = {}
-        for scenario in (*own, *others, native):
-            scenarios.setdefault(str(scenario), scenario)
+        for each in own if self.asked.quick else (*own, *others, native):
+            scenarios.setdefault(str(each), each)
         return list(scenarios.values())
 
     def once(self, key: Hashable, task: Callable[[], R]) -> R:
@@ -119,7 +104,7 @@ class Kit:
         found: R = self._done[key]
         return found
 
-    def readers(self, run: Callable[..., list[Any]], world: int) -> int:
+    def count_readers(self, run: Callable[..., list[Any]], world: int) -> int:
         """Count the readers in a world of this size."""
         return self._sharing(run, world)[0]
 
@@ -152,42 +137,52 @@ class Kit:
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
         """Run a check per world size, per plugin, or per pair of scenarios."""
-        if _is_check(metafunc.definition) and "world" in metafunc.fixturenames:
+        if not is_check(metafunc.definition):
+            return
+        if "world" in metafunc.fixturenames:
             metafunc.parametrize("world", self.worlds, ids=lambda world: f"world{world}")
-        if _is_check(metafunc.definition) and "plugin" in metafunc.fixturenames:
-            metafunc.parametrize("plugin", list(self.tested.plugins.values()), ids=lambda record: record.name)
-        if _is_check(metafunc.definition) and "saver" in metafunc.fixturenames:
+        if "plugin" in metafunc.fixturenames:
+            metafunc.parametrize("plugin", self.tested.described, ids=lambda record: record.name)
+        if "saver" in metafunc.fixturenames:
             pairs = [pair for pair in product(self.scenarios, repeat=2) if pair[0].own or pair[1].own]
             ids = [f"{saver}->{loader}" for saver, loader in pairs]
             metafunc.parametrize(("saver", "loader"), pairs, ids=ids)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Select levels, make the stack's warnings errors, mark known failures."""
-        checks = [item for item in items if _is_check(item)]
-        unknown = self.xfails.keys() - {_name(item) for item in checks}
-        if unknown and self.levels == LEVELS.keys():
-            raise pytest.UsageError(f"--accel-xfails names what is not a check: {', '.join(sorted(unknown))}")
-        dropped = [item for item in checks if _level(item) not in self.levels or not self._concerns(item)]
+        """Select checks, make the stack's warnings errors, mark known failures."""
+        found = [item for item in items if is_check(item)]
+        self._refuse_unknown({name_of(item) for item in found})
+        dropped = [item for item in found if not self._selects(item)]
         if dropped:
             items[:] = [item for item in items if item not in dropped]
             config.hook.pytest_deselected(items=dropped)
-        for item in checks:
+        for item in found:
+            item.add_marker(pytest.mark.kit)  # it starts processes, as tests by the fixture `conform` do
             for package in ("accel_core", *self.tested.packages):
                 # Only their own: vendors' libraries warn when they are imported.
                 item.add_marker(pytest.mark.filterwarnings(rf"error:::{package}(\.|$)"))
-            if _name(item) in self.xfails:
-                item.add_marker(pytest.mark.xfail(reason=self.xfails[_name(item)], strict=True))
+            if name_of(item) in self.asked.xfails:
+                reason = self.asked.xfails[name_of(item)]
+                item.add_marker(pytest.mark.xfail(reason=reason, strict=True))
 
-    def _concerns(self, item: Any) -> bool:
-        """Tell if the stack has the tracker, launcher, store or command of the check.
+    def _selects(self, item: pytest.Item) -> bool:
+        """Tell if a check runs: the one place that decides."""
+        asked = self.asked
+        return (
+            checks.level_of(item) in asked.levels
+            and not checks.slots_of(item).isdisjoint(self.tested.plugins)
+            and (not asked.quick or checks.is_quick(item))
+            and (not asked.only or name_of(item) in asked.only)
+        )
 
-        Without a plugin that takes part in runs, checks of runs would only check core.
-        """
-        asked = {*OUTSIDE_OF_RUNS, "tracker"} & set(item.fixturenames)
-        if self.tested.plugins.keys() <= OUTSIDE_OF_RUNS and not asked and "plugin" not in item.fixturenames:
-            return False
-        return asked <= self.tested.plugins.keys()
+    def _refuse_unknown(self, known: set[str]) -> None:
+        named: dict[str, Collection[str]] = {"only": self.asked.only}
+        if self.asked.complete and self.asked.levels == LEVELS.keys():
+            named["xfails"] = self.asked.xfails
+        for option, names in named.items():
+            if wrong := sorted({*names} - known):
+                raise pytest.UsageError(f"--accel-{option} names what is not a check: {', '.join(wrong)}")
 
     # -- running ---------------------------------------------------------------------------------
 
@@ -217,6 +212,11 @@ class Kit:
         return self.tested.plugins["command"]
 
     @pytest.fixture
+    def readers(self, run: Callable[..., list[Any]], world: int) -> int:
+        """Count the readers in a world of this size."""
+        return self.count_readers(run, world)
+
+    @pytest.fixture
     def kit(self) -> Kit:
         """Return the kit itself, for what checks share."""
         return self
@@ -227,91 +227,81 @@ class Kit:
         device = self.tested.plugins.get("device")
         simulate = None
         if self.tested.simulate is not None and device is not None:
-            simulate = (device.name, self.tested.simulate, self.stand_in)
+            simulate = (device.name, self.tested.simulate, self.asked.stand_in)
 
         def call(function: Callable[..., Any], *args: Any, world: int = 1) -> list[Any]:
             from accel_testing.kit.tasks import OFFERS, enter
 
             given = (*args, self.tested.arguments)
-            variables = {**_bare(), **self.tested.environment, OFFERS: " ".join(self.tested.offers)}
-            return run_processes(
-                enter, simulate, function, given, world=world, environment=variables, timeout=_SECONDS
-            )
+            changes = {**_bare(), **self.tested.environment, OFFERS: " ".join(self.tested.offers)}
+            task = enter, simulate, function, given
+            return run_processes(*task, world=world, environment=changes, timeout=idle_seconds())
 
         return call
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Start the server that processes are forked from; it imports torch while level 0 runs."""
+        if any(is_check(item) and "run" in getattr(item, "fixturenames", ()) for item in session.items):
+            forking()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Skip a check of a capability that no card of the stack offers."""
+        """Record a check. Skip one of a capability that no card offers, or that is newer than the card."""
         report = yield
-        if not _is_check(item):
-            return report
-        undeclared = sorted(_required(item) - self.tested.offers)
-        if undeclared and call.when == "call" and report.outcome != "skipped":
-            (self.report.held if report.outcome == "passed" else self.report.broke).update(undeclared)
-            words = ", ".join(undeclared)
-            report.outcome = "skipped"
-            report.longrepr = (
-                str(item.path),
-                0,
-                f"not declared by the stack: {words} ({CAPABILITIES[undeclared[0]]})",
-            )
-        self._record(item, report, call)
+        if is_check(item):
+            check = self._judged(item, report, call)
+            if check is not None:
+                self.report.checks.append(check)
+            if check is not None and check.outcome in ("skipped", "new") and report.outcome != "skipped":
+                report.outcome, report.longrepr = "skipped", (str(item.path), 0, check.reason)
         return report
 
-    def _record(self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]) -> None:
+    def _judged(
+        self, item: pytest.Item, report: pytest.TestReport, call: pytest.CallInfo[None]
+    ) -> Check | None:
+        """Return the outcome of a check; None for a part of it that may pass without a word."""
         if report.when != "call" and report.outcome == "passed":
-            return
-        reason = ""
+            return None
+        outcome, reason, lacks = str(report.outcome), "", []
         if hasattr(report, "wasxfail"):
             outcome, reason = "xfailed", report.wasxfail
-        elif report.outcome == "skipped":
-            outcome, reason = "skipped", str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
+        elif outcome == "skipped":
+            reason = str(report.longrepr[2]).removeprefix("Skipped: ")  # type: ignore[index]
         else:
-            outcome, reason = report.outcome, _failure(call)
-        self.report.checks.append(Check(_level(item), _name(item), outcome, reason, report.duration))
+            reason, lacks = _failure(call), sorted(checks.words_of(item) - self.tested.offers)
+            version = checks.version_of(item)
+            if lacks and report.when == "call":
+                (self.report.held if outcome == "passed" else self.report.broke).update(lacks)
+                reason = f"not declared by the stack: {', '.join(lacks)} ({CAPABILITIES[lacks[0]]})"
+                outcome = "skipped"
+            elif checks.is_newer(version, self._version(item)):
+                ends = f"would fail: {reason}" if outcome == "failed" else "would pass"
+                outcome, reason = "new", f"new since {version}: {ends}"
+        return Check(checks.level_of(item), name_of(item), outcome, reason, report.duration, lacks)
+
+    def _version(self, item: pytest.Item) -> str:
+        """Return the version of the contract for which all were written that a check is of."""
+        plugin = getattr(item, "callspec", None) and item.callspec.params.get("plugin")  # type: ignore[attr-defined]
+        return self.tested.api_version([plugin.slot] if plugin else checks.slots_of(item))
 
     # -- afterwards ------------------------------------------------------------------------------
 
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print what was not checked, and the result in one line."""
+    def pytest_terminal_summary(self, terminalreporter: Any, config: pytest.Config) -> None:
+        """Print what was not checked, the result in one line, and what to run next."""
+        if failed := self.report.of("failed"):
+            self.report.next = next_command(config, failed)
         terminalreporter.section("accel-core conformance")
         for line in self.report.summary():
             terminalreporter.write_line(line)
-        if self.report_file:
-            Path(self.report_file).write_text(self.report.render(self.report_file))
+        if self.asked.report_file:
+            Path(self.asked.report_file).write_text(self.report.render(self.asked.report_file))
 
     def pytest_unconfigure(self) -> None:
         """Remove the simulated device's declaration, and give variables back."""
         self._environment.undo()
         self._temporary.cleanup()
-
-
-def requires(*words: str) -> pytest.MarkDecorator:
-    """Mark a check that only a stack offering these capability words has to pass."""
-    unknown = set(words) - CAPABILITIES.keys()
-    assert not unknown, unknown
-    return pytest.mark.accel_requires(frozenset(words))
-
-
-def _required(item: pytest.Item) -> frozenset[str]:
-    return frozenset().union(*(mark.args[0] for mark in item.iter_markers("accel_requires")))
-
-
-def _is_check(item: Any) -> bool:
-    return _FOLDER in item.path.parents
-
-
-def _name(item: pytest.Item) -> str:
-    return item.nodeid.rpartition("/")[2]
-
-
-def _level(item: pytest.Item) -> int:
-    found = re.match(r"test_(\d)_", item.path.name)
-    assert found is not None, item.path
-    return int(found[1])
 
 
 def _failure(call: pytest.CallInfo[None]) -> str:
@@ -324,60 +314,6 @@ def _failure(call: pytest.CallInfo[None]) -> str:
         return f"{error.kind}: {last}"
     first = str(error).partition("\n")[0]
     return f"{type(error).__name__}: {first}"
-
-
-def _numbers(text: str) -> list[int]:
-    if not re.fullmatch(r"\d+(,\d+)*", text):
-        raise pytest.UsageError(f"expected numbers joined by commas, such as 1,2; got {text!r}")
-    return [int(number) for number in text.split(",")]
-
-
-def _setting(text: str) -> tuple[str, str]:
-    path, equals, value = text.partition("=")
-    if not equals:
-        raise pytest.UsageError(
-            f"--accel-set expects OPTION=VALUE, such as data.even_batches=false; got {text!r}"
-        )
-    return path, value
-
-
-def _exchange_partners(named: str | None, stack: TestedStack) -> list[str]:
-    """List the named strategies, else those that core may choose by itself."""
-    if named is not None:
-        return [name for name in named.split(",") if name]
-    usable = [
-        record.card
-        for record in discover().records
-        if record.slot == "strategy" and record.status == "available" and record.card is not None
-    ]
-    return [
-        card.name
-        for card in usable
-        if card.priority and card.needs <= stack.offers and card.name not in stack.arguments.values()
-    ]
-
-
-def _scenario(text: str, world: int, shared: Mapping[str, str]) -> Scenario:
-    """Read a partner: NAME or NAME@WORLD, and after a colon options of its own."""
-    name, colon, options = text.partition(":")
-    name, _, size = name.partition("@")
-    settings = dict(_setting(each) for each in options.split("+") if each)
-    changes = {"strategy": name, "plugins": None}
-    given = variables({**shared, **settings})
-    return Scenario(name + colon + options, changes, _numbers(size)[0] if size else world, given)
-
-
-def _read_xfails(file: str | None) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for number, line in enumerate(Path(file).read_text().splitlines() if file else (), 1):
-        check, _, reason = line.partition("#")
-        if check.strip() and not reason.strip():
-            raise pytest.UsageError(
-                f"{file}:{number}: no reason; write CHECK  # why it fails, and where that is tracked"
-            )
-        if check.strip():
-            found[check.strip()] = reason.strip()
-    return found
 
 
 def _bare() -> dict[str, str | None]:

@@ -22,13 +22,15 @@ LEVELS = {0: "packaging", 1: "device", 2: "training", 3: "processes", 4: "checkp
 
 @frozen
 class Check:
-    """One check's outcome: passed, failed, skipped or xfailed."""
+    """One check's outcome: passed, failed, xfailed, skipped, or new."""
 
     level: int
     name: str
     outcome: str
     reason: str
     seconds: float
+    lacks: Sequence[str] = ()
+    """Capability words that no card of the stack offers."""
 
 
 @define
@@ -37,7 +39,11 @@ class Report:
 
     stack: TestedStack
     worlds: Sequence[int]
+    complete: bool = True
+    """False if only some checks of the levels were to run."""
     checks: list[Check] = field(factory=list)
+    next: str = ""
+    """The command that runs what failed again."""
     held: set[str] = field(factory=set)
     """Capability words that no card claims, of checks that passed."""
     broke: set[str] = field(factory=set)
@@ -53,6 +59,11 @@ class Report:
     def observed(self) -> list[str]:
         """Capability words that the cards could claim: all their checks passed."""
         return sorted(self.held - self.broke)
+
+    @property
+    def last_outcome(self) -> str:
+        """The outcome of the check that ended last."""
+        return self.checks[-1].outcome if self.checks else ""
 
     def of(self, outcome: str) -> list[Check]:
         """Return the checks with that outcome."""
@@ -81,13 +92,18 @@ class Report:
         for outcome in ("skipped", "xfailed"):
             for check in self.of(outcome):
                 yield f"{outcome}: {check.name}: {check.reason}"
+        for check in self.of("new"):
+            yield f"{check.name}: {check.reason}"
         if self.observed:
             yield f"observed but not declared: {', '.join(self.observed)}"
         counts = Counter(check.outcome for check in self.checks)
-        found = ", ".join(
-            f"{counts[outcome]} {outcome}" for outcome in ("passed", "failed", "xfailed", "skipped")
-        )
-        yield f"{self.stack}: {found}"
+        yield f"{self.stack}: {', '.join(f'{counts[outcome]} {outcome}' for outcome in self._outcomes)}"
+        if self.next:
+            yield f"next: {self.next}"
+
+    @property
+    def _outcomes(self) -> list[str]:
+        return ["passed", "failed", "xfailed", "skipped", *(["new"] if self.of("new") else [])]
 
     def render(self, file: str) -> str:
         """Return the text of a report file: JSON for *.json, else Markdown."""
@@ -105,6 +121,8 @@ class Report:
             "network": self.stack.network,
             "simulated": self.stack.simulated,
             "worlds": list(self.worlds),
+            "complete": self.complete,
+            "next": self.next,
             "torch": metadata.version("torch"),
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -123,13 +141,13 @@ class Report:
             f"* {p['slot']}: {p['plugin']} ({p['distribution']} {p['version']})" for p in facts["stack"]
         ]
         lines += [f"* torch {facts['torch']}, Python {facts['python']}, {facts['platform']}", ""]
-        outcomes = ("passed", "failed", "xfailed", "skipped")
+        outcomes = self._outcomes
         lines += [f"| level | {' | '.join(outcomes)} |", "|---|" + "---|" * len(outcomes)]
         for level, name in LEVELS.items():
             counts = Counter(check.outcome for check in self.checks if check.level == level)
             lines.append(f"| {level} {name} | {' | '.join(str(counts[outcome]) for outcome in outcomes)} |")
         lines += ["", *self._table()]
-        for outcome in ("failed", "xfailed", "skipped"):
+        for outcome in ("failed", "xfailed", "skipped", "new"):
             found = self.of(outcome)
             if found:
                 lines += ["", f"## {outcome}", ""]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any, Final
 
@@ -11,7 +11,7 @@ from attrs import field, frozen
 from accel_core import Discovery, PluginError, Record, discover
 from accel_testing.simulated import DISTRIBUTION
 
-__all__ = ["NETWORK", "OUTSIDE_OF_RUNS", "REFERENCE", "TestedStack", "variables"]
+__all__ = ["NETWORK", "OUTSIDE_OF_RUNS", "REFERENCE", "SLOTS", "TestedStack", "variables"]
 
 NETWORK = "ACCEL_KIT_NETWORK"
 """The variable that names a module with a network for the checks."""
@@ -19,7 +19,8 @@ REFERENCE = "ACCEL_KIT_REFERENCE"
 """The variable that names a module with a precision's reference."""
 
 _DEFAULTS = {"device": "native", "strategy": "single"}
-_SLOTS = ("device", "strategy", "precision", "extension", "tracker", "launcher", "store", "command")
+_CORE = "accel-core"
+SLOTS: Final = ("device", "strategy", "precision", "extension", "tracker", "launcher", "store", "command")
 OUTSIDE_OF_RUNS: Final = frozenset({"launcher", "store", "command"})
 """Slots whose plugins do not belong to a run."""
 
@@ -61,11 +62,11 @@ class TestedStack:
         plugins: dict[str, Record] = {}
         for name in text.split("+"):
             record = discovery.get("native" if name == "cpu" else name)
-            if record is None or record.slot not in _SLOTS:
-                known = [known.name for known in discovery.records if known.slot in _SLOTS]
+            if record is None or record.slot not in SLOTS:
+                known = [known.name for known in discovery.records if known.slot in SLOTS]
                 raise PluginError(
                     f"--accel-stack {text}: no plugin {name!r} of a slot that is checked"
-                    f" ({', '.join(_SLOTS)})\ninstalled: {', '.join(known)}",
+                    f" ({', '.join(SLOTS)})\ninstalled: {', '.join(known)}",
                     plugin=name,
                 )
             if record.status != "available" and not (simulate and record.slot == "device"):
@@ -122,6 +123,18 @@ class TestedStack:
         return frozenset().union(*(record.card.offers for record in records if record and record.card))
 
     @property
+    def described(self) -> list[Record]:
+        """Plugins whose packaging is checked: core's own only in a stack of them."""
+        records = [*self.plugins.values()]
+        return [record for record in records if record.distribution != _CORE] or records
+
+    def api_version(self, slots: Collection[str]) -> str:
+        """Return the oldest version of the contract for which plugins of these slots were written."""
+        cards = [record.card for slot, record in self.plugins.items() if slot in slots]
+        versions = [card.api_version for card in cards if card is not None]
+        return min(versions, key=lambda version: tuple(map(int, version.split("."))))
+
+    @property
     def packages(self) -> frozenset[str]:
         """Top-level packages of the plugins' code."""
         cards = [record.card for record in self.plugins.values() if record.card is not None]
@@ -138,7 +151,7 @@ class TestedStack:
     @property
     def name(self) -> str:
         """The stack as --accel-stack names it."""
-        return "+".join(self.plugins[slot].name for slot in _SLOTS if slot in self.plugins)
+        return "+".join(self.plugins[slot].name for slot in SLOTS if slot in self.plugins)
 
     @property
     def environment(self) -> dict[str, str]:

@@ -14,6 +14,7 @@ from weakref import WeakSet
 from attrs import frozen
 
 from accel_core import InitProcessGroupKwargs
+from accel_testing.kit.deadline import collective_seconds
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -38,7 +39,6 @@ ForwardLoss = Callable[["nn.Module", Any], "tuple[Tensor, Any]"]
 
 
 _runs: WeakSet[Run] = WeakSet()
-COLLECTIVE_SECONDS = int(os.environ.get("ACCEL_KIT_COLLECTIVE_SECONDS", "20"))
 OFFERS = "ACCEL_KIT_OFFERS"
 """The variable that lists what the stack's cards offer."""
 
@@ -86,14 +86,14 @@ def enter(
 
 
 def make(arguments: Mapping[str, Any], **more: Any) -> Accelerator:
-    """Return an Accelerator under test whose collectives give up in seconds.
+    """Return an Accelerator under test whose collectives give up well before the world's deadline.
 
     more: other arguments. Where one replaces a plugin of the stack, its options are left out of the
     environment: core refuses those of a plugin that is not in the run.
     """
     from accel_core import Accelerator
 
-    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=COLLECTIVE_SECONDS))
+    limit = InitProcessGroupKwargs(timeout=timedelta(seconds=collective_seconds()))
     handlers = [limit, *more.pop("kwargs_handlers", ())]
     replaced = {arguments[name] for name in arguments.keys() & more.keys() if arguments[name] != more[name]}
     with _without_options_of({name for name in replaced if isinstance(name, str)}):

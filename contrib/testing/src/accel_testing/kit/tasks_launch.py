@@ -11,12 +11,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from accel_testing.kit.deadline import seconds
+
 __all__ = ["configure", "exit_by_rank", "fail", "functions", "meet", "note", "sleep", "talk"]
 
 FAILING_CODE = 7
-SLEEP_SECONDS = 120
-ENDING_SECONDS = 20
-"""The time for workers to end after a signal to the launcher, or a failure."""
 LINES = 300
 
 
@@ -55,8 +54,8 @@ def configure(folder: Path) -> None:
 def talk(folder: Path) -> None:
     """Print many lines at once with the other ranks, each in several pieces."""
     note(folder)
-    deadline = time.monotonic() + SLEEP_SECONDS
-    while len([*folder.glob("rank*.json")]) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+    end = time.monotonic() + seconds()
+    while len([*folder.glob("rank*.json")]) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < end:
         time.sleep(0.01)
     for number in range(LINES):
         print("rank", os.environ["RANK"], "line", number, "." * 40)  # noqa: T201  the workers own output
@@ -84,7 +83,7 @@ def sleep(folder: Path) -> None:
     if sys.platform == "linux":  # core has the kernel end its workers with the launcher
         ctypes.CDLL(None).prctl(1, 0)
     note(folder)
-    time.sleep(SLEEP_SECONDS)
+    time.sleep(2 * seconds())
 
 
 def functions(folder: Path) -> None:

@@ -9,6 +9,10 @@ import sys
 import pytest
 
 from accel_core import Record
+from accel_testing.kit.checks import concerns
+from accel_testing.kit.deadline import seconds
+
+pytestmark = concerns("command")
 
 
 def accel(*words: str) -> subprocess.CompletedProcess[str]:
@@ -16,7 +20,7 @@ def accel(*words: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-X", "importtime", "-m", "accel_core", *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=seconds(),
         check=False,
     )
 

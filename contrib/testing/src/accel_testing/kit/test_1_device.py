@@ -10,8 +10,11 @@ from attrs import evolve
 
 from accel_core import CAPABILITIES
 from accel_testing.kit import tasks_device as tasks
-from accel_testing.kit.plugin import requires
+from accel_testing.kit.checks import concerns, requires
 from accel_testing.kit.stack import TestedStack
+
+# Other slots are named at the checks of hooks that they implement, too.
+pytestmark = concerns("device", "extension")
 
 Run = Callable[..., list[Any]]
 MEGABYTES_4 = 4_000_000
@@ -19,7 +22,7 @@ LEAST_PEAK = 1e9
 """FLOP/s, bytes and bytes/s that any accelerator exceeds."""
 HOTTEST = 150
 LONGEST_LOOK = 0.1
-"""Seconds."""
+"""Seconds, for the best of several; patience does not multiply a promise."""
 
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
@@ -36,6 +39,7 @@ def test_capabilities_are_words_the_card_offers(run: Run, stack: TestedStack) ->
     assert set(found["capabilities"]) <= stack.offers, "a chip can do less than its card offers, not more"
 
 
+@concerns("device", "strategy", "extension")
 def test_batches_move_with_their_structure(run: Run) -> None:
     (found,) = run(tasks.moved)
     assert found["types"] == ["dict", "Pair", "list"]
@@ -44,6 +48,7 @@ def test_batches_move_with_their_structure(run: Run) -> None:
     assert found["rest"] == ["as it is", None]
 
 
+@concerns("device", "precision", "strategy", "extension")
 def test_models_are_placed_whole(run: Run) -> None:
     (found,) = run(tasks.placed)
     assert found["devices"] == [found["type"]]
@@ -52,12 +57,14 @@ def test_models_are_placed_whole(run: Run) -> None:
     assert found["optimizer holds the parameters"]
 
 
+@concerns("device", "strategy", "extension")
 def test_seeding_repeats_what_is_drawn(run: Run) -> None:
     ((first, again, other),) = run(tasks.seeded)
     assert first == again
     assert first != other
 
 
+@concerns("device", "strategy", "extension")
 @requires("rng")
 def test_random_streams_are_saved_and_restored(run: Run) -> None:
     (found,) = run(tasks.random_streams)
@@ -66,6 +73,7 @@ def test_random_streams_are_saved_and_restored(run: Run) -> None:
     assert found["host stream"]
 
 
+@concerns("device", "strategy", "extension")
 @requires("rng")
 def test_every_stream_follows_the_seed_and_is_restored(run: Run) -> None:
     (found,) = run(tasks.seeded_streams)
@@ -125,6 +133,7 @@ def test_float8_matrices_are_multiplied(run: Run) -> None:
         assert found["error"] <= 0.1, "a product of float8 matrices is wrong by more than their rounding"
 
 
+@concerns("device", "strategy", "extension")
 def test_services_answer(run: Run) -> None:
     run(tasks.services)
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from accel_core import Record, store_for
+from accel_testing.kit.checks import concerns
+
+pytestmark = concerns("store")
 
 LARGE = bytes(range(256)) * 36_000
 """Some 9 MB, which stores send in parts."""

@@ -8,6 +8,9 @@ from typing import Any
 
 from accel_core import Record
 from accel_testing.kit import tasks_trackers as tasks
+from accel_testing.kit.checks import concerns
+
+pytestmark = concerns("tracker")
 
 Run = Callable[..., list[Any]]
 

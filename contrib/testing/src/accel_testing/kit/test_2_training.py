@@ -10,11 +10,14 @@ import pytest
 
 from accel_testing.kit import tasks_awkward, tasks_items, tasks_units
 from accel_testing.kit import tasks_training as tasks
+from accel_testing.kit.checks import concerns, quick, requires
 from accel_testing.kit.compare import assert_near, assert_same_training
-from accel_testing.kit.plugin import Kit, requires
+from accel_testing.kit.plugin import Kit
 from accel_testing.kit.refused import accepted
 from accel_testing.kit.stack import TestedStack
 from accel_testing.kit.tasks_training import Recipe
+
+pytestmark = concerns("device", "precision", "strategy", "extension")
 
 Run = Callable[..., list[Any]]
 LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
@@ -23,7 +26,7 @@ LOW = [pytest.param(name, marks=requires(name)) for name in ("bf16", "fp16")]
 @pytest.fixture
 def together(run: Run, kit: Kit) -> int:
     """Return the number of processes over which one model is spread, else one."""
-    return max([world for world in kit.worlds if kit.readers(run, world) == 1], default=1)
+    return max([world for world in kit.worlds if kit.count_readers(run, world) == 1], default=1)
 
 
 @pytest.fixture
@@ -61,12 +64,12 @@ def test_a_module_that_was_not_prepared_unwraps_to_itself(run: Run) -> None:
         assert not others, f"unwrap_model must return the very module of what it did not wrap: {others}"
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 4])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=quick), 4])
 def test_losses_equal_the_plain_loop(run: Run, accumulation: int) -> None:
     check(run, accumulation=accumulation)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
+@pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=quick)])
 def test_clipping_by_norm(run: Run, accumulation: int) -> None:
     ours = check(run, clip_norm=0.1, accumulation=accumulation)
     assert min(ours.norms) > 0.1, "the recipe must clip to show anything"
@@ -127,7 +130,9 @@ def test_sums_are_divided_by_the_items_of_the_window(
 
 
 @requires("fp16")
-@pytest.mark.parametrize("optimizers", [1, pytest.param(2, marks=requires("several_optimizers"))])
+@pytest.mark.parametrize(
+    "optimizers", [pytest.param(1, marks=quick), pytest.param(2, marks=requires("several_optimizers"))]
+)
 def test_overflowing_steps_are_skipped(run: Run, stack: TestedStack, optimizers: int) -> None:
     recipe: dict[str, Any] = {"precision": "fp16", "init_scale": 2.0**24, "schedule": True}
     low = computes_with_copies(stack)

@@ -19,12 +19,12 @@ import pytest
 from attrs import frozen
 
 from accel_core import Record
-from accel_testing.kit import tasks_launch
+from accel_testing.kit import deadline, tasks_launch
+from accel_testing.kit.checks import concerns, quick
 from accel_testing.kit.stack import TestedStack
 from accel_testing.kit.tasks_launch import LINES
 
-SECONDS = 60
-"""The time for a launch, failures included."""
+pytestmark = concerns("launcher")
 
 
 @frozen
@@ -50,7 +50,7 @@ class Launches:
                 env=self.environment,
                 stdout=output,
                 stderr=errors,
-                timeout=SECONDS,
+                timeout=deadline.seconds(),
                 check=False,
             )
             for file in (output, errors):
@@ -63,9 +63,9 @@ class Launches:
 
     def wait_until_gone(self) -> list[int]:
         """Return the workers that still run when their time is over."""
-        deadline = time.monotonic() + tasks_launch.ENDING_SECONDS
+        end = time.monotonic() + deadline.ending_seconds()
         processes = [facts["process"] for facts in self.written()]
-        while (left := [each for each in processes if _runs(each)]) and time.monotonic() < deadline:
+        while (left := [each for each in processes if _runs(each)]) and time.monotonic() < end:
             time.sleep(0.1)
         return left
 
@@ -88,9 +88,10 @@ def _runs(process: int) -> bool:
 @pytest.fixture
 def launches(launcher: Record, stack: TestedStack, tmp_path: Path) -> Iterator[Launches]:
     """Give launches in an empty folder, on the CPU; no worker outlives the check."""
+    own = {name: os.environ[name] for name in deadline.VARIABLES if name in os.environ}
     kept = {name: text for name, text in os.environ.items() if not name.startswith("ACCEL_")}
     command = (sys.executable, "-m", "accel_core", "launch", "--launcher", launcher.name, "--device", "cpu")
-    launches = Launches(tmp_path, command, {**kept, **stack.environment})
+    launches = Launches(tmp_path, command, {**kept, **own, **stack.environment})
     yield launches
     launches.end()
 
@@ -105,8 +106,8 @@ def sleeping(launches: Launches) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         signal.signal(signal.SIGINT, before)
         try:
-            deadline = time.monotonic() + SECONDS
-            while len(launches.written()) < 2 and time.monotonic() < deadline:
+            end = time.monotonic() + deadline.seconds()
+            while len(launches.written()) < 2 and time.monotonic() < end:
                 time.sleep(0.1)
             yield process
         finally:
@@ -123,6 +124,7 @@ def test_workers_know_their_world_and_their_command(launches: Launches) -> None:
     assert len(launches.written()) == 2
 
 
+@quick
 def test_workers_meet(launches: Launches) -> None:
     ended = launches.run("meet")
     assert ended.returncode == 0, ended.stderr
@@ -167,7 +169,7 @@ def test_a_launcher_that_is_stopped_leaves_no_worker(launches: Launches, number:
         assert len(launches.written()) == 2, "the workers did not begin"
         process.send_signal(number)
         with suppress(subprocess.TimeoutExpired):
-            process.wait(tasks_launch.ENDING_SECONDS)
+            process.wait(deadline.ending_seconds())
         assert process.returncode is not None, "the launcher goes on"
         assert process.returncode != 0
         assert launches.wait_until_gone() == [], "workers outlive the launcher"
@@ -185,7 +187,7 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(launches: Launches
             env=launches.environment,
             capture_output=True,
             text=True,
-            timeout=SECONDS,
+            timeout=deadline.seconds(),
             check=False,
         )
         assert [file.name for file in launches.folder.iterdir()] == ["script.py"], f"{verb} did more"
@@ -206,7 +208,7 @@ def test_functions_run_in_workers_and_give_what_they_return(launches: Launches) 
         env=launches.environment,
         capture_output=True,
         text=True,
-        timeout=SECONDS,
+        timeout=deadline.seconds(),
         check=False,
     )
     assert ended.returncode == 0, ended.stderr

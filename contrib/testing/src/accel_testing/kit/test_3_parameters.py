@@ -6,8 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from accel_testing.kit import tasks_awkward as tasks
+from accel_testing.kit.checks import concerns
 from accel_testing.kit.plugin import Kit
 from accel_testing.kit.refused import accepted
+
+pytestmark = concerns("device", "precision", "strategy", "extension")
 
 Run = Callable[..., list[Any]]
 

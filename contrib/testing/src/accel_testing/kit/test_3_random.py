@@ -6,8 +6,11 @@ from collections.abc import Callable
 from itertools import combinations
 from typing import Any
 
+from accel_testing.kit.checks import concerns
 from accel_testing.kit.plugin import Kit
 from accel_testing.kit.tasks_random import drawn
+
+pytestmark = concerns("device", "strategy", "extension")
 
 Run = Callable[..., list[Any]]
 

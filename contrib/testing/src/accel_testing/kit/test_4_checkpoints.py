@@ -12,13 +12,16 @@ import pytest
 
 from accel_testing.kit import tasks_awkward
 from accel_testing.kit import tasks_checkpoints as tasks
+from accel_testing.kit.checks import concerns, quick, requires
 from accel_testing.kit.compare import assert_near
-from accel_testing.kit.plugin import Kit, requires
+from accel_testing.kit.plugin import Kit
 from accel_testing.kit.refused import accepted
 from accel_testing.kit.stack import TestedStack
 from accel_testing.kit.tasks import Scenario
 from accel_testing.kit.tasks_checkpoints import Seen
 from accel_testing.processes import ProcessError
+
+pytestmark = concerns("device", "precision", "strategy", "extension")
 
 Run = Callable[..., list[Any]]
 KILLS = (0.4, 1.7)
@@ -82,6 +85,7 @@ def resumed(kit: Kit, run: Run) -> Resumed:
     return Resumed(kit, run, 0.0)
 
 
+@quick
 def test_a_run_goes_on_as_if_nothing_had_happened(resumed: Resumed, own: Scenario) -> None:
     for before, after in zip(resumed.original(own), resumed.by(own, own), strict=True):
         assert after.samples == before.samples, "the data goes on in another order"
