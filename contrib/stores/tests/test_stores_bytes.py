@@ -27,6 +27,7 @@ def stored(s3: S3Server) -> int:
     return sum(len(s3.content(key)) for key in s3.names())
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [2, 3])
 def test_large_tensors_beside_the_models_come_once_to_a_node(s3: S3Server, world: int, run_processes) -> None:
     run_processes(held_job.saved, URL, world=world)
@@ -63,6 +64,7 @@ def loaded_deep(url: str) -> float:
     return total
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_files_that_each_rank_needs_come_once(s3: S3Server, world: int, run_processes) -> None:
@@ -128,6 +130,7 @@ def refused(url: str, width: int) -> str:
     return str(caught.value)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_run_that_does_not_fit_asks_for_no_weights_and_no_registered_object(

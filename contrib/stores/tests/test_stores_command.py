@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import stored_job as job
 import torch
 from s3_server import BUCKET, S3Server
@@ -18,6 +19,7 @@ def accel(run_command, *words: str) -> subprocess.CompletedProcess[str]:
     return run_command(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.needs("accel-inspect")
 def test_checkpoints_are_listed_verified_shown_and_exported(
     s3: S3Server, tmp_path: Path, run_command
 ) -> None:

@@ -255,6 +255,7 @@ def loaded_in_vain(url: str) -> tuple[str, bool]:
     return str(caught.value), bool(same)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_damaged_block_of_a_registered_object_is_named_and_nothing_is_changed(

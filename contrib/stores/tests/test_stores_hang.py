@@ -270,6 +270,7 @@ def works_while_rank_0_hangs(url: str, work: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @pytest.mark.parametrize("work", ["load", "save"])
 def test_ranks_give_a_work_up_together_when_one_alone_gets_no_answer(

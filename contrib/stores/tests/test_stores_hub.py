@@ -159,6 +159,7 @@ def test_a_repository_that_is_made_later_is_found(hub: HubServer, store: FsspecS
 # -- save and load -----------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_is_saved_is_loaded_bit_by_bit(hub: HubServer, world: int, run_processes) -> None:
     saved = run_processes(job.saved, URL, 2, world=world)

@@ -123,6 +123,7 @@ def late(url: str, free: int) -> bool:
     return True
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_disk_with_room_for_what_comes_is_enough_for_a_rank_that_comes_late(
     s3: S3Server, run_processes
 ) -> None:
@@ -149,6 +150,7 @@ def failing_first(url: str) -> str:
     return str(caught.value)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_damaged_block_is_told_to_a_rank_that_fetches_for_longer_than_the_timeout(
     s3: S3Server, run_processes
 ) -> None:

@@ -59,6 +59,7 @@ def test_a_server_that_accepts_a_second_create_is_refused_before_anything_is_sen
 # -- save and load -----------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accel-ddp")
 def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
     s3: S3Server, tmp_path: Path, run_processes
 ) -> None:
@@ -78,6 +79,7 @@ def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
     assert list(Path(tempfile.gettempdir(), f"accel-{os.getuid()}").iterdir()) == [], "nothing stays there"
 
 
+@pytest.mark.needs("accel-ddp")
 def test_two_ranks_of_a_node_load_what_one_rank_saved_and_each_byte_comes_once(
     s3: S3Server, run_processes
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Serve
     assert torch.equal(job.loaded(URL), saved)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.timeout(300)
 def test_a_rank_that_sends_weights_for_longer_than_the_timeout_is_waited_for(
     s3: S3Server, run_processes

@@ -34,6 +34,7 @@ def numbers(names: list[str]) -> list[int]:
     return sorted(int(folder.partition("_")[2]) for folder in folders)
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(
     s3: S3Server, world: int, run_processes
@@ -56,6 +57,7 @@ def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(
     )
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
     hub: HubServer, world: int, run_processes
@@ -74,6 +76,7 @@ def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
     )
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_copies_in_a_repository_bring_a_fresh_machine_on(
     hub: HubServer, tmp_path: Path, world: int, run_processes

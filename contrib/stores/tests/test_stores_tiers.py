@@ -50,6 +50,7 @@ def named(*numbers: int) -> list[str]:
 # -- copies, and loads over both places ----------------------------------------------------------------
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_every_second_is_copied_and_the_nearest_is_loaded(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -70,6 +71,7 @@ def test_every_second_is_copied_and_the_nearest_is_loaded(
         assert torch.equal(weight, weights[4])
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_a_fresh_machine_goes_on_from_the_store_and_beyond_its_numbers(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -94,6 +96,7 @@ def test_a_run_that_loads_nothing_goes_on_beyond_the_stores_numbers(s3: S3Server
     assert list(copied(s3)) == named(0, 1, 2)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_each_copy_holds_what_was_saved_when_saves_go_on_in_the_background(
@@ -105,6 +108,7 @@ def test_each_copy_holds_what_was_saved_when_saves_go_on_in_the_background(
         assert torch.equal(job.loaded(f"{STORE}/checkpoints/checkpoint_{number}"), weight)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 def test_nodes_with_disks_of_their_own_make_one_copy(s3: S3Server, tmp_path: Path, run_processes) -> None:
     options = {"store_every": 2}
@@ -157,6 +161,7 @@ def test_the_best_of_both_places_is_loaded(s3: S3Server, tmp_path: Path) -> None
     assert list(copied(s3)) == named(4)
 
 
+@pytest.mark.needs("accel-ddp")
 @ranks
 def test_a_local_checkpoint_is_loaded_without_the_store_by_all_ranks(
     s3: S3Server, tmp_path: Path, world: int, run_processes
@@ -218,6 +223,7 @@ def test_a_copy_that_fails_is_made_again_by_the_next_save(
     assert caplog.text.count("the next save tries again") == 2
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_a_store_that_is_away_for_a_while_stops_no_save(
@@ -241,6 +247,7 @@ def test_a_store_that_is_away_for_a_while_stops_no_save(
     assert not [key for key in s3.names() if "/checkpoint_1/" in key], "nothing is left of what failed"
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_a_copy_that_fails_at_the_end_is_an_error_of_the_end_on_all_ranks(
@@ -386,6 +393,7 @@ def test_a_kill_in_a_copy_leaves_nothing_that_loads_and_the_next_copy_removes_it
     assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
@@ -412,6 +420,7 @@ def test_a_kill_while_a_restart_makes_up_a_copy_leaves_it_to_the_next_restart(
     assert len({key.split("/")[3] for key in s3.names() if key.startswith("run/")}) == 2, "nothing is left"
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_a_copy_that_a_killed_run_owes_is_made_by_the_restart(
@@ -435,6 +444,7 @@ def test_a_copy_that_is_not_due_is_not_made_by_a_restart(s3: S3Server, tmp_path:
     assert list(copied(s3)) == named(0)
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 @ranks
 def test_what_is_saved_when_the_job_is_told_to_stop_is_copied(
@@ -488,6 +498,7 @@ def test_nobody_is_told_of_a_copy_as_of_a_save(s3: S3Server, tmp_path: Path) -> 
     ]
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.full
 def test_ranks_go_on_together_when_one_alone_gets_no_answer(
     s3: S3Server, tmp_path: Path, run_processes
