@@ -22,6 +22,7 @@ def report(
     outcomes: str = "passed",
     distribution: str = "accel-core",
     simulated: bool = True,
+    complete: bool = True,
     **settings: str,
 ) -> None:
     plugins = dict(zip(("device", "strategy"), stack.split("+"), strict=False))
@@ -32,6 +33,7 @@ def report(
         "settings": settings,
         "worlds": [1, 2],
         "simulated": simulated,
+        "complete": complete,
         "checks": [{"level": level, "outcome": outcomes} for level in range(5)],
     }
     (folder / f"{stack}-{outcomes}.json").write_text(json.dumps(facts))
@@ -45,6 +47,12 @@ def test_a_row_says_what_its_report_does(tool: ModuleType, tmp_path: Path) -> No
 
     assert set(rows["native + single"].values()) == {"1, 2", "simulated"}
     assert set(rows["native"].values()) == {"1, 2", "real, 1 known to fail"}
+
+
+def test_a_part_of_the_checks_is_not_a_result(tool: ModuleType, tmp_path: Path) -> None:
+    report(tmp_path, "native+single", complete=False)
+
+    assert tool.reported(tmp_path.glob("*.json")) == {}
 
 
 def test_grids_of_one_stack_have_rows_of_their_own(tool: ModuleType, tmp_path: Path) -> None:
