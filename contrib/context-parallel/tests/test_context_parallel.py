@@ -37,6 +37,7 @@ def assert_same(found, expected):
 # -- training equals the plain loop ----------------------------------------------------------------
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("causal", [True, False])
 def test_losses_and_weights_equal_the_plain_loop(causal, run_processes):
     for found in run_processes(cp_problem.ours, causal, world=2):
@@ -44,11 +45,13 @@ def test_losses_and_weights_equal_the_plain_loop(causal, run_processes):
         assert found[2] == (4, LENGTH // 2)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_so_they_do_through_forward_backward(run_processes):
     for found in run_processes(cp_problem.ours, True, 4, 7, "forward_backward", world=2):
         assert_same(found, cp_problem.plain())
 
 
+@pytest.mark.needs("accel-ddp")
 def test_so_they_do_where_batches_are_shared_out_by_hand(run_processes):
     for found in run_processes(cp_problem.by_hand, world=2):
         assert_same(found, cp_problem.plain())
@@ -65,6 +68,7 @@ def data_and_context():
     return cp_problem.ours(batch_size=2, size=2)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_pairs_of_ranks_share_sequences_and_read_apart_from_other_pairs(run_processes):
     for found in run_processes(data_and_context, world=4):
         assert_same(found, cp_problem.plain())
@@ -127,12 +131,14 @@ def compiled():
     return cp_problem.ours(epochs=1, dynamo_plugin=TorchDynamoPlugin(backend="eager"))
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.filterwarnings("ignore:.*lru_cache")  # torch traces what it would keep
 def test_a_whole_model_may_be_compiled(run_processes):
     for found in run_processes(compiled, world=2):
         assert_same(found, cp_problem.plain(epochs=1))
 
 
+@pytest.mark.needs("accel-ddp")
 def test_attention_that_backward_computes_again_is_of_the_whole_sequence(run_processes):
     for kept, computed_again in run_processes(cp_problem.recomputed, world=2):
         torch.testing.assert_close(computed_again, kept)
@@ -145,6 +151,7 @@ def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process(run_pro
         torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_evaluation_without_gradients_needs_no_step(run_processes):
     batch = default_collate(samples()[:4])
     with torch.no_grad():
@@ -164,6 +171,7 @@ def test_what_an_evaluation_in_inference_mode_makes_serves_training_too(make):
     assert not made.is_inference()
 
 
+@pytest.mark.needs("accel-ddp")
 def test_forwards_of_other_sequences_than_the_batchs_see_their_own_only(run_processes):
     for agree in run_processes(cp_problem.beside, world=2):
         assert agree == [True] * 6
@@ -216,6 +224,7 @@ def test_each_token_is_of_one_rank_and_heads_go_with_tails(pieces, ranks):
     assert torch.equal(part(tokens, 1, ranks - 1, ranks), tokens[:, where[-1]])
 
 
+@pytest.mark.needs("accel-ddp")
 def test_what_has_a_sequence_is_shared_whatever_the_batch_is(run_processes):
     ids = torch.arange(8).view(2, 4)
     mine = ids[:, [0, 3]]
@@ -227,6 +236,7 @@ def test_what_has_a_sequence_is_shared_whatever_the_batch_is(run_processes):
     assert torch.equal(run_processes(cp_problem.placed, ids, {"0": 1}, world=2)[0], mine)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_positions_and_the_labels_after_a_piece_are_given(run_processes):
     ids = torch.arange(10, 18).view(1, 8)
     batch = {"input_ids": ids, "labels": ids, "id": 5}
@@ -237,6 +247,7 @@ def test_positions_and_the_labels_after_a_piece_are_given(run_processes):
     assert set(batch) == {"input_ids", "labels", "id"}
 
 
+@pytest.mark.needs("accel-ddp")
 def test_they_follow_the_dimension_of_the_sequence(run_processes):
     """In batches whose rows are tokens, and in labels of several words per token."""
     ids = torch.arange(10, 18).view(8, 1).expand(8, 4)
@@ -251,6 +262,7 @@ def test_they_follow_the_dimension_of_the_sequence(run_processes):
     assert found["position_ids"].tolist() == [[0, 1, 6, 7]]
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_batch_without_sequences_stays_whole(run_processes):
     found = run_processes(cp_problem.placed, {"pixels": torch.ones(2, 4)}, {"input_ids": 1}, world=2)
     assert [each["pixels"].shape for each in found] == [(2, 4), (2, 4)]
@@ -259,6 +271,7 @@ def test_a_batch_without_sequences_stays_whole(run_processes):
 # -- mistakes --------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accel-ddp")
 def test_what_would_train_something_else_is_an_error_on_every_rank(run_processes):
     said = {
         "outside of a step": "accelerator.accumulate(model, batch=batch)",

@@ -15,6 +15,7 @@ def compare(run_processes, strategy, fewer=None):
         assert ours_sent == sent | (fewer or {})
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(run_processes):
     compare(run_processes, "ddp")
 
@@ -25,5 +26,6 @@ def test_so_it_does_where_weights_are_sharded(run_processes):
     compare(run_processes, "fsdp", fewer={"all_reduce": (1, 4)})
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_causal_mask_is_made_once_for_all_layers_and_batches_of_a_length(run_processes):
     assert run_processes(cp_traffic.masks, world=2) == [1, 1]

@@ -17,6 +17,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_one_rank_two_ranks_one_rank_go_on_bit_by_bit(tmp_path: Path, run_processes) -> None:
     """All ranks have the same batch, so one arithmetic serves both world sizes."""
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -28,6 +29,7 @@ def test_one_rank_two_ranks_one_rank_go_on_bit_by_bit(tmp_path: Path, run_proces
     assert same(found, expected)
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize("way", ["fsdp", pytest.param("fsdp-1", marks=pytest.mark.full)])
 def test_so_they_do_where_two_ranks_share_the_weights(tmp_path: Path, way: str, run_processes) -> None:
     first, second = str(tmp_path / "first"), str(tmp_path / "second")
@@ -70,6 +72,7 @@ def test_after_a_checkpoint_without_an_average_it_begins_anew(
         assert torch.equal(model.weight, loaded)
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize(("way", "world"), [("single", 1), ("fsdp", 2)])
 def test_the_average_is_exported_as_a_model(tmp_path: Path, way: str, world: int, run_processes) -> None:
     average = run_processes(problem.exported, way, str(tmp_path), world=world)[0]

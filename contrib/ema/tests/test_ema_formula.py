@@ -29,6 +29,7 @@ def check(found: dict[str, Any], tolerance: float = 1e-6) -> None:
     assert found["restored"]
 
 
+@pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.parametrize("way", WAYS)
 def test_the_average_is_that_of_whole_weights(way: str, run_processes) -> None:
     for found in run_processes(problem.trained, way, OPTIONS["usual"], world=2):

@@ -27,6 +27,7 @@ from accel_core import (
 from accel_ema import EMAConfig, averaged
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize(
     "way", ["fsdp", *(pytest.param(way, marks=pytest.mark.full) for way in ("ddp", "fsdp-1"))]
 )
@@ -36,12 +37,14 @@ def test_evaluations_of_the_average_change_no_later_step(way: str, run_processes
     assert all(torch.equal(evaluated[name], alone[name]) for name in alone if name != "seen")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_window_of_micro_batches_is_one_update(run_processes) -> None:
     for found in run_processes(_accumulated, world=2):
         torch.testing.assert_close(found["average"], found["formula"], rtol=1e-6, atol=1e-6)
         assert found["steps"] == problem.STEPS
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_steps_skipped_by_an_overflow_are_no_updates(world: int, run_processes) -> None:
     for skipped, found, expected in run_processes(problem.overflowed, world, world=world):
@@ -49,6 +52,7 @@ def test_steps_skipped_by_an_overflow_are_no_updates(world: int, run_processes) 
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_ranks_that_step_alone_share_their_averages_when_they_share_their_weights(run_processes) -> None:
     for found, formula in run_processes(_local_sgd, world=2):
         torch.testing.assert_close(found, formula, rtol=1e-6, atol=1e-6)
@@ -76,6 +80,7 @@ def _local_sgd() -> tuple[torch.Tensor, torch.Tensor]:
     return found, average
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("update_after", [0, 2])
 def test_a_rank_without_a_step_of_its_own_goes_on_with_the_average_of_the_others(
     update_after: int, run_processes

@@ -69,6 +69,7 @@ def changed(runs, tmp_path):
     return change
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_run_against_itself_resumed_is_empty(runs, tmp_path, run_processes):
     project, first = str(runs / "one"), runs / "one" / "step3"
     before = tmp_path / "before"
@@ -80,6 +81,7 @@ def test_a_run_against_itself_resumed_is_empty(runs, tmp_path, run_processes):
     assert (ended.exit_code, ended.stdout) == (0, "no difference\n")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_sharded_checkpoint_and_a_whole_one_of_one_state_have_the_same_tensors(runs):
     code, found = diff(runs / "one" / "step3", runs / "sharded", "--only", "model", "--only", "optimizer")
 
@@ -87,6 +89,7 @@ def test_a_sharded_checkpoint_and_a_whole_one_of_one_state_have_the_same_tensors
     assert found["compared"] == 5 + 5 * 3
 
 
+@pytest.mark.needs("accel-fsdp")
 def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, run_processes):
     from accel_fsdp import TorchTensorParallelPlugin
 
@@ -106,6 +109,7 @@ def test_rows_and_columns_of_tensor_parallel_ranks_are_whole_tensors(tmp_path, r
     assert boxes == {"layers.0": [[3, 6]] * 2, "layers.1": [[6, 3]] * 2}
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.parametrize("world", [2, 4], ids=["stages", "sharded stages"])
 def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world, run_processes):
     from accel_fsdp import FullyShardedDataParallelPlugin
@@ -128,6 +132,7 @@ def test_stages_of_a_pipeline_are_one_model_by_its_names(tmp_path, world, run_pr
     assert (stages["model/layers.0.weight"], stages["model/layers.1.weight"]) == ({0}, {1})
 
 
+@pytest.mark.needs("accel-ddp")
 def test_world_and_stack_are_told(runs):
     _, found = diff(runs / "one" / "step3", runs / "sharded")
 
@@ -135,6 +140,7 @@ def test_world_and_stack_are_told(runs):
     assert "stack" not in found["decisive"]
 
 
+@pytest.mark.needs("accel-ddp")
 def test_world_and_stack_alone_do_not_change_the_exit_status(runs, changed):
     def elsewhere(contents):
         contents.members["stack"]["device"] = "other"
@@ -148,12 +154,14 @@ def test_world_and_stack_alone_do_not_change_the_exit_status(runs, changed):
     )
 
 
+@pytest.mark.needs("accel-ddp")
 def test_replicated_and_sharded_training_agree_within_a_tolerance(runs):
     words = runs / "ddp" / "step3", runs / "fsdp" / "step3", "--only", "model"
 
     assert diff(*words, "--rtol", "1e-4", "--atol", "1e-6")[0] == 0
 
 
+@pytest.mark.needs("accel-ddp")
 def test_two_steps_differ_in_tensors_schedule_position_and_random_numbers(runs):
     code, found = diff(runs / "one" / "step2", runs / "one" / "step3")
 
@@ -165,6 +173,7 @@ def test_two_steps_differ_in_tensors_schedule_position_and_random_numbers(runs):
     assert not paths(found, "config")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_changed_tensor_is_named_and_measured(changed):
     def add(contents):
         contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
@@ -178,6 +187,7 @@ def test_a_changed_tensor_is_named_and_measured(changed):
     )
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_name_on_one_side_is_told(changed):
     def drop(contents):
         del contents.leaves["unit0", "model/layers.1.bias"]
@@ -190,6 +200,7 @@ def test_a_name_on_one_side_is_told(changed):
     ]
 
 
+@pytest.mark.needs("accel-ddp")
 def test_another_shape_and_another_dtype_are_told(changed):
     def convert(contents):
         leaves = contents.leaves
@@ -205,6 +216,7 @@ def test_another_shape_and_another_dtype_are_told(changed):
     assert 0 < told["layers.1.bias"]["difference"]["relative"] < 0.01
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_tie_that_is_gone_is_told_though_all_values_are_equal(changed):
     def untie(contents):
         contents.state["units"]["unit0"]["aliases"] = {}
@@ -217,6 +229,7 @@ def test_a_tie_that_is_gone_is_told_though_all_values_are_equal(changed):
     assert paths(found, "model") == {"ties.unit0"}
 
 
+@pytest.mark.needs("accel-ddp")
 def test_hyperparameters_are_told_once_for_all_parameters_that_have_them(changed):
     def slower(contents):
         contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["weight_decay"] = 0.5
@@ -227,6 +240,7 @@ def test_hyperparameters_are_told_once_for_all_parameters_that_have_them(changed
     assert "unit0.weight_decay: 0.01 -> 0.5 (5 parameters: embedding.weight, " in ended.stdout
 
 
+@pytest.mark.needs("accel-ddp")
 def test_hyperparameters_that_are_only_grouped_otherwise_are_equal(changed):
     def split(contents):
         groups = contents.state["units"]["unit0"]["optimizers"][0]["groups"]
@@ -237,6 +251,7 @@ def test_hyperparameters_that_are_only_grouped_otherwise_are_equal(changed):
     assert diff(*changed(split))[0] == 0
 
 
+@pytest.mark.needs("accel-ddp")
 def test_registered_objects_and_their_large_tensors_are_compared(changed, runs, tmp_path):
     values = torch.zeros(40000)
     one = CheckpointContents.read(runs / "one" / "step3")
@@ -256,6 +271,7 @@ def test_registered_objects_and_their_large_tensors_are_compared(changed, runs, 
     assert (mean["different"], mean["max_abs"]) == (1, "inf")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_config_is_told(changed):
     def reconfigure(contents):
         contents.members["config"]["mixed_precision"] = "bf16"
@@ -265,6 +281,7 @@ def test_config_is_told(changed):
     assert (code, paths(found, "config")) == (0, {"mixed_precision"})
 
 
+@pytest.mark.needs("accel-ddp")
 def test_what_cannot_be_compared_has_an_exit_status_of_its_own(runs, tmp_path):
     ended = command("diff", runs / "one" / "step3", tmp_path)
 
@@ -272,6 +289,7 @@ def test_what_cannot_be_compared_has_an_exit_status_of_its_own(runs, tmp_path):
     assert "is not a checkpoint" in ended.stderr
 
 
+@pytest.mark.needs("accel-ddp")
 def test_damage_is_no_difference(runs, tmp_path):
     shutil.copytree(runs / "one" / "step3", tmp_path / "damaged")
     data = tmp_path / "damaged" / "rank-00000.safetensors"
@@ -285,6 +303,7 @@ def test_damage_is_no_difference(runs, tmp_path):
     assert f"{data} is damaged: block 0 is not what was written" in ended.stderr
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(
     ("forged", "said"),
     [
@@ -319,6 +338,7 @@ def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, word
     assert ended.stderr.splitlines()[-1].startswith("restore this file, or install")
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("start", [-1, 1 << 40, "first", 1.5, None])
 def test_a_place_outside_the_file_is_told_in_a_sentence(runs, tmp_path, start):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
@@ -344,6 +364,7 @@ def forge(file, change):
     write_manifest(file.parent, manifest_of(members))
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs, start_command):
     words = [sys.executable, "-m", "accel_core", "checkpoint", "diff"]
     folders = runs / "one" / "step2", runs / "one" / "step3"
@@ -354,6 +375,7 @@ def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs, sta
     assert (ended.returncode, told) == (1, b"")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_what_moves_the_cursor_in_a_name_is_printed_as_escapes(changed):
     def rename(contents):
         contents.leaves["unit0", "model/\x1b[2J\nno difference"] = whole(torch.ones(2))
@@ -365,6 +387,7 @@ def test_what_moves_the_cursor_in_a_name_is_printed_as_escapes(changed):
         assert "\x1b" not in ended.stdout
 
 
+@pytest.mark.needs("accel-ddp")
 def test_a_tensor_and_a_layer_may_have_one_name(changed):
     def name_alike(contents):
         contents.leaves["unit0", "model/one"] = whole(torch.ones(2))
@@ -377,6 +400,7 @@ def test_a_tensor_and_a_layer_may_have_one_name(changed):
     assert re.search(r"(?m)^ *one\n *more +float32 +\[3\]", ended.stdout)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_an_angle_that_cannot_be_measured_is_no_number(changed):
     def add(value):
         def change(contents):
@@ -391,6 +415,7 @@ def test_an_angle_that_cannot_be_measured_is_no_number(changed):
     assert found["tensors"][0]["difference"]["cosine"] == "nan"
 
 
+@pytest.mark.needs("accel-ddp")
 def test_the_text_for_what_is_absent_is_a_value(changed):
     def register(contents):
         contents.state["registered"] = [{"class": "Mine", "state": {"note": "(absent)"}}]
@@ -415,6 +440,7 @@ class Page(HTMLParser):
             self.cells[name] = (values["class"], told)
 
 
+@pytest.mark.needs("accel-ddp")
 def test_the_page_has_a_cell_for_each_tensor_and_needs_no_network(changed, tmp_path):
     def add(contents):
         contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
@@ -433,6 +459,7 @@ def test_the_page_has_a_cell_for_each_tensor_and_needs_no_network(changed, tmp_p
     assert "//" not in text.replace("</", "")
 
 
+@pytest.mark.needs("accel-ddp")
 def test_show_prints_the_tree(runs):
     ended = command("show", runs / "sharded")
 
@@ -445,6 +472,7 @@ def test_show_prints_the_tree(runs):
     assert "tied in unit0: embedding.weight = head.weight\n20 tensors, " in ended.stdout
 
 
+@pytest.mark.needs("accel-ddp")
 def test_show_tells_programs_where_each_box_lies(runs):
     rows = json.loads(command("show", "--json", runs / "sharded").stdout)["tensors"]
 
@@ -454,6 +482,7 @@ def test_show_tells_programs_where_each_box_lies(runs):
     assert sum(math.prod(box["shape"]) for box in weight["boxes"]) == 36
 
 
+@pytest.mark.needs("accel-ddp")
 def test_neither_torch_nor_a_stack_is_imported(runs, run_command):
     code = "import atexit, sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
@@ -485,6 +514,7 @@ finally:
 """
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     "megabytes", [256, pytest.param(4096, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]

@@ -153,7 +153,7 @@ def test_a_dry_run_shows_the_request_and_sends_nothing(tmp_path, run_command):
     assert "--launch.processes_per_node=2" in sent["entrypoint"]
 
 
-def test_output_of_a_node_comes_in_whole_lines_and_ends_with_the_exit_code(tmp_path):
+def test_output_of_a_node_comes_in_whole_lines_and_ends_with_the_exit_code(tmp_path, run_command):
     program = "import sys; print('a', 'b'); sys.stderr.write('no end'); sys.exit(7)"
 
     *lines, code = Node().run(("-c", program), {}, str(tmp_path))
@@ -169,7 +169,7 @@ def test_a_node_without_the_folder_says_so(tmp_path):
     assert lines[0][1].endswith(b"share it, or send a folder with --ray.working-dir .\n")
 
 
-def test_a_command_of_a_node_is_a_job_of_its_own(tmp_path, monkeypatch):
+def test_a_command_of_a_node_is_a_job_of_its_own(tmp_path, monkeypatch, run_command):
     others = {"RANK", "WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_RANK"}
     for name in others:
         monkeypatch.setenv(name, "3")

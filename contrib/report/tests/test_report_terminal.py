@@ -92,7 +92,7 @@ def test_one_screen_of_a_run_that_has_ended(resumed, run_command):
     for text in (
         "ended after",
         "step 30 of 60",
-        "of 50 batches",
+        f"of {100 // resumed[2]} batches",
         "loss: ",
         "checkpoint of step 10",
         "time: ",
