@@ -1,9 +1,10 @@
 """Install packages of this checkout as wheels, each built once, with libraries beside them.
 
 `python .ci/wheels.py FOLDER [--no-deps] [--unpinned | --lowest] accel-core accel-ddp transformers` installs
-into the environment that runs it. The packages of ours that one requires come along, and no others. The wheels
-are kept in FOLDER, which all tox environments share, and built anew when they are older than their sources.
-`all` is every package of the checkout. --lowest: of each library the oldest release that a package accepts.
+into the environment that runs it. Packages of ours come along where these require them, and no others. The
+wheels are kept in FOLDER, which all tox environments share, and built anew when they are older than their
+sources. `all` is every package of the checkout. --lowest: of each library the oldest release that a package
+accepts.
 """
 
 from __future__ import annotations

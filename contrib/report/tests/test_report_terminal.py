@@ -46,9 +46,8 @@ def test_a_summary_fits_80_columns_and_has_the_curves(resumed, run_command):
     assert "went on from step 10" in output
 
 
+@pytest.mark.needs("accel-ddp")
 def test_ranks_are_shown_with_their_memory(resumed, run_command):
-    if resumed[2] == 1:
-        pytest.skip("one process compares itself with none: accel-ddp is not installed")
     for words in (("report", resumed[0]), ("watch", resumed[0], "--once")):
         _, output, _ = accel(run_command, *words)
         (head,) = [at for at, row in enumerate(output.splitlines()) if row.startswith("rank  host")]
