@@ -52,6 +52,7 @@ def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> Non
     assert_equal(after, without_bf16)
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("gathers", [False, True])
 def test_one_process_two_and_one_again(tmp_path: Path, gathers: bool, run_processes) -> None:

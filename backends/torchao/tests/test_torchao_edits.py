@@ -71,6 +71,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, run_processes) -> tuple[O
     return gathered, plain
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", EDITS)
 def test_scales_are_those_of_the_weights_as_they_are(compared: tuple[Outputs, Outputs], how: str) -> None:

@@ -163,6 +163,7 @@ def test_a_recipe_that_the_chip_lacks_is_refused_with_its_reason(monkeypatch: py
     run.end_training()
 
 
+@pytest.mark.needs("accel-fsdp")
 def test_weights_are_gathered_in_float8_only_where_a_strategy_does_so() -> None:
     run = accelerator(all_gather=True)
     with pytest.raises(ConfigError, match=r"all_gather: strategy single does not gather block.up.weight"):

@@ -14,6 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from accel_testing import ProcessError
 
+pytestmark = pytest.mark.needs("accel-fsdp")
+
 
 def plan(styles: str) -> dict[str, Any]:
     if styles == "torch":

@@ -35,6 +35,7 @@ def test_losses_and_weights_are_those_of_the_loop_by_hand(recipe: str) -> None:
     assert abs(losses[0] - plain) > 1e-4, "float8 is not on"
 
 
+@pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "gathers", "world"), WAYS[1:], ids=["ddp", "fsdp", "fsdp-gathers"])
 def test_all_weights_train_in_parts_as_they_do_whole(

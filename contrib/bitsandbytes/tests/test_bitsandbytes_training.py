@@ -73,6 +73,7 @@ def test_lora_trains_as_by_hand(tmp_path: Path, kind: str) -> None:
     assert [name for name in found if not torch.equal(found[name], expected[name])] == []
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("kind", ["int8", "nf4, double"])
 def test_lora_trains_in_two_processes_as_in_one(tmp_path: Path, kind: str, run_processes) -> None:
     expected = by_hand(kind)
@@ -100,6 +101,7 @@ def continued(kind: str, folder: Path, first: int) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("kind", ["int8", "nf4, double"])
 def test_adapters_go_on_in_two_processes_and_again_in_one(tmp_path: Path, kind: str, run_processes) -> None:
     for first, world in enumerate((1, 2, 1)):
