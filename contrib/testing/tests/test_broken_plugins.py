@@ -280,16 +280,19 @@ CARELESSLY_RED = {
 
 
 def in_turn() -> Iterator[Any]:
-    """Yield (level, name, red) of each; slow are those whose checks others before them are red at."""
-    shown: set[str] = set()
+    """Yield (level, name, red) of each; all but the first of a level are for `full`."""
     for number, level in enumerate((PACKAGING, DEVICE, TRAINING, PROCESSES, CHECKPOINTS)):
+        first = next(name for name, red in level.items() if red)
         for name, red in level.items():
-            marks = () if red - shown else pytest.mark.full
-            yield pytest.param(number, name, red, id=name, marks=marks)
-            shown |= red
+            yield pytest.param(number, name, red, id=name, marks=() if name == first else pytest.mark.full)
 
 
 EACH = [*in_turn()]
+
+
+def mostly_full(cases: list[Any]) -> list[Any]:
+    """Return these cases, all but the first two for `full`."""
+    return [*cases[:2], *(pytest.param(*case, marks=pytest.mark.full) for case in cases[2:])]
 
 
 @pytest.fixture
@@ -343,14 +346,16 @@ CARD = Card(name="careless", slot="tracker", summary="{summary}", api_version="1
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("imports", "summary", "typed", "requires", "red"),
-    [
-        ("", "A broken plugin.", True, "accel-core", set[str]()),
-        ("", " ", True, "accel-core", {"test_the_card_describes_itself"}),
-        ("import numpy", "A broken plugin.", True, "accel-core", {"test_the_card_loads_nothing_heavy"}),
-        ("", "A broken plugin.", False, "accel-core", {"test_types_are_shipped"}),
-        ("", "A broken plugin.", True, "accel-core torch", {"test_requirements_leave_torch_alone"}),
-        ("", "A broken plugin.", True, "attrs", {"test_requirements_leave_torch_alone"}),
-    ],
+    mostly_full(
+        [
+            ("", "A broken plugin.", True, "accel-core", set[str]()),
+            ("", " ", True, "accel-core", {"test_the_card_describes_itself"}),
+            ("import numpy", "A broken plugin.", True, "accel-core", {"test_the_card_loads_nothing_heavy"}),
+            ("", "A broken plugin.", False, "accel-core", {"test_types_are_shipped"}),
+            ("", "A broken plugin.", True, "accel-core torch", {"test_requirements_leave_torch_alone"}),
+            ("", "A broken plugin.", True, "attrs", {"test_requirements_leave_torch_alone"}),
+        ]
+    ),
     ids=["sound", "no-summary", "heavy-card", "untyped", "requires-torch", "requires-no-core"],
 )
 def test_careless_packages_are_red_where_they_are_careless(
@@ -417,29 +422,31 @@ SOUND = {
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("broken", "red"),
-    [
-        ({}, set[str]()),
-        (
-            {"CREATED": "files.__setitem__(url, content) or content"},
-            {"test_a_second_create_is_refused", "test_of_creates_at_once_one_is_done"},
-        ),
-        ({"LISTED": "below"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
-        ({"READ": "start : size"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
-        (
-            {"SENT": "files.setdefault(url, path.read_bytes())"},
-            {"test_a_large_file_is_sent_whole_and_read_in_parts"},
-        ),
-        ({"REMOVED": "files.pop(url)"}, {"test_what_is_removed_is_gone_and_may_be_gone_already"}),
-        ({"MISSING": "KeyError"}, {"test_a_file_that_is_not_there_is_said_so"}),
-        (
-            {"LISTED": "below or [][0]"},
-            {
-                "test_nothing_lies_in_a_new_place",
-                "test_a_large_file_is_sent_whole_and_read_in_parts",
-                "test_what_is_removed_is_gone_and_may_be_gone_already",
-            },
-        ),
-    ],
+    mostly_full(
+        [
+            ({}, set[str]()),
+            (
+                {"CREATED": "files.__setitem__(url, content) or content"},
+                {"test_a_second_create_is_refused", "test_of_creates_at_once_one_is_done"},
+            ),
+            ({"LISTED": "below"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
+            ({"READ": "start : size"}, {"test_a_large_file_is_sent_whole_and_read_in_parts"}),
+            (
+                {"SENT": "files.setdefault(url, path.read_bytes())"},
+                {"test_a_large_file_is_sent_whole_and_read_in_parts"},
+            ),
+            ({"REMOVED": "files.pop(url)"}, {"test_what_is_removed_is_gone_and_may_be_gone_already"}),
+            ({"MISSING": "KeyError"}, {"test_a_file_that_is_not_there_is_said_so"}),
+            (
+                {"LISTED": "below or [][0]"},
+                {
+                    "test_nothing_lies_in_a_new_place",
+                    "test_a_large_file_is_sent_whole_and_read_in_parts",
+                    "test_what_is_removed_is_gone_and_may_be_gone_already",
+                },
+            ),
+        ]
+    ),
     ids=[
         "sound",
         "creates-again",
@@ -488,11 +495,13 @@ def command():
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("listing", "itself", "red"),
-    [
-        ("", "", set[str]()),
-        ("import careless.command", "", {"test_the_command_is_listed"}),
-        ("", "import torch", {"test_its_help_is_quick"}),
-    ],
+    mostly_full(
+        [
+            ("", "", set[str]()),
+            ("import careless.command", "", {"test_the_command_is_listed"}),
+            ("", "import torch", {"test_its_help_is_quick"}),
+        ]
+    ),
     ids=["sound", "imported-to-be-listed", "heavy-help"],
 )
 def test_careless_commands_are_red_where_they_are_careless(
@@ -518,7 +527,7 @@ def test_careless_commands_are_red_where_they_are_careless(
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("level", "name"),
-    [pytest.param(each.values[0], each.values[1], id=each.id) for each in EACH if not each.values[2]],
+    [pytest.param(*each.values[:2], id=each.id, marks=each.marks) for each in EACH if not each.values[2]],
 )
 def test_what_is_not_broken_is_red_nowhere(
     check_broken: Callable[..., Conformance], level: int, name: str

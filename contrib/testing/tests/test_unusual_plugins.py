@@ -39,12 +39,13 @@ def site(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("stack", "levels", "worlds"),
     [
-        ("late+replicas", "2,3", "2"),
-        ("lazy+replicas", "1,2", "1"),
-        ("native+grid", "3", "4"),
-        ("native+grid", "4", "4"),
-        ("native+scheduled", "2,4", "2"),
+        ("late+replicas", "2", "2"),
         ("early", "0,1", "1"),
+        pytest.param("late+replicas", "3", "2", marks=pytest.mark.full),
+        pytest.param("lazy+replicas", "1,2", "1", marks=pytest.mark.full),
+        pytest.param("native+grid", "3", "4", marks=pytest.mark.full),
+        pytest.param("native+grid", "4", "4", marks=pytest.mark.full),
+        pytest.param("native+scheduled", "2,4", "2", marks=pytest.mark.full),
         pytest.param("lazy+replicas", "3", "1", marks=pytest.mark.full),
         pytest.param("sim+pair", "3", "2", marks=pytest.mark.full),
         pytest.param("native+grid", "4", "2,4", marks=pytest.mark.full),
@@ -63,6 +64,7 @@ def test_unusual_plugins_pass(
     assert found.skipped <= {"join", "fp8"} | (LOOPS if "scheduled" in stack else set())
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_strategy_that_serves_few_networks_brings_one(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
@@ -89,7 +91,7 @@ def test_a_strategy_that_serves_few_networks_brings_one(
 @pytest.mark.parametrize(
     ("told", "some"),
     [
-        (True, "losses_equal or clipping_by_norm"),
+        pytest.param(True, "losses_equal or clipping_by_norm", marks=pytest.mark.full),
         (False, "losses_equal or clipping_by_norm"),
         pytest.param(True, "", marks=pytest.mark.full),
     ],
@@ -105,6 +107,7 @@ def test_a_precision_is_held_to_a_reference_of_its_own(
     assert functions(found.failed) == red, describe(found)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_plugin_for_absent_hardware_is_checked_on_the_simulated_device(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
@@ -165,7 +168,10 @@ BROKEN = [
 
 
 @pytest.mark.parametrize("elsewhere", [False, pytest.param(True, marks=pytest.mark.full)])
-@pytest.mark.parametrize(("stack", "broken", "levels", "red"), BROKEN)
+@pytest.mark.parametrize(
+    ("stack", "broken", "levels", "red"),
+    [*(pytest.param(*each, marks=pytest.mark.full) for each in BROKEN[:-1]), BROKEN[-1]],
+)
 def test_unusual_plugins_notice_a_broken_core(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,

@@ -72,13 +72,17 @@ CHECKS = {
     "launcher": ("0,3", "packaging or workers_meet"),
 }
 """Slot -> levels of the kit, and which of their checks; what is left out, the template's own tests run."""
-MARKS = {"device": pytest.mark.simulated}
+MARKS = {
+    **{slot: [pytest.mark.full] for slot in RENDERED},
+    "device": [pytest.mark.full, pytest.mark.simulated],
+    "strategy": [],
+    "tracker": [],
+}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("slot", [pytest.param(it, marks=MARKS.get(it, ())) for it in RENDERED])
+@pytest.mark.parametrize("slot", [pytest.param(slot, marks=MARKS[slot]) for slot in RENDERED])
 def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, accel, conform):
-    pytest.importorskip("torch")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
     points = f"[accel_core.{slot}]\nacme = accel_acme.card:ACME\n"
     write_distribution(tmp_path, "accel-acme", points, version="0.1.0")
@@ -93,11 +97,11 @@ def test_what_it_writes_passes_the_kit(tmp_path: Path, slot: str, accel, conform
 
 
 @pytest.mark.full
+@pytest.mark.needs("accel-ddp")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("slot", RENDERED)
 def test_what_it_writes_installs_and_passes_its_own_tests(tmp_path: Path, slot: str, accel, run_command):
-    for needed in ("uv", "torch", "accel_ddp"):
-        pytest.importorskip(needed)
+    pytest.importorskip("uv")
     accel("plugins", "new", "acme", "--slot", slot, cwd=tmp_path)
     site, empty = tmp_path / "site", tmp_path / "empty"
     empty.mkdir()
