@@ -10,6 +10,13 @@ from fsdp_problem import accelerator, net, optimizer_of, plugin, steps_of, train
 from accel_testing.simulated import declare
 
 
+@pytest.mark.timeout(600)
+def test_version_2_conforms_on_two_ranks(tmp_path: Path, conform) -> None:
+    found = conform(tmp_path, "fsdp", "--accel-world", "2", "--accel-level", "2,3,4")
+
+    assert found.skipped == {"whole_weights", "join", "local_sgd"}
+
+
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("version", [2, 1])
