@@ -78,6 +78,7 @@ def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> Non
     assert_equal(loaded, saved)
 
 
+@pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_one_process_two_and_one_again(tmp_path: Path, strategy: str, run_processes) -> None:
@@ -129,6 +130,7 @@ CASES: dict[str, tuple[str, list[int], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", CASES)
 def test_maxima_of_an_evaluation_are_reduced_by_the_run_that_resumes(

@@ -79,6 +79,7 @@ def whole(run_processes) -> Found:
     return run_processes(goes_on, 1, None, None, [0, 1], world=1)[0]
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("world", [2, 4])
 def test_each_stage_sees_the_maxima_that_one_process_sees(whole: Found, world: int, run_processes) -> None:
@@ -93,6 +94,7 @@ def test_each_stage_sees_the_maxima_that_one_process_sees(whole: Found, world: i
         torch.testing.assert_close(seen[name], maximum, rtol=0.05, atol=0)
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(300)
 def test_scales_of_all_stages_are_saved_and_loaded_by_any_number(tmp_path: Path, run_processes) -> None:
     run_processes(goes_on, 2, None, tmp_path / "a", [0, 1], world=2, timeout=200)

@@ -38,6 +38,7 @@ def split() -> str:
     return str(caught.value)
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(200)
 def test_layers_that_a_plan_splits_are_refused(run_processes) -> None:
     for said in run_processes(split, world=2, timeout=100):

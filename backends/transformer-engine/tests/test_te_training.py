@@ -128,6 +128,7 @@ def trained_beside_the_hand(strategy: str, recipe: str) -> Any:
     return found, by_library
 
 
+@pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -221,6 +222,7 @@ def in_parts(recompute: bool) -> tuple[list[float], Any, Any]:
     return trained_with_few_activations(recompute, "fsdp")
 
 
+@pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(300)
 def test_fsdp_computes_blocks_again_and_changes_no_loss_weight_scale_or_history(run_processes) -> None:
     ranks = [run_processes(in_parts, recompute, world=2, timeout=200) for recompute in (True, False)]
