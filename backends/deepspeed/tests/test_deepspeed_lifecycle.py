@@ -106,7 +106,7 @@ def test_a_script_ends_with_zero_says_nothing_and_leaves_no_file(
     script.write_text(TRAINS.format(stage=stage, end=end))
     folder.mkdir()
     accel = Path(sys.executable).with_name("accel")
-    command = [str(accel), "launch", *("-n", "2", "--device", "cpu"), str(script)]
+    command = [str(accel), "launch", *("-n", "2", "--device", "cpu", "--strategy", "deepspeed"), str(script)]
     for _ in range(times):
         ended = run_command(command, cwd=folder, capture_output=True, text=True, timeout=200, check=False)
         assert ended.returncode == 0, ended.stderr[-2000:]

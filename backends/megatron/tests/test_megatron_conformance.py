@@ -39,7 +39,7 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
     ("levels", "settings"),
     [
         ("0,1,2", ()),
-        ("3,4", ()),
+        pytest.param("3,4", (), marks=pytest.mark.full),
         pytest.param("2,3,4", ("other_megatron_args={overlap_grad_reduce: true}",), marks=pytest.mark.full),
     ],
 )
