@@ -149,7 +149,7 @@ def trains(given: Any) -> list[float]:
 
 
 def compiles(given: dict[str, Any]) -> bool:
-    """Return True for settings whose optimizer is an extension of DeepSpeed, which is compiled for minutes."""
+    """Return True for settings whose optimizer is an extension that is compiled for minutes."""
     return "optimizer" in given or "offload_optimizer" in given.get("zero_optimization", {})
 
 
