@@ -133,12 +133,12 @@ def test_a_session_that_captures_shows_how_far_it_is(
 ) -> None:
     monkeypatch.setattr(conformance, "TOLD_EVERY", 0.0)
     pytester.makepyfile(
-        "def test_it(tmp_path, conform):\n    conform(tmp_path, 'jsonl', '--accel-level', '0,1')\n"
+        "def test_it(tmp_path, conform):\n    conform(tmp_path, 'native', '--accel-level', '1')\n"
     )
     ended = pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
     ended.assert_outcomes(passed=1)
-    ended.stdout.re_match_lines([r"jsonl: (\[ ?\d+/14\] test_|the conformance kit begins)"])
+    ended.stdout.re_match_lines([r"native: \[ ?\d+/15\] test_\S+, about \d+:\d\d left$"])
 
 
 # -- its deadline ----------------------------------------------------------------------------------

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -19,7 +18,7 @@ QUICK = {
     "test_3_training.py::test_replicas_begin_and_stay_equal[world{world}]",
     "test_4_checkpoints.py::test_a_run_goes_on_as_if_nothing_had_happened[world{world}]",
 }
-NEEDS_DDP = pytest.mark.skipif(find_spec("accel_ddp") is None, reason="accel-ddp is not installed here")
+NEEDS_DDP = pytest.mark.needs("accel-ddp")
 
 
 def selected(pytester: pytest.Pytester, stack: str, *options: str) -> list[str]:

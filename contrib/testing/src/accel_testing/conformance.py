@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -145,10 +146,13 @@ def _keep(stack: str, text: str) -> None:
 
 
 def _tell(tell: Callable[[str], None] | None, stack: str, output: Path) -> None:
-    """Pass on the last line of a check, one that runs perhaps."""
+    """Pass on the check that runs, and how much is left by the line before."""
+    if tell is None:
+        return
     lines = [line for line in output.read_text(errors="replace").splitlines() if line.startswith("[")]
-    if tell is not None:
-        tell(f"{stack}: {lines[-1].rstrip() if lines else 'the conformance kit begins'}")
+    check = re.match(r"\[.*?\] \S+", lines[-1]) if lines else None
+    left = re.findall(r", about \S+ left", "".join(lines[-2:]))
+    tell(f"{stack}: {check[0] if check else 'the conformance kit begins'}{left[-1] if left else ''}")
 
 
 # -- the process of the kit ------------------------------------------------------------------------
