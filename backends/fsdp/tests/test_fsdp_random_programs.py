@@ -57,7 +57,9 @@ def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
     return found
 
 
-@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize(
+    "stack", [pytest.param(stack, marks=[pytest.mark.full] if "," in stack else []) for stack in STACKS]
+)
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str, run_processes) -> None:
     ranks, readers, _ = STACKS[stack]
     for found in run_processes(trained, str(tmp_path), stack, world=ranks):
