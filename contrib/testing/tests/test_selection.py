@@ -100,9 +100,10 @@ def test_a_quick_run_passes(tmp_path: Path, stack: str, conform) -> None:
 
 
 def test_the_command_has_a_flag_for_a_quick_run(tmp_path: Path, accel) -> None:
-    ended = accel("plugins", "check", "jsonl", "--quick", "--collect-only", "-q", cwd=tmp_path)
+    ended = accel("plugins", "check", "torchrun", "--quick", "--collect-only", "-q", cwd=tmp_path)
 
-    assert "test_the_card_describes_itself" in ended.stdout, ended.stderr
+    assert "test_workers_meet" in ended.stdout, ended.stderr
+    assert "test_a_traceback_is_shown_once" not in ended.stdout
 
 
 def test_single_checks_can_be_named(pytester: pytest.Pytester) -> None:

@@ -298,7 +298,8 @@ def _context() -> Any:
     named += [name for name in ("pytest",) if name in sys.modules]
     preloaded = [name for name in PRELOADED if safe or name.startswith("torch")]
     context.set_forkserver_preload([*preloaded, *named])
-    with _variable("PYTHONSAFEPATH", "1"):
+    # OpenMP reads its variable when torch is loaded: that of a worker comes too late.
+    with _variable("PYTHONSAFEPATH", "1"), _variable("OMP_NUM_THREADS", "1"):
         forkserver.ensure_running()
     _preloaded[:] = _preloaded or [preload]
     return context

@@ -19,7 +19,7 @@ from accel_testing.kit.arguments import Arguments, next_command, scenario
 from accel_testing.kit.checks import is_check, name_of
 from accel_testing.kit.deadline import DEADLINE, idle_seconds
 from accel_testing.kit.report import LEVELS, Check, Report
-from accel_testing.kit.stack import TestedStack, variables
+from accel_testing.kit.stack import OUTSIDE_OF_RUNS, TestedStack, variables
 from accel_testing.kit.tasks import Scenario
 from accel_testing.processes import PRELOAD_VARIABLE, ProcessError, forking, run_processes
 from accel_testing.simulated import CARD, declare
@@ -55,6 +55,8 @@ class Kit:
         if deadline := config.getoption("accel_deadline"):
             environment.setenv(DEADLINE, str(deadline))
         asked = Arguments.of(config, Path(temporary.name, "project"))
+        if not (config.getoption("collectonly") or asked.stack.plugins.keys() <= OUTSIDE_OF_RUNS):
+            forking()  # its server imports torch while pytest collects, and while level 0 runs
         report = Report(stack=asked.stack, worlds=asked.worlds, complete=asked.complete)
         return cls(asked=asked, report=report, temporary=temporary, environment=environment)
 
@@ -238,11 +240,6 @@ class Kit:
             return run_processes(*task, world=world, environment=changes, timeout=idle_seconds())
 
         return call
-
-    def pytest_collection_finish(self, session: pytest.Session) -> None:
-        """Start the server that processes are forked from; it imports torch while level 0 runs."""
-        if any(is_check(item) and "run" in getattr(item, "fixturenames", ()) for item in session.items):
-            forking()
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(
