@@ -110,7 +110,7 @@ def compare_with_a_loop(accelerator, structures):
 
 
 @settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(STRUCTURES, min_size=30, max_size=30))
+@given(structures=st.lists(STRUCTURES, min_size=30, max_size=30))
 def test_any_structure_is_gathered_reduced_padded_and_broadcast_as_by_a_loop(structures, run_processes):
     # MappingProxyType does not pickle, so processes get what they can rebuild it from.
     plain = [structure for structure in structures if "mappingproxy" not in describe(structure).values()]

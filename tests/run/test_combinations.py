@@ -14,11 +14,12 @@ from accel_core.plugins.discovery import discover
 from accel_testing import Conformance
 from accel_testing.simulated import write_distribution
 
-pytestmark = pytest.mark.needs("accel-ddp")
-
 BACKENDS = Path(__file__).parents[2] / "backends"
 COMMUNICATION = {"cuda": "nccl", "npu": "hccl", "musa": "mccl", "mlu": "cncl", "sdaa": "tccl"}
 COMMUNICATION |= {"xpu": "xccl", "hpu": "hccl", "mps": "none", "xla": "none"}
+pytestmark = pytest.mark.needs(
+    *(f"accel-{device}" for device in COMMUNICATION), "accel-ddp", "accel-fsdp", "accel-context-parallel"
+)
 REAL = ("xla",)
 """Devices that nothing simulates: their own packages try them on the real library."""
 STANDS_IN = ("cuda", "xpu", "mps")

@@ -37,12 +37,16 @@ def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run(run_process
     assert run_processes(adopted) == [(0, 0, 2, [0, 1], True), (1, 1, 2, [0, 1], True)]
 
 
+LONG = patience(20)
+
+
 def time_outs(own, asked):
     """What a run with time-out `asked` says beside a group with time-out `own`; None: an Accelerator's."""
     first = None
     if own is None:
-        limit = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(20)))
-        first = Accelerator(cpu=True, kwargs_handlers=[limit])
+        first = Accelerator(
+            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LONG))]
+        )
     else:
         dist.init_process_group("gloo", timeout=timedelta(seconds=own))
     try:
@@ -62,12 +66,12 @@ def time_outs(own, asked):
 
 
 @pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("own", [None, 20])
+@pytest.mark.parametrize("own", [None, LONG])
 def test_a_time_out_that_the_group_there_does_not_have_is_refused(own, run_processes):
-    assert run_processes(time_outs, own, 20) == ["taken"] * 2
+    assert run_processes(time_outs, own, LONG) == ["taken"] * 2
     for found in run_processes(time_outs, own, 7):
         assert "process_group.timeout is 0:00:07" in found
-        assert "time-out is 0:00:20" in found
+        assert f"time-out is {timedelta(seconds=LONG)}" in found
 
 
 def after_the_users_destroy():

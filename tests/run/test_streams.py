@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from accel_core import Accelerator, MeshDim, set_seed
 from accel_core.contract.mesh import Mesh, arrange
 
-pytestmark = pytest.mark.needs("accel-ddp")
+pytestmark = pytest.mark.needs("accel-ddp", "accel-fsdp", "accel-context-parallel")
 
 
 class Drawing(nn.Module):

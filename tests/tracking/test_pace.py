@@ -288,7 +288,7 @@ def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
     return own
 
 
-@pytest.mark.needs("accel-ddp")
+@pytest.mark.needs("accel-fsdp")
 def test_nobody_is_slow_where_the_forward_waits_for_a_slow_optimizer(tmp_path, run_processes):
     waits, works = run_processes(own_time_while_the_optimizer_of_rank_1_is_slow, tmp_path)
 

@@ -16,6 +16,7 @@ import hanging_rank
 import pytest
 
 from accel_testing import processes
+from accel_testing.patience import PATIENCE
 from accel_testing.processes import ProcessError
 
 MARK: list[int] = []
@@ -154,7 +155,8 @@ def test_a_rank_that_aborted_is_not_the_cause_where_another_failed(run_processes
     assert (caught.value.rank, caught.value.kind) == (1, "ValueError")
 
 
-def test_a_rank_that_hangs_is_named_with_its_stack(run_processes) -> None:
+def test_a_rank_that_hangs_is_named_with_its_stack(monkeypatch: pytest.MonkeyPatch, run_processes) -> None:
+    monkeypatch.setenv(PATIENCE, "1")
     with pytest.raises(ProcessError, match=r"ranks \[1\] of 2 had not returned after 2 s") as caught:
         run_processes(hanging_rank.hang_on, 1, timeout=2)
     assert "in hang_on" in caught.value.text
