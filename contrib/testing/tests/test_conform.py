@@ -173,7 +173,7 @@ def forked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_it_is_forked_and_finds_what_a_new_process_finds(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forked: list[str], conform
 ) -> None:
-    options = ("--accel-level", "0,1", "-k", "packaging or services")
+    options = ("--accel-level", "0", "-k", "plugins_names or nothing_heavy or are_light")
     found = conform(tmp_path, "native", *options)
     assert len(forked) == 1
 

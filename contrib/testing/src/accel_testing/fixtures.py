@@ -108,6 +108,7 @@ def conform(pytestconfig: pytest.Config) -> Callable[..., Any]:
     def tell(line: str) -> None:
         if terminal is not None:
             with capture.global_and_fixture_disabled() if capture else nullcontext():
-                terminal.write_line(line)
+                begun = pytestconfig.get_terminal_writer().width_of_current_line  # the letters of tests
+                terminal.write("\n" * bool(begun) + line + "\n", flush=True)
 
     return partial(conform, tell=tell)
