@@ -11,13 +11,15 @@ import signal
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from snippets import ROOT, blocks
 
-from accel_testing import run_processes
+from accel_testing.patience import patience
 
 LAUNCHED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 LAUNCHED += ("MASTER_ADDR", "MASTER_PORT")
@@ -39,7 +41,10 @@ accelerator.end_training()
 class Shell:
     """Runs commands by bash in a folder, with the programs of this environment first on the path."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self, folder: Path, start_command: Callable[..., Any], run_processes: Callable[..., Any]
+    ) -> None:
+        self.start_command, self.run_processes = start_command, run_processes
         (folder / "train.py").write_text(TRAIN)
         self.folder = folder
         # A tox in it would else work in the folder of the tox that runs these tests, and wait for it.
@@ -51,7 +56,7 @@ class Shell:
         self.environment = clean | more
 
     def __call__(self, command: str, seconds: float = 100) -> str:
-        with subprocess.Popen(
+        with self.start_command(
             ["bash", "-euo", "pipefail", "-c", command],
             cwd=self.folder,
             env=self.environment,
@@ -61,7 +66,7 @@ class Shell:
             start_new_session=True,
         ) as process:
             try:
-                output, _ = process.communicate(timeout=seconds)
+                output, _ = process.communicate(timeout=patience(seconds))
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 raise
@@ -73,7 +78,7 @@ class Shell:
         (self.folder / "snippet.py").write_text(code)  # for commands that follow
         gone = {name: None for name in os.environ if name not in self.environment}
         variables = gone | dict.fromkeys(LAUNCHED) | self.environment
-        return run_processes(_printed, str(self.folder), code, world=1, environment=variables)[0]
+        return self.run_processes(_printed, str(self.folder), code, world=1, environment=variables)[0]
 
     def install(self, command: str) -> str:
         """Put the projects that a `pip install ./FOLDER ...` names on the path, as pip would."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,8 +29,7 @@ class Stranger(Shell):
         return ""
 
     def uv(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "uv", "--quiet", *arguments]
-        subprocess.run(command, check=True, cwd=self.folder, env=self.environment)
+        self(shlex.join([sys.executable, "-m", "uv", "--quiet", *arguments]), 600)
 
 
 def lines_of_core() -> dict[Path, list[bytes]]:
@@ -46,10 +45,10 @@ def lines_of_core() -> dict[Path, list[bytes]]:
 @pytest.mark.skipif(
     not all(map(find_spec, ("uv", "accel_ddp"))), reason="the page builds a wheel, and names a strategy"
 )
-def test_it_ends_with_a_passing_kit_and_no_line_of_core_changed(tmp_path: Path):
+def test_it_ends_with_a_passing_kit_and_no_line_of_core_changed(tmp_path: Path, start_command, run_processes):
     before = lines_of_core()
 
-    printed = play(PAGE, Stranger(tmp_path), slow=True)
+    printed = play(PAGE, Stranger(tmp_path, start_command, run_processes), slow=True)
 
     results = [line for text in printed for line in text.splitlines() if line.startswith("acme + ddp (sim")]
     assert [line.partition("passed, ")[2] for line in results] == ["0 failed, 0 xfailed, 1 skipped"]
