@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -60,11 +61,23 @@ PLUGINS = {
 }
 # tox says what its environment must hold; elsewhere it is what happens to be installed.
 EXPECTED = os.environ.get("ACCEL_TEST_DISTRIBUTIONS")
-NAMES = (
-    [name for name in PLUGINS if name in EXPECTED.split() or "all" in EXPECTED.split()]
-    if EXPECTED
-    else [name for name in PLUGINS if importlib.util.find_spec(name.replace("-", "_"))]
-)
+
+
+def with_required(names: set[str]) -> set[str]:
+    """Return these distributions of ours, and those that they declare."""
+    lines = [line for name in names for line in metadata.requires(name) or () if "extra ==" not in line]
+    asked = {re.split(r"[^a-z0-9-]", line, maxsplit=1)[0] for line in lines} & PLUGINS.keys()
+    return names if asked <= names else with_required(names | asked)
+
+
+def expected() -> set[str]:
+    if EXPECTED is None:
+        return {name for name in PLUGINS if importlib.util.find_spec(name.replace("-", "_"))}
+    words = {word.partition("[")[0] for word in EXPECTED.split()}
+    return {*PLUGINS} if "all" in words else with_required(words & PLUGINS.keys())
+
+
+NAMES = sorted(expected())
 MODULES = [name.replace("-", "_") for name in NAMES]
 
 needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is left out here")
