@@ -51,6 +51,7 @@ def check_all_pairs(run_processes, folder, optimizer, ways, exact=1e-6):
                 assert found == pytest.approx(expected[saved], abs=exact), f"{saved} -> {how}-{world}"
 
 
+@pytest.mark.full
 @NEEDS_MEANS
 def test_however_it_is_held_it_goes_on_in_any_other_way(tmp_path, run_processes):
     ways = {1: ["whole", "flat"], 2: ["whole", "shards", "tensor", "stages"], 3: ["shards", "flat", "stages"]}

@@ -70,6 +70,7 @@ def test_two_processes_reach_97_percent_on_images_they_have_not_seen(train):
     assert accuracies(output)[-1] >= 97
 
 
+@pytest.mark.full
 def test_one_process_says_what_plain_pytorch_says_and_nothing_else(train):
     job = ["--epochs", 2, "--accumulate", 4]
 
@@ -84,6 +85,7 @@ def test_mixed_precision_is_chosen_at_launch(train):
     assert accuracies(output)[-1] > 90
 
 
+@pytest.mark.full
 def test_a_run_that_was_killed_and_resumed_ends_as_if_nothing_had_happened(train, start, tmp_path):
     job = [*LAUNCH, "-n", 2, EXAMPLES / "digits.py", "--epochs", 3]
     undisturbed = train(*job).splitlines()

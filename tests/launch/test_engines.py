@@ -280,6 +280,7 @@ def test_ranks_that_a_warning_ends_do_not_start_again_unwarned(tmp_path, start_c
     assert process.returncode == 128 + signal.SIGTERM
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_ranks_hear_of_a_warning_that_came_while_their_node_waited_for_another(tmp_path, start_command):
     (tmp_path / "train.py").write_text("import time\ntime.sleep(60)\n")

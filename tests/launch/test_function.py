@@ -188,6 +188,7 @@ def test_a_run_that_the_function_leaves_behind_is_ended(tmp_path):
     assert (tmp_path / "state").exists()
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_a_rank_that_leaves_by_exit_0_is_named_where_others_wait_for_it():
     def one_leaves():

@@ -92,6 +92,7 @@ def node_in_thread(number, nodes, port, told):
         told.append(str(error))
 
 
+@pytest.mark.full
 def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
     monkeypatch.setattr(meeting, "FIRST_NOTICE", 0.2)
     told = []
@@ -102,6 +103,7 @@ def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
     assert told[0].startswith("node 0 of 2 waited 5 s at 127.0.0.1:0 for node 1")
 
 
+@pytest.mark.full
 def test_two_nodes_of_one_number_are_refused():
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -277,6 +277,7 @@ def wait_in_another_group(accelerator):
         accelerator.run.collectives("control").barrier()
 
 
+@pytest.mark.full
 def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here(run_processes):
     first, _, third = ranks(run_processes, one_rank_stays_away, be_late, world=3, timeout=3)
     for rank, lines in ((0, first), (2, third)):

@@ -173,7 +173,7 @@ def one_stays_away(seconds):
 
 
 @pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("seconds", [0, 9])
+@pytest.mark.parametrize("seconds", [0, pytest.param(9, marks=pytest.mark.full)])
 def test_a_rank_that_is_gone_or_hangs_is_named_by_the_others(seconds, run_processes):
     message = "wait_for_everyone: rank {} waited for rank(s) 1 of 3, which did not come"
     assert run_processes(one_stays_away, seconds, world=3) == [message.format(0), "away", message.format(2)]

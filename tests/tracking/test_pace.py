@@ -85,7 +85,9 @@ def lines_of(folder):
 
 
 @pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("what", ["forward", "data", "optimizer"])
+@pytest.mark.parametrize(
+    "what", ["forward", *(pytest.param(what, marks=pytest.mark.full) for what in ("data", "optimizer"))]
+)
 def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(
     tmp_path, what, run_processes
 ):
@@ -109,6 +111,7 @@ def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log
     assert metrics == {}, "they are the main process's"
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_a_rank_that_keeps_up_again_is_said_once_too(tmp_path, run_processes):
     said = run_processes(train, tmp_path, "forward", 2)[0][-1]
@@ -262,6 +265,7 @@ def gather_while_rank_1_is_slow(folder, where):
     accelerator.end_training()
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("where", ["forward", "optimizer"])
 def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, where, run_processes):
@@ -288,6 +292,7 @@ def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
     return own
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-fsdp")
 def test_nobody_is_slow_where_the_forward_waits_for_a_slow_optimizer(tmp_path, run_processes):
     waits, works = run_processes(own_time_while_the_optimizer_of_rank_1_is_slow, tmp_path)

@@ -226,6 +226,7 @@ def alone():
         return f"collective: {type(error).__name__}"
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_a_rank_that_fails_inside_a_collective_of_the_others_is_named_not_hung(run_processes):
     waiting, failing = run_processes(alone, timeout=60)
