@@ -145,12 +145,14 @@ def test_a_script_that_ends_waits_for_its_last_save(tmp_path, run_command):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 
 
+@pytest.mark.full
 def test_a_script_that_fails_does_too(tmp_path, run_command):
     ended = at_exit(run_command, tmp_path, last="raise SystemError('oh')")
     assert ended.returncode == 1
     assert (tmp_path / "here" / "manifest.json").exists()
 
 
+@pytest.mark.full
 def test_a_script_whose_last_save_failed_has_failed(tmp_path, run_command):
     ended = at_exit(run_command, tmp_path, "async_job.pending_save.write_file = async_job.full")
     assert ended.returncode == 1
@@ -158,6 +160,7 @@ def test_a_script_whose_last_save_failed_has_failed(tmp_path, run_command):
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
+@pytest.mark.full
 def test_a_copy_is_all_the_memory_it_takes(tmp_path, run_processes):
     ((waiting, first, second),) = run(run_processes, async_job.memory, tmp_path, world=1)
     assert waiting < 0.2
@@ -188,6 +191,7 @@ def test_what_failed_on_one_rank_is_told_on_all(tmp_path, how, run_processes):
         assert left == "here"
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_a_rank_that_died_is_named(tmp_path, run_processes):
     ((said, left),) = run(run_processes, async_job.one_dies, tmp_path, world=1)

@@ -133,6 +133,7 @@ def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
 
 
+@pytest.mark.full
 def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path, run_command):
     last = "import gc, time; saver = job.accelerator.run.checkpoints._saver; thread = saver._pending._thread"
     last += "; thread.join(); del saver, thread, job; gc.collect()"
@@ -141,6 +142,7 @@ def test_a_failed_save_of_a_run_that_is_garbage_is_told_at_the_end(tmp_path, run
     assert "No space left on device" in ended.stderr
 
 
+@pytest.mark.full
 def test_a_fork_says_nothing_of_its_parents_save(tmp_path, run_command):
     slow = "async_job.pending_save.write_file = async_job.slow"
     fork = "import os, warnings; warnings.simplefilter('ignore')"  # newer Pythons warn of threads

@@ -75,7 +75,14 @@ def test_each_is_listed_with_what_is_wrong(
     assert " available " in rows["native"]
 
 
-@pytest.mark.parametrize("name", FAULTS.keys() - {"interrupts"})  # there it is the user's Ctrl-C
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.full] if name == "hangs" else [])
+        for name in FAULTS
+        if name != "interrupts"  # there it is the user's Ctrl-C
+    ],
+)
 def test_the_doctor_says_where_the_import_ends(
     host: Callable[[str], dict[str, str]], name: str, accel
 ) -> None:

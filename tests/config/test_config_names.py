@@ -30,6 +30,7 @@ def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path, run_com
     assert done.stdout == "[]\n"
 
 
+@pytest.mark.full
 def test_the_import_takes_no_library_that_only_some_runs_need(run_command):
     pytest.importorskip("torch")
     code = (

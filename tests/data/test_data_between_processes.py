@@ -288,6 +288,7 @@ def trained_on(folder):
     return trained(None, folder, resume=True)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_random_iterable_dataset_goes_on_beside_dropout(tmp_path, world, run_processes):
     whole = run_processes(trained, None, None, world=world)

@@ -321,6 +321,7 @@ def interrupted():
     return "it did not fail"
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 def test_ctrl_c_where_it_is_read_is_told_to_all_ranks(run_processes):
     reader, other = run_processes(interrupted)

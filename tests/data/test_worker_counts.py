@@ -73,6 +73,7 @@ def test_map_style_data_is_the_same_with_any_workers_and_goes_on_with_any_others
     assert rounds(again)[0] == following
 
 
+@pytest.mark.full
 @settings(deadline=None, max_examples=20)
 @given(
     length=st.integers(1, 30),

@@ -77,6 +77,7 @@ def test_a_module_that_still_hangs_stays_broken(toy_plugin, monkeypatch):
     assert discover({}).get("mule").status == "broken"
 
 
+@pytest.mark.full
 def test_a_card_that_hangs_costs_seconds_and_the_process_still_ends(toy_distribution, tmp_path, run_command):
     toy_distribution(
         "accel-pony",
@@ -154,6 +155,7 @@ def test_one_thread_imports_all_cards_and_ends(toy_distribution):
     assert not thread.is_alive()
 
 
+@pytest.mark.full
 def test_cards_after_one_that_hangs_are_found_in_another_thread(toy_distribution, monkeypatch):
     monkeypatch.setattr(timeout, "TIMEOUT_SECONDS", 2.0)
     hangs = "import sys\nsys.toy_released.wait(60)\n"

@@ -457,6 +457,7 @@ def trot(toys, tmp_path):
     )
 
 
+@pytest.mark.full
 def test_the_flag_of_an_extension_that_is_not_chosen_ends_the_run_and_one_more_flag_chooses_it(
     trot, tmp_path, accel
 ):
@@ -470,6 +471,7 @@ def test_the_flag_of_an_extension_that_is_not_chosen_ends_the_run_and_one_more_f
     assert chosen.stdout == "size 2\n"
 
 
+@pytest.mark.full
 def test_a_section_of_an_extension_that_is_not_chosen_is_a_note_of_check_dry_run_and_the_run(
     trot, tmp_path, accel
 ):

@@ -236,6 +236,7 @@ def test_a_launcher_that_hands_nothing_over_says_so(tmp_path, accel):
     )
 
 
+@pytest.mark.full
 def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_the_time(
     tmp_path, start_command
 ):
@@ -267,6 +268,7 @@ def test_a_warning_to_all_processes_is_the_workers_sigterm_and_leaves_them_all_t
     assert process.returncode == 0
 
 
+@pytest.mark.full
 def test_ranks_that_a_warning_ends_do_not_start_again_unwarned(tmp_path, start_command):
     (tmp_path / "train.py").write_text(
         "import os, time\nprint(os.environ['TORCHELASTIC_RESTART_COUNT'], flush=True)\ntime.sleep(60)\n"

@@ -268,6 +268,7 @@ def test_an_object_is_one_line_of_ascii_for_terminals_and_readers_of_any_kind():
     assert json.loads(line)["text"] == "\u2713 \u2028 \x85"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("closed", ["2>&-", ">&- 2>&-", "<&- >&- 2>&-"])
 def test_workers_of_a_caller_that_closed_its_standard_streams_start(tmp_path, closed, run_command):
     (tmp_path / "train.py").write_text(

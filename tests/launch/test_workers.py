@@ -79,6 +79,7 @@ def test_a_run_id_of_the_user_is_kept(tmp_path, accel):
     assert {worker["ACCEL_RUN_ID"] for worker in seen(tmp_path)} == {"mine"}
 
 
+@pytest.mark.full
 def test_a_job_that_a_worker_launches_has_a_run_id_of_its_own(tmp_path, accel):
     (tmp_path / "inner.py").write_text("import os\nopen('inner', 'w').write(os.environ['ACCEL_RUN_ID'])")
     outer = """
@@ -575,6 +576,7 @@ def test_a_failing_worker_leaves_no_folder_behind(tmp_path, accel):
     assert list(place.iterdir()) == []
 
 
+@pytest.mark.full
 def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_node(
     tmp_path, run_command, start_command
 ):
@@ -602,6 +604,7 @@ def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_
         launcher.communicate()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("first", "kept"), [("", True), ("import torch", False)], ids=["alone", "within"])
 def test_a_process_that_does_nothing_but_launch_never_searches_torch_for_garbage(
     tmp_path, first, kept, run_command

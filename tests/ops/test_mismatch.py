@@ -288,6 +288,7 @@ def test_ranks_that_never_come_are_named_with_the_operation_and_what_is_here(run
         assert lines[-1].endswith("process_group.timeout says how long the others wait")
 
 
+@pytest.mark.full
 def test_what_the_missing_rank_does_instead_is_told_if_it_is_known(run_processes):
     first, _ = ranks(run_processes, one_rank_stays_away, wait_in_another_group, timeout=3)
     assert first[0].endswith("rank 0 waited for rank(s) 1 of 2, which did not come")

@@ -211,6 +211,7 @@ def test_another_strategy_reads_the_same_data_or_is_refused(grid, run_processes)
         run(run_processes, mesh_job.beside, *GRID, OTHER="dp_shard -1")
 
 
+@pytest.mark.full
 def test_a_program_may_end_all_groups_before_the_run_ends(grid, run_processes):
     assert run(run_processes, mesh_job.after_the_programs_own_end, *GRID) == [4.0] * 4
 

@@ -264,6 +264,7 @@ def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, oper
     assert not (tmp_path / "ck").exists()
 
 
+@pytest.mark.full
 def test_a_rank_that_has_ended_its_run_is_not_waited_for(tmp_path, run_processes):
     alone, _ = run_processes(save_on_one_rank_while_the_other_has_ended, str(tmp_path / "ck"))
 
@@ -360,6 +361,7 @@ def test_an_optimizer_that_one_rank_alone_prepares_later_is_not_prepared(run_pro
     assert "  rank 1: save_state" in said[0]
 
 
+@pytest.mark.full
 def test_a_rank_that_only_comes_late_is_waited_for(tmp_path, run_processes):
     assert run_processes(save_late_on_one, str(tmp_path / "ck")) == ["nothing", "nothing"]
 

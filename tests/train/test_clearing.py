@@ -82,6 +82,7 @@ def test_so_does_a_zero_grad_that_a_program_put_into_torchs_class(trained, monke
     assert called == [optimizer.optimizer]
 
 
+@pytest.mark.full
 def test_so_does_one_that_was_put_there_before_accel_core_came(run_command):
     program = """
 from unittest.mock import Mock

@@ -295,6 +295,7 @@ print((pages() - before) / (most - before))
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(
     platform.libc_ver()[0] != "glibc", reason="only glibc keeps such pages and gives them back"
 )

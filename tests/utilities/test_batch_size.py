@@ -58,6 +58,7 @@ def test_it_is_a_decorator_with_and_without_arguments():
     assert (plain(), given(), given.__name__) == (128, 8, "given")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "rule",
     [lambda size: size - 10, iter((90, 80, 70)).__next__, [70, 80, 90].pop, lambda *_, at=[100]: lower(at)],

@@ -268,6 +268,7 @@ def goes_on_compiled(error):
     return goes_on(error, strategy="in-place", dynamo_plugin=dynamo)
 
 
+@pytest.mark.full
 def test_so_they_do_where_the_model_is_compiled_in_place(toy_plugin, run_processes):
     toy_plugin("in-place", source=IN_PLACE)
     (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on_compiled, error) for error in (False, True))

@@ -22,7 +22,11 @@ optimizer.step()
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.full)])  # plain torch: 1 in 4 aborts
-@pytest.mark.parametrize("end", ["", "accelerator.end_training()"], ids=["without end_training", "with it"])
+@pytest.mark.parametrize(
+    "end",
+    ["", pytest.param("accelerator.end_training()", marks=pytest.mark.full)],
+    ids=["without end_training", "with it"],
+)
 def test_a_script_that_holds_its_model_to_the_end_exits_with_zero(
     end: str, times: int, tmp_path: Path, run_command
 ) -> None:

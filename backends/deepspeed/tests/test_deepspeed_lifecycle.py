@@ -97,7 +97,9 @@ for _ in range(2):
 
 @pytest.mark.parametrize("times", [1, pytest.param(8, marks=pytest.mark.full)])  # raw: 1 in 2 aborts
 @pytest.mark.parametrize(
-    ("stage", "end"), [(2, ""), (3, "accelerator.end_training()")], ids=["without end_training", "with it"]
+    ("stage", "end"),
+    [pytest.param(2, "", marks=pytest.mark.full), (3, "accelerator.end_training()")],
+    ids=["without end_training", "with it"],
 )
 def test_a_script_ends_with_zero_says_nothing_and_leaves_no_file(
     stage: int, end: str, times: int, tmp_path: Path, run_command

@@ -60,7 +60,7 @@ def saved_and_resumed(
     return {**two, **one}, found
 
 
-@pytest.mark.parametrize("algorithm", ["AdamW", "SGD"])
+@pytest.mark.parametrize("algorithm", ["AdamW", pytest.param("SGD", marks=pytest.mark.full)])
 def test_any_stage_goes_on_from_any_other_and_from_one_process_without(
     tmp_path: Any, algorithm: str, run_processes
 ) -> None:

@@ -17,8 +17,8 @@ def outcomes(run_processes, stage: int, world: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("scenario", [each.__name__ for each in SCENARIOS])
-@pytest.mark.parametrize("world", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.full), 2])
+@pytest.mark.parametrize("stage", [pytest.param(0, marks=pytest.mark.full), 1, 2, 3])
 def test_it_is_what_plain_pytorch_does(stage: int, world: int, scenario: str, run_processes) -> None:
     for rank in outcomes(run_processes, stage, world):
         found = rank[scenario]

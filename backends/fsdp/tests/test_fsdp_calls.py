@@ -16,6 +16,8 @@ from accel_core import Accelerator
 from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_testing.random_programs import Net
 
+pytestmark = pytest.mark.full
+
 ROWS = 4
 OPTIONS: dict[str, dict[str, Any]] = {
     "version 2": {},

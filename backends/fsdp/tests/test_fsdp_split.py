@@ -41,6 +41,7 @@ def found(run_processes):
     return run_processes(split_job.all_trained, CASES, world=2, timeout=200)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CASES)
 def test_split_layers_train_to_the_weights_of_one_process(found, name):
     losses, norms, weights = split_job.plain(CASES[name])

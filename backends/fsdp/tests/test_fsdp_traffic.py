@@ -19,7 +19,7 @@ ONE_LOSS_FOR_ALL_STAGES = {"broadcast": (1, 4)}
 """More than by hand, by decision: a pipeline's ranks all get the loss, which only the last stage has."""
 
 
-@pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), (4, OF_FOUR)])
+@pytest.mark.parametrize(("world", "cases"), [(2, OF_TWO), pytest.param(4, OF_FOUR, marks=pytest.mark.full)])
 def test_a_window_of_three_with_clipping_sends_what_a_loop_by_hand_sends(world, cases, run_processes):
     for rank, found in enumerate(run_processes(traffic_problem.traffic, cases, world=world, timeout=120)):
         for name, (by_hand, ours) in found.items():

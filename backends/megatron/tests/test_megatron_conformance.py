@@ -58,12 +58,12 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], con
 @pytest.mark.parametrize(
     ("levels", "worlds", "settings", "partners"),
     [
-        ("3", "4", GRID, ""),
+        ("2", "2", ("tp_degree=2",), ""),
         *(
             pytest.param(*each, "", marks=pytest.mark.full)
             for each in [
                 ("2", "2", ("pp_degree=2",)),
-                ("2", "2", ("tp_degree=2",)),
+                ("3", "4", GRID),
                 ("2,3,4", "2", INTERLEAVED),
                 ("2,3,4", "1,2", (SHARDED,)),
                 ("3,4", "4", (*INTERLEAVED, SHARDED)),

@@ -78,7 +78,7 @@ def assert_equal(
         assert one == pytest.approx(other, rel=tolerance, abs=0)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.full), 2])
 def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, processes, run_command):
     found = run(run_command, "gpt2", tmp_path, processes, ours=True)
 
@@ -86,6 +86,7 @@ def test_losses_gradients_and_metrics_are_the_same_numbers(theirs, tmp_path, pro
     assert_equal(found, theirs("gpt2", processes))
 
 
+@pytest.mark.full
 def test_in_bf16_they_are_the_same_numbers_too(tmp_path, run_command):
     expected = run(run_command, "gpt2", tmp_path / "theirs", 1, ours=False, bf16=True)
 
