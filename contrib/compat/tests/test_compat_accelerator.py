@@ -289,6 +289,7 @@ def test_the_context_that_shares_sequences_does_nothing_where_nobody_shares_them
         assert buffer.shape == (2,)
 
 
+@pytest.mark.needs("accel-stores")
 def test_a_state_may_lie_at_a_url():
     numbered = ProjectConfiguration("memory://compat/run", automatic_checkpoint_naming=True)
     accelerator = Accelerator(project_config=numbered)
@@ -312,6 +313,7 @@ def test_hooks_of_states_take_no_url():
         accelerator.save_state("memory://compat/hooked")
 
 
+@pytest.mark.needs("accel-stores")
 def test_a_url_without_a_checkpoint_is_said():
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(torch.nn.Linear(1, 1))
@@ -327,6 +329,7 @@ def test_one_process_leaves_no_files_of_ranks_beside_its_checkpoint(tmp_path):
     assert not [*tmp_path.rglob("*.states")]
 
 
+@pytest.mark.needs("accel-stores")
 def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path, run_processes):
     variables = {"COPIED_STATES": str(tmp_path / "store"), "ACCEL__PROJECT__STORE": "memory://bucket/run"}
     first = str(tmp_path / "first")
@@ -353,6 +356,7 @@ def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_a
         assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
 
 
+@pytest.mark.needs("accel-stores")
 def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/kept")
     monkeypatch.setenv("ACCEL__PROJECT__STORE_EVERY", "3")
@@ -370,6 +374,7 @@ def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_pa
     accelerator.end_training()
 
 
+@pytest.mark.needs("accel-stores")
 def test_hooks_of_states_are_refused_where_states_are_copied(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/hooks")
     accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))

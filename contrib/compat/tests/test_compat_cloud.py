@@ -97,7 +97,7 @@ def test_arguments_of_the_old_sdk_are_named_with_the_reason(file):
     }
 
 
-def test_accelerate_launch_hands_a_clouds_job_over(file, tmp_path, monkeypatch):
+def test_accelerate_launch_hands_a_clouds_job_over(file, tmp_path, monkeypatch, run_command):
     accel = tmp_path / "accel"
     accel.write_text(
         "#!/usr/bin/env python3\nimport json, os, sys\n"

@@ -65,7 +65,7 @@ def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path, run
 
 
 @pytest.mark.parametrize("words", [["shim"], ["import", "default_config.yaml", "-o"]])
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch, words):
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch, words, run_command):
     monkeypatch.chdir(tmp_path)
     Path("default_config.yaml").write_text("num_processes: 2\n")
     Path("file").touch()

@@ -206,7 +206,7 @@ def imported(tmp_path, **config):
     return CliRunner().invoke(compat, ["import", str(file), "-o", str(tmp_path / "accel.yaml")])
 
 
-def test_what_is_imported_passes_the_check(tmp_path, monkeypatch):
+def test_what_is_imported_passes_the_check(tmp_path, monkeypatch, run_command):
     monkeypatch.setattr(converting, "plugin_status", lambda name: "missing")
     done = imported(tmp_path, distributed_type="MULTI_CPU", mixed_precision="fp8", num_processes=2)
     assert done.exit_code == 0, done.output

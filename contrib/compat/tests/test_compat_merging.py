@@ -56,7 +56,7 @@ def test_the_folder_above_is_refused_with_the_name_of_the_right_one(sharded, tmp
         merge_fsdp_weights(sharded[0].parent, tmp_path)
 
 
-def test_a_checkpoint_of_accel_core_is_merged_too(tmp_path):
+def test_a_checkpoint_of_accel_core_is_merged_too(tmp_path, run_command):
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(torch.nn.Linear(3, 2))
     accelerator.save_state(tmp_path / "saved")

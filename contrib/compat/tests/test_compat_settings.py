@@ -265,7 +265,7 @@ def test_fsdp_without_a_version_is_version_1(tmp_path):
     assert config["fsdp"]["transformer_cls_names_to_wrap"] == ["Block"]
 
 
-def test_the_command_writes_a_file_that_accel_reads(tmp_path):
+def test_the_command_writes_a_file_that_accel_reads(tmp_path, run_command):
     target = tmp_path / "accel.yaml"
     done = CliRunner().invoke(compat, ["import", written(tmp_path, OLD), "-o", str(target)])
 
@@ -334,7 +334,7 @@ def test_a_flags_wrong_value_is_refused_before_anything_starts(flag, value, want
         parse(["--num_processes", "2", f"--{flag}", value, "train.py"], None)
 
 
-def test_a_variable_that_the_launcher_replaces_is_named(monkeypatch, tmp_path, capsys):
+def test_a_variable_that_the_launcher_replaces_is_named(monkeypatch, tmp_path, capsys, run_command):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     monkeypatch.setattr("subprocess.run", lambda *words, **options: CompletedProcess(words, 0))
     launch(parse(["--mixed_precision", "fp16", "train.py"], None))

@@ -34,6 +34,7 @@ def started(tracker, **told) -> Accelerator:
     return accelerator
 
 
+@pytest.mark.needs("accel-trackers")
 @pytest.mark.parametrize("name", ["wandb", "trackio", "swanlab"])
 def test_a_name_of_log_with_starts_that_librarys_run(name, library, monkeypatch):
     made = library(name)
@@ -69,6 +70,7 @@ def test_tensorboard_writes_numbers_texts_and_mappings(library, tmp_path):
     writer.close.assert_called_once_with()
 
 
+@pytest.mark.needs("accel-trackers")
 def test_wandb_also_takes_images_and_tables(library):
     made = library("wandb")
     tracker = tracking.WandBTracker("run")
@@ -83,6 +85,7 @@ def test_wandb_also_takes_images_and_tables(library):
     ]
 
 
+@pytest.mark.needs("accel-trackers")
 def test_comet_is_told_numbers_texts_and_mappings_apart(library):
     writer = library("comet_ml").start.return_value
     accelerator = started(tracking.CometMLTracker("run", online=False), config={"lr": 1})
@@ -97,6 +100,7 @@ def test_comet_is_told_numbers_texts_and_mappings_apart(library):
     ]
 
 
+@pytest.mark.needs("accel-trackers")
 def test_aim_tracks_each_value_and_images_with_captions(library, tmp_path):
     made = library("aim")
     tracker = tracking.AimTracker("run", str(tmp_path), system_tracking_interval=None)
@@ -112,6 +116,7 @@ def test_aim_tracks_each_value_and_images_with_captions(library, tmp_path):
     ]
 
 
+@pytest.mark.needs("accel-trackers")
 def test_dvclive_goes_on_by_itself(library):
     live = library("dvclive", "dvclive.plots").Live.return_value
     accelerator = started(tracking.DVCLiveTracker(dir="here"), config={"lr": 1})
@@ -121,6 +126,7 @@ def test_dvclive_goes_on_by_itself(library):
     assert live.mock_calls == [call.log_params({"lr": 1}), call.log_metric("loss", 2.0), call.next_step()]
 
 
+@pytest.mark.needs("accel-trackers")
 def test_mlflow_starts_a_run_in_the_experiment_of_that_name(library, monkeypatch):
     made = library("mlflow")
     made.search_experiments.return_value = []
@@ -136,6 +142,7 @@ def test_mlflow_starts_a_run_in_the_experiment_of_that_name(library, monkeypatch
     assert made.log_metrics.call_args == call({"loss": 2.0}, step=3)
 
 
+@pytest.mark.needs("accel-trackers")
 def test_clearml_reports_by_series_and_keeps_a_task_that_is_not_its_own(library):
     tasks = library("clearml").Task
     task = tasks.current_task.return_value
@@ -194,6 +201,7 @@ def test_what_is_for_a_tracker_that_is_not_used_is_left_out():
     blank.log({"loss": 1.0}, step=1)  # and nothing happens
 
 
+@pytest.mark.needs("accel-trackers")
 def test_a_tracker_is_not_started_before_the_accelerator_is_there():
     from accelerate.state import PartialState
 
@@ -201,6 +209,7 @@ def test_a_tracker_is_not_started_before_the_accelerator_is_there():
     assert PartialState._shared_state == {}
 
 
+@pytest.mark.needs("accel-trackers")
 def test_a_subclass_may_have_a_name_and_a_start_of_its_own(library):
     made = library("wandb")
 
@@ -215,6 +224,7 @@ def test_a_subclass_may_have_a_name_and_a_start_of_its_own(library):
     assert accelerator.get_tracker("mine", unwrap=True) is made.attached
 
 
+@pytest.mark.needs("accel-trackers")
 def test_among_trackers_one_that_is_not_there_is_refused(library):
     library("wandb")
     with pytest.raises(ValueError, match="aim is not an available tracker"):
