@@ -86,7 +86,7 @@ def test_each_requirement_of_accelerates_is_there_and_decides_alike(run_processe
     assert {name: ours.get(name) for name in theirs} == theirs
 
 
-def test_a_command_that_fails_says_what_it_printed(run_command):
+def test_a_command_that_fails_says_what_it_printed(start_command):
     fails = [sys.executable, "-c", "import sys; sys.exit('too bad')"]
     with pytest.raises(RuntimeError, match="too bad"):
         execute_subprocess_async(fails, quiet=True)
@@ -94,7 +94,7 @@ def test_a_command_that_fails_says_what_it_printed(run_command):
         run_command(fails)
 
 
-def test_what_a_command_prints_is_returned(capsys, run_command):
+def test_what_a_command_prints_is_returned(capsys, start_command):
     speaks = [sys.executable, "-c", "print('one'); print('two')"]
 
     assert execute_subprocess_async(speaks, env=os.environ.copy()).stdout == ["one", "two"]
@@ -103,7 +103,7 @@ def test_what_a_command_prints_is_returned(capsys, run_command):
     assert capture_call_output(print, "three") == "three\n"
 
 
-def test_a_command_that_does_not_end_is_killed(run_command):
+def test_a_command_that_does_not_end_is_killed(start_command):
     with pytest.raises(TimeoutError):
         execute_subprocess_async([sys.executable, "-c", "import time; time.sleep(600)"], timeout=2)
 
