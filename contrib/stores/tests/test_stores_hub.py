@@ -53,12 +53,14 @@ def test_a_second_create_is_refused_by_the_hub_itself(hub: HubServer, store: Fss
     assert hub.files["run/ck"] == b"first"
 
 
+@pytest.mark.full
 def test_a_second_create_of_the_same_content_is_refused(hub: HubServer, store: FsspecStore) -> None:
     store.create_stored(URL, b"same")
     with pytest.raises(FileExistsError):
         store.create_stored(URL, b"same")
 
 
+@pytest.mark.full
 def test_a_file_of_another_writer_is_not_written_over(hub: HubServer, store: FsspecStore) -> None:
     hub.put({"run/ck": b"another's"})
     with pytest.raises(FileExistsError):
@@ -67,6 +69,7 @@ def test_a_file_of_another_writer_is_not_written_over(hub: HubServer, store: Fss
     assert hub.seen == []
 
 
+@pytest.mark.full
 def test_a_hub_that_ignores_the_parent_is_refused_before_anything_is_sent(hub: HubServer) -> None:
     hub.judges = False
     with pytest.raises(CheckpointError, match="this store created one file twice"):
@@ -75,6 +78,7 @@ def test_a_hub_that_ignores_the_parent_is_refused_before_anything_is_sent(hub: H
     assert hub.names == []
 
 
+@pytest.mark.full
 def test_a_bucket_takes_no_checkpoints(store: FsspecStore) -> None:
     with pytest.raises(UnsupportedOperation):
         store.create_stored("hf://buckets/owner/bucket/ck", b"")
@@ -83,6 +87,7 @@ def test_a_bucket_takes_no_checkpoints(store: FsspecStore) -> None:
 # -- other commits come between ---------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_create_is_tried_again_if_the_head_has_moved_since_the_look(
     hub: HubServer, store: FsspecStore
 ) -> None:
@@ -92,6 +97,7 @@ def test_a_create_is_tried_again_if_the_head_has_moved_since_the_look(
     assert hub.files["run/ck"] == b"mine"
 
 
+@pytest.mark.full
 def test_a_create_fails_if_the_file_has_come_since_the_look(hub: HubServer, store: FsspecStore) -> None:
     hub.before = at_first(lambda: hub.put({"run/ck": b"another's"}), "ck")
     with pytest.raises(FileExistsError):
@@ -99,6 +105,7 @@ def test_a_create_fails_if_the_file_has_come_since_the_look(hub: HubServer, stor
     assert hub.files["run/ck"] == b"another's"
 
 
+@pytest.mark.full
 def test_a_create_that_is_always_overtaken_ends_and_says_so(
     hub: HubServer, store: FsspecStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +116,7 @@ def test_a_create_that_is_always_overtaken_ends_and_says_so(
     assert len(hub.seen) == 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("status", [409, 412])
 def test_a_file_that_was_overtaken_is_sent_again(
     hub: HubServer, store: FsspecStore, tmp_path: Path, status: int
@@ -128,6 +136,7 @@ def test_a_file_that_was_overtaken_is_sent_again(
     assert len(tries) == 2
 
 
+@pytest.mark.full
 def test_a_removal_is_tried_again_if_the_head_has_moved_since_the_look(
     hub: HubServer, store: FsspecStore
 ) -> None:
@@ -140,6 +149,7 @@ def test_a_removal_is_tried_again_if_the_head_has_moved_since_the_look(
 # -- reads --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_read_is_of_the_newest_commit(hub: HubServer, store: FsspecStore) -> None:
     hub.put({"run/ck": b"old"})
     assert store.list_stored(RUN) == {"ck": 3}
@@ -148,6 +158,7 @@ def test_a_read_is_of_the_newest_commit(hub: HubServer, store: FsspecStore) -> N
     assert store.list_stored(RUN) == {"ck": 14}
 
 
+@pytest.mark.full
 def test_a_repository_that_is_made_later_is_found(hub: HubServer, store: FsspecStore) -> None:
     hub.refuses = lambda method, path: 404
     with pytest.raises(FileNotFoundError):
@@ -167,6 +178,7 @@ def test_what_is_saved_is_loaded_bit_by_bit(hub: HubServer, world: int, run_proc
         assert torch.equal(found, saved[0])
 
 
+@pytest.mark.full
 def test_a_save_under_the_same_name_replaces_the_one_before(hub: HubServer) -> None:
     job.saved(URL, 1)
     before = set(hub.names)
@@ -195,6 +207,7 @@ def test_of_two_writers_one_wins_and_the_other_says_so(hub: HubServer, run_proce
     assert len([name for name in hub.names if name.endswith(".safetensors")]) == 1, "the loser's are gone"
 
 
+@pytest.mark.full
 def test_a_commit_whose_answer_is_lost_is_found_to_be_done(hub: HubServer) -> None:
     hub.before = at_first(lambda: True, "manifest-00000001.json")
     expected = job.saved(URL, 2)
@@ -210,12 +223,14 @@ def test_no_file_holds_the_token(hub: HubServer) -> None:
 # -- what cannot be saved -----------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_a_repository_that_is_not_there_is_told_before_anything_is_sent(hub: HubServer) -> None:
     with pytest.raises(CheckpointError, match="FileNotFoundError.*repository not found"):
         job.saved("hf://owner/nothing/run/ck", 1)
     assert hub.seen == []
 
 
+@pytest.mark.full
 def test_nothing_is_sent_to_a_repository_that_is_not_there(
     hub: HubServer, store: FsspecStore, tmp_path: Path
 ) -> None:
@@ -232,6 +247,7 @@ def test_missing_rights_are_told(hub: HubServer, store: FsspecStore, status: int
         store.create_stored(URL, b"")
 
 
+@pytest.mark.full
 def test_a_file_that_the_repository_ignores_is_told(
     hub: HubServer, store: FsspecStore, tmp_path: Path
 ) -> None:

@@ -57,6 +57,7 @@ def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(
     )
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 @ranks
 def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
@@ -76,6 +77,7 @@ def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
     )
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 @ranks
 def test_copies_in_a_repository_bring_a_fresh_machine_on(
@@ -90,6 +92,7 @@ def test_copies_in_a_repository_bring_a_fresh_machine_on(
         assert torch.equal(weight, weights[4])
 
 
+@pytest.mark.full
 def test_a_copy_that_a_repository_lacks_is_made_up_and_what_is_left_of_it_removed(
     hub: HubServer, tmp_path: Path
 ) -> None:
@@ -101,6 +104,7 @@ def test_a_copy_that_a_repository_lacks_is_made_up_and_what_is_left_of_it_remove
     assert torch.equal(job.loaded(f"{HUB}/checkpoints/checkpoint_0"), weight)
 
 
+@pytest.mark.full
 def test_a_copy_that_a_repository_refuses_is_made_by_the_next_save(hub: HubServer, tmp_path: Path) -> None:
     accelerator, *_ = tiers_job.tiered(str(tmp_path), HUB, store_every=9, total_limit=1)
     hub.refuses = lambda method, path: 403 if "/commit/" in path else None
@@ -120,6 +124,7 @@ def test_a_repository_that_is_not_there_is_told_before_training(hub: HubServer, 
         tiers_job.tiered(str(tmp_path), "hf://owner/none/run")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pattern", ["lr*", "lr?", "lr[12]"])
 def test_a_folder_named_like_a_pattern_costs_no_other_folder_its_files(s3: S3Server, pattern: str) -> None:
     store = FsspecStore(None, None)
