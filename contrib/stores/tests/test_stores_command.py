@@ -19,6 +19,7 @@ def accel(run_command, *words: str) -> subprocess.CompletedProcess[str]:
     return run_command(command, capture_output=True, text=True, timeout=240, check=False)
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-inspect")
 def test_checkpoints_are_listed_verified_shown_and_exported(
     s3: S3Server, tmp_path: Path, run_command

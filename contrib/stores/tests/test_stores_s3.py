@@ -137,6 +137,7 @@ def test_a_rank_that_sends_for_longer_than_the_timeout_is_waited_for(s3: S3Serve
     assert torch.equal(job.loaded(URL), saved)
 
 
+@pytest.mark.full
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.timeout(300)
 def test_a_rank_that_sends_weights_for_longer_than_the_timeout_is_waited_for(
