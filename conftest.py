@@ -57,9 +57,27 @@ def is_installed(distribution: str) -> bool:
     return any(metadata.distributions(name=distribution))
 
 
+def mark_variants(items: list[pytest.Item]) -> None:
+    """Mark the variants of a test as `full` that its mark `by_default` does not name."""
+    variants: dict[str, dict[str, pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("by_default"):
+            test, _, variant = item.nodeid.removesuffix("]").partition("[")
+            variants.setdefault(test, {})[variant] = item
+    for test, found in variants.items():
+        mark = next(iter(found.values())).get_closest_marker("by_default")
+        named = mark.args if mark is not None and mark.args else (next(iter(found)),)
+        if len(found) > 1 and (unknown := {*named} - {*found}):
+            raise pytest.UsageError(f"{test}: by_default names {sorted(unknown)}, the variants are {[*found]}")
+        for variant, item in found.items():
+            if len(found) > 1 and variant not in named:
+                item.add_marker("full")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out the tests whose libraries are not here, which a summary counts; hosts are for `full`."""
+    mark_variants(items)
     for item in items:
         if "make_hosts" in getattr(item, "fixturenames", ()):
             item.add_marker("full")

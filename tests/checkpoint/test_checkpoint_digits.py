@@ -25,6 +25,7 @@ def _train(folder: str, kill_at: int | None, accumulate: int) -> dict[int, str]:
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(("world", "accumulate"), [(1, 1), (1, 4), (2, 1), (2, 2)])
+@pytest.mark.by_default("2-1")
 def test_digits_killed_and_resumed_is_bitwise_the_same(tmp_path, world, accumulate, run_processes):
     whole = run(run_processes, tmp_path / "whole", world, accumulate)
     kill_at = random.Random(f"{world} {accumulate}").randrange(2 * SAVE_EVERY * accumulate, STEPS)

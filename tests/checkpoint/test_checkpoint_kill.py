@@ -59,6 +59,7 @@ def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
         pytest.param("numbered", True, marks=MANY),
     ],
 )
+@pytest.mark.by_default
 def test_killed_at_each_point(folder, report, how, exchange, fresh, run_processes):
     if exchange and not kill_job.exchange_works():
         pytest.skip("this system cannot exchange two names")

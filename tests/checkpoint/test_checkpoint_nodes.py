@@ -166,6 +166,7 @@ POINTS = ["before publish", *(pytest.param(point, marks=pytest.mark.full) for po
 
 @pytest.mark.parametrize(("node", "name"), [(0, None), (1, "best")])
 @pytest.mark.parametrize("point", POINTS)
+@pytest.mark.by_default
 def test_a_node_that_is_killed_in_a_save_leaves_one_that_all_have(tmp_path, point, node, name, run_processes):
     with pytest.raises(ProcessError):
         run_processes(nodes_job.save_and_die, str(tmp_path), node, point, name, world=2)

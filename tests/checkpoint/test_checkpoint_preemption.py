@@ -17,6 +17,7 @@ def run(run_processes, function, folder, *args, world=2):
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(("who", "ranks"), [(0, 2), (1, 2), (-1, 2), (2, 3)])
+@pytest.mark.by_default
 def test_whoever_is_told_all_ranks_save_after_the_same_step(tmp_path, who, ranks, run_processes):
     (ends,) = run(run_processes, preemption_job.told, tmp_path, who, ranks, who, world=1)
     assert len({end.pop("steps") for end in ends}) == 1

@@ -63,6 +63,7 @@ WAYS = [("whole", 1), ("whole", 2), ("rows", 1), ("rows", 2), ("rows", 3)]
 
 
 @pytest.mark.parametrize("saved", WAYS, ids=str)
+@pytest.mark.by_default
 def test_saved_in_any_way_it_loads_in_any_other(tmp_path, saved, run_processes):
     how, world = saved
     expected = run(run_processes, ranks_job.save_it, tmp_path, how, world=world)[0]

@@ -441,6 +441,7 @@ def dying(start_command, folder, where, how="KILL"):
 
 
 @pytest.mark.parametrize("where", ["pending_save.write_manifest", "commit.publish"])
+@pytest.mark.by_default
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(
     job, tmp_path, folder, where, start_command
 ):

@@ -62,6 +62,7 @@ def host(tmp_path: Path) -> Callable[[str], dict[str, str]]:
 
 
 @pytest.mark.parametrize(("where", "status"), [("card", "broken"), ("probe", "unavailable")])
+@pytest.mark.by_default
 def test_each_is_listed_with_what_is_wrong(
     host: Callable[[str], dict[str, str]], where: str, status: str, accel
 ) -> None:

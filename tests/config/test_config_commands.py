@@ -259,6 +259,7 @@ def test_check_finds_what_no_machine_can_run(accel, text, problem):
         ),
     ],
 )
+@pytest.mark.by_default
 def test_check_doubts_words_that_only_other_machines_can_know(accel, text, doubt):
     (accel.folder / "accel.yaml").write_text(text)
     assert doubt in accel("check").stdout

@@ -158,6 +158,7 @@ def asked_in_a_worker(context):
 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.by_default
 def test_an_accelerator_made_in_a_loaders_worker_is_refused_at_once(context, run_processes):
     assert run_processes(asked_in_a_worker, context, world=2) == [True, True]
 
@@ -240,6 +241,7 @@ class OwnBatches(BatchSampler):
 @pytest.mark.parametrize("options", [{}, {"split_batches": True}, {"dispatch_batches": True}])
 @pytest.mark.parametrize("kind", [BatchSampler, OwnBatches])
 @pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.by_default
 def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(
     kind, drop_last, options, run_processes
 ):

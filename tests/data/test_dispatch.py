@@ -287,6 +287,7 @@ def failing(workers):
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.by_default
 def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers, run_processes):
     reader, other, another = run_processes(failing, workers, world=3)
     assert (reader[1], other[1], another[1]) == (ValueError, CollectiveError, CollectiveError)

@@ -79,6 +79,7 @@ def test_one_process_says_what_plain_pytorch_says_and_nothing_else(train):
     )
 
 
+@pytest.mark.full
 def test_mixed_precision_is_chosen_at_launch(train):
     output = train(*LAUNCH, "--mixed-precision", "bf16", EXAMPLES / "digits.py", "--epochs", 2)
 

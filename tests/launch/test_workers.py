@@ -480,6 +480,7 @@ def gone(pids: list[int]) -> bool:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.by_default
 def test_a_stopped_launcher_takes_its_workers_and_their_children_along(waiting, number, code):
     launcher, pids = waiting
 

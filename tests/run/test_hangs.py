@@ -78,6 +78,7 @@ def job(folder, wait, hang):
         pytest.param(reduce_by_torch_alone, sleep_for_long, "", marks=MORE),
     ],
 )
+@pytest.mark.full
 def test_each_rank_writes_its_stacks_and_the_message_has_the_place(
     tmp_path, wait, hang, message, run_processes
 ):

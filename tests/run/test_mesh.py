@@ -191,6 +191,7 @@ def test_ranks_of_one_reader_read_the_same_and_metrics_have_each_sample_once(gri
 @pytest.mark.parametrize(
     "dims", [GRID, ("cp -1",), ("dp_replicate 2", "cp 2"), ("dp_shard -1",), ("odd 4 5 model",)]
 )
+@pytest.mark.by_default
 def test_items_count_once_whoever_shares_a_loss(grid, dims, run_processes):
     weights = run(run_processes, mesh_job.items, *dims)
     assert weights == [pytest.approx(mesh_job.plain_items())] * 4

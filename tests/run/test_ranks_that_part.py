@@ -256,6 +256,7 @@ pytestmark = pytest.mark.needs("accel-ddp")
         (save_on_one_rank_while_the_other_trains, "backward"),
     ],
 )
+@pytest.mark.by_default
 def test_a_save_on_one_rank_alone_names_what_the_other_is_in(tmp_path, job, operation, run_processes):
     alone, _ = run_processes(job, str(tmp_path / "ck"))
 
@@ -456,6 +457,7 @@ def test_a_rank_that_waits_for_something_else_than_ranks_is_waited_for(tmp_path,
 
 
 @pytest.mark.parametrize("operation", ["backward", "gather", "save_state"])
+@pytest.mark.by_default
 def test_a_rank_that_is_interrupted_in_its_loop_ends_the_others(tmp_path, operation, run_processes):
     said, other = run_processes(interrupted_on_one, operation, str(tmp_path / "ck"))
 

@@ -256,6 +256,7 @@ def test_a_run_of_one_process_that_has_ended_brings_no_values_together_either(ca
 
 
 @pytest.mark.needs("accel-ddp")
+@pytest.mark.full
 def test_a_script_that_never_ends_its_run_exits_cleanly(start_command):
     world = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
     with reserved_port() as port:

@@ -16,6 +16,7 @@ def is_installed(library: str) -> bool:
     return spec is not None and "stand_in" not in str(spec.origin)
 
 
+@pytest.mark.full
 def test_private_names_of_vendors_libraries_are_there() -> None:
     here = {package: library for package, library in LIBRARIES.items() if is_installed(library)}
     if not here:

@@ -70,6 +70,13 @@ def test_a_table_that_says_otherwise_is_stale(tool: ModuleType) -> None:
     assert tool.stale(said, {"b": {"device": "real"}}) != []
 
 
+def test_a_default_run_may_take_some_of_the_worlds(tool: ModuleType) -> None:
+    said = {"a": {"at once": "1, 2"}}
+
+    assert tool.stale(said, {"a": {"at once": "2"}}) == []
+    assert tool.stale(said, {"a": {"at once": "4"}}) != []
+
+
 def test_a_processor_that_can_more_fails_fewer_checks(tool: ModuleType) -> None:
     said = {"a": {"device": "real, 4 known to fail"}}
 

@@ -88,6 +88,7 @@ def lines_of(folder):
 @pytest.mark.parametrize(
     "what", ["forward", *(pytest.param(what, marks=pytest.mark.full) for what in ("data", "optimizer"))]
 )
+@pytest.mark.full
 def test_the_rank_that_others_wait_for_is_in_the_record_and_in_a_line_of_the_log(
     tmp_path, what, run_processes
 ):

@@ -647,6 +647,7 @@ def test_a_scheduler_made_on_a_prepared_optimizer_works(accelerator):
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
+@pytest.mark.by_default
 def test_no_model_outlives_free_memory(accelerator_of, precision):
     accelerator = accelerator_of(mixed_precision=precision)
     alive = []

@@ -80,6 +80,7 @@ def judged(name: str) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", JUDGES)
+@pytest.mark.by_default
 def test_a_hook_trains_bitwise_as_torchs_own(name: str, run_processes) -> None:
     for trained, judge in zip(run_processes(ours, name), run_processes(judged, name), strict=True):
         assert equal(trained, judge)
@@ -88,6 +89,7 @@ def test_a_hook_trains_bitwise_as_torchs_own(name: str, run_processes) -> None:
 @pytest.mark.parametrize(
     "name", [*JUDGES, "batched_power_sgd", "bf16(power_sgd)", "bf16(batched_power_sgd)", "bf16(fp16)"]
 )
+@pytest.mark.by_default("fp16", "power_sgd")
 def test_a_hook_compresses_and_still_trains(name: str, run_processes) -> None:
     trained, plain = run_processes(ours, name), run_processes(train_plainly)
 

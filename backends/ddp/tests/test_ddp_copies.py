@@ -63,6 +63,7 @@ def trained_copy(duplicate: Callable[[nn.Module], nn.Module], *options: Any) -> 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, unpickled])
 @pytest.mark.parametrize("options", [(), (STATIC,), (POWER_SGD,)], ids=["plain", "static", "power_sgd"])
+@pytest.mark.by_default
 def test_a_copy_trains_as_a_model_of_its_own(duplicate: Any, options: Any, run_processes) -> None:
     (first, untouched, _), (second, *_) = run_processes(trained_copy, duplicate, *options)
     ((_, _, expected), _) = run_processes(trained_copy, duplicate)
@@ -123,6 +124,7 @@ except AccelError as error:
 """
 
 
+@pytest.mark.full
 def test_a_script_that_holds_a_copy_exits_with_zero(tmp_path: Path, run_command) -> None:
     script = tmp_path / "copies.py"
     script.write_text(HOLDS_A_COPY)

@@ -53,6 +53,7 @@ def plainly_joined(counts: list[int], accumulate: int) -> dict[str, torch.Tensor
 
 
 @pytest.mark.parametrize(("counts", "accumulate"), [([3, 5], 1), ([5, 3], 1), ([0, 4], 1), ([4, 6], 2)])
+@pytest.mark.by_default
 def test_uneven_ranks_train_as_under_torchs_join_and_end_alike(
     counts: list[int], accumulate: int, run_processes
 ) -> None:
@@ -95,6 +96,7 @@ def evaluated(counts: list[int], with_buffers: bool, when: str) -> dict[str, tor
 @pytest.mark.parametrize("when", ["before", "between", "on one rank", "at the end"])
 @pytest.mark.parametrize("counts", [[3, 5], [0, 2]])
 @pytest.mark.parametrize("with_buffers", [False, True])
+@pytest.mark.by_default
 def test_evaluation_in_the_loop_leaves_training_as_it_was(
     with_buffers: bool, counts: list[int], when: str, run_processes
 ) -> None:

@@ -24,6 +24,7 @@ def trained(folder: str, sync_each_batch: bool) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("sync_each_batch", [False, True])
+@pytest.mark.by_default
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, sync_each_batch: bool, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), sync_each_batch):
         for seed, weights in zip(SEEDS, found, strict=True):

@@ -38,6 +38,7 @@ def assert_trains_as_plain_ddp(run_processes, arguments: dict[str, Any], steps: 
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.by_default("2")
 def test_training_equals_plain_ddp_bitwise(accumulate: int, run_processes) -> None:
     assert_trains_as_plain_ddp(run_processes, {}, 6, accumulate)
 
@@ -53,6 +54,7 @@ def test_training_equals_plain_ddp_bitwise(accumulate: int, run_processes) -> No
     ids=lambda arguments: next(iter(arguments)),
 )
 @pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.by_default
 def test_an_argument_trains_as_in_plain_ddp(
     arguments: dict[str, Any], accumulate: int, run_processes
 ) -> None:

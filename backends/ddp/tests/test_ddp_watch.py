@@ -114,6 +114,7 @@ def averaged_by_hand(run, model, optimizer, number, loss, x):
         averaged_by_hand,
     ],
 )
+@pytest.mark.by_default
 def test_what_reduces_trains_alike(train: Callable[..., Any], run_processes) -> None:
     assert run_processes(told, train) == ["equal", "equal"]
 

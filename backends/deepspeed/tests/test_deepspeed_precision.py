@@ -38,6 +38,7 @@ def clipped_steps(stage: int) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default("2")
 def test_a_step_moves_the_weights_by_the_norm_it_is_clipped_to(stage: int, run_processes) -> None:
     for steps in run_processes(clipped_steps, stage, world=2, timeout=200):
         for norm, moved in steps:
@@ -88,6 +89,7 @@ def network(seed: int) -> Any:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.by_default
 def test_float16_trains_by_a_scaled_loss(stage: int, run_processes) -> None:
     for found, expected in run_processes(halves, stage, 1024.0, 4, world=2, timeout=200):
         assert [loss for loss, _, _ in found] == pytest.approx(expected, rel=1e-2)
@@ -147,6 +149,7 @@ def steps_of_a_gan(stage: int) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.by_default
 def test_float16_trains_a_gan_whose_critic_is_frozen_and_says_so_where_it_is_not(
     stage: int, run_processes
 ) -> None:
@@ -186,6 +189,7 @@ def strayed_while_the_scale_grows(stage: int) -> float:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.by_default
 def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int, run_processes) -> None:
     assert max(run_processes(strayed_while_the_scale_grows, stage, world=2, timeout=200)) < 0.005
 
@@ -220,6 +224,7 @@ def steps_in_bfloat16(stage: int) -> tuple[list[float], list[float]]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.by_default
 def test_in_bfloat16_adamw_decays_and_counts_from_its_first_step_on(stage: int, run_processes) -> None:
     """DeepSpeed begins stage 0 by a step of zeros."""
     ((found, expected),) = run_processes(steps_in_bfloat16, stage, world=1, timeout=200)

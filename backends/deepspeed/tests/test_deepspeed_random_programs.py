@@ -31,6 +31,7 @@ def trained(folder: str, stage: int) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.full) for stage in (0, 1)), 2, 3])
+@pytest.mark.by_default("2")
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stage: int, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), stage):
         for seed, weights in zip(SEEDS, found, strict=True):

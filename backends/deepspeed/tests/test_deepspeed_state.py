@@ -141,6 +141,7 @@ def test_a_save_that_does_not_wait_holds_what_was_there(tmp_path: Any, name: str
 
 
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero3", "zero3-small"])
+@pytest.mark.by_default("zero1", "zero3")
 def test_weights_are_whole_in_every_form(tmp_path: Any, name: str, run_processes) -> None:
     for found in run(run_processes, jobs.weights_of, {**JSON[name], **BF16}, str(tmp_path)):
         live, masters = found["live"], found["float32"]
@@ -243,6 +244,7 @@ def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Any, name
 
 @pytest.mark.parametrize("between", [False, True])
 @pytest.mark.parametrize("name", ["zero0", "zero1", "zero2", "zero3", "zero3-small"])
+@pytest.mark.by_default("zero0-False", "zero3-False")
 def test_a_run_that_has_resumed_saves_what_goes_on(
     tmp_path: Any, name: str, between: bool, run_processes
 ) -> None:

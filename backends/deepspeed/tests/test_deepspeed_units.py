@@ -73,6 +73,7 @@ def stepped_by_hand(stage: int) -> tuple[str, bool]:
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.by_default
 def test_an_optimizer_that_was_not_prepared_is_refused_before_each_rank_trains_alone(
     stage: int, run_processes
 ) -> None:

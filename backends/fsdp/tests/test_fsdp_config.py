@@ -292,6 +292,7 @@ def left_over(version: int, trains: bool) -> tuple[int, str]:
 
 @pytest.mark.parametrize("trains", [True, False])
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.by_default("2-True")
 def test_a_batch_that_not_all_ranks_have_is_refused_and_does_not_hang(
     version: int, trains: bool, run_processes
 ) -> None:

@@ -63,6 +63,7 @@ def all_of(cases: list[tuple[dict[str, Any], bool]]) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.by_default("2")
 def test_a_weight_edited_after_an_evaluation_stays_edited(version: int, run_processes) -> None:
     cases = [case for case in CASES if case[0]["fsdp_version"] == version]
     for found in run_processes(all_of, cases):

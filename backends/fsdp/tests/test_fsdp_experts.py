@@ -137,6 +137,7 @@ def test_what_else_sharding_does_it_does_to_experts(more, run_processes):
     ],
     ids=["2x2-2", "2-native", "native-2x2", "4-fsdp"],
 )
+@pytest.mark.by_default
 def test_a_checkpoint_goes_on_with_experts_anywhere(saved, resumed, tmp_path, run_processes):
     folder, steps = str(tmp_path / "state"), 3
 

@@ -62,6 +62,7 @@ def assert_as_plain(found, name, clip=0.1, norm_type=2.0):
     ],
     ids=["hsdp", "tp", "tp, sequence", "fsdp x tp, tied", "replicas x tp", "fsdp x tp, sequence"],
 )
+@pytest.mark.by_default("hsdp", "tp")
 def test_a_grid_trains_as_one_process_does(sizes, plan, world, run_processes):
     assert_as_plain(train(run_processes, "gpt", sizes, plan, world=world), "gpt")
 
@@ -81,6 +82,7 @@ def test_norms_of_heads_get_the_gradients_of_all_heads(world, run_processes):
 
 
 @pytest.mark.parametrize("norm_type", [1.0, float("inf")])
+@pytest.mark.by_default
 def test_any_norm_is_that_of_the_whole_model(norm_type, run_processes):
     assert_as_plain(
         train(run_processes, "gpt", {"tp": 2}, TIED, norm_type=norm_type), "gpt", norm_type=norm_type
@@ -147,6 +149,7 @@ def test_a_loss_of_split_logits_outside_its_context_is_noticed(run_processes):
     ],
     ids=["2x2-tp", "hsdp-2x2", "tp-hsdp", "2x2-native", "native-2x2"],
 )
+@pytest.mark.by_default
 def test_a_checkpoint_goes_on_on_any_grid(saved, resumed, tmp_path, run_processes):
     folder, steps = str(tmp_path / "state"), 3
 

@@ -102,6 +102,7 @@ def refused(version: int, kind: Any, says: bool, options: dict[str, Any]) -> str
         (1, "Prodigy", "elementwise = True"),
     ],
 )
+@pytest.mark.by_default("1-LBFGS-AdamW", "2-LBFGS-AdamW")
 def test_an_optimizer_that_needs_whole_weights_is_named(
     version: int, kind: str, advice: str, run_processes
 ) -> None:
@@ -209,6 +210,7 @@ def trained_late(version: int, joined: bool) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("joined", [False, True], ids=["one each", "over both"])
+@pytest.mark.by_default("one each-2")
 def test_optimizers_that_come_after_their_models_find_the_parameters(
     version: int, joined: bool, run_processes
 ) -> None:

@@ -46,6 +46,7 @@ def assert_same(found, native):
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS"])
+@pytest.mark.by_default
 def test_losses_norms_and_weights_equal_one_process(native, schedule, run_processes):
     options = {"pp_size": 2, "pp_schedule": schedule}
     first, last = run_processes(problem.trained, Gpt, options, world=2, timeout=100)
@@ -216,6 +217,7 @@ def test_a_model_names_its_split_points_and_the_config_overrules_it(run_processe
         ("pipeline", "split"),
     ],
 )
+@pytest.mark.by_default
 def test_what_one_saved_the_other_goes_on_with(tmp_path, saver, loader, run_processes):
     folder = str(tmp_path / "checkpoint")
     (options, world), (others, size) = WAYS[saver], WAYS[loader]

@@ -62,6 +62,7 @@ def trained(folder: str, stack: str) -> list[list[dict[str, Any]]]:
     "stack",
     [pytest.param(stack, marks=[] if "version" in stack and "," not in stack else FULL) for stack in STACKS],
 )
+@pytest.mark.by_default("version 2")
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, stack: str, run_processes) -> None:
     ranks, readers, _ = STACKS[stack]
     for found in run_processes(trained, str(tmp_path), stack, world=ranks):

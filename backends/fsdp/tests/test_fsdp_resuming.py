@@ -164,6 +164,7 @@ def test_where_nothing_is_cut_version_1_refuses_another_memory_order_by_name(
 @pytest.mark.parametrize("twice", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2-AdamW-False")
 def test_a_resumed_run_is_saved_and_resumed_again(
     tmp_path: Path, version: int, optimizer: str, twice: bool, run_processes
 ) -> None:

@@ -138,6 +138,7 @@ def test_gradients_of_gradients_are_refused(kind, run_processes):
     ],
     ids=["split-sharded", "sharded-split", "split-split"],
 )
+@pytest.mark.by_default("split-sharded-sgd")
 def test_a_checkpoint_goes_on_with_other_parts(saved, resumed, optimizer, tmp_path, run_processes):
     def run(sizes, *, saves):
         case = {"sizes": sizes, "plan": SEQUENCE if "tp" in sizes else None, "optimizer": optimizer}

@@ -54,6 +54,7 @@ def after_evaluation(version: int, strategy: str) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2-FULL_SHARD")
 def test_evaluating_between_steps_changes_nothing(version: int, strategy: str, run_processes) -> None:
     for found in run_processes(after_evaluation, version, strategy):
         assert distance(found, train_plainly("gpt", 2)[1]) < 1e-5
@@ -166,6 +167,7 @@ def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(
     version: int, run_processes
 ) -> None:
@@ -356,6 +358,7 @@ def resumed(folder: str, version: int) -> list[float]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_a_save_that_does_not_wait_is_resumed_by_the_other_version(
     tmp_path: Path, version: int, run_processes
 ) -> None:

@@ -43,6 +43,7 @@ def assert_same(trained: list[Trained], plain: Trained, tolerance: float = 1e-5)
 
 @pytest.mark.parametrize("kind", ["mlp", "conv", "gpt"])
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2-mlp", "1-mlp")
 def test_fifty_steps_have_the_losses_of_one_process(version: int, kind: str, run_processes) -> None:
     assert_same(run_processes(train_ours, kind, 50, {"version": version}), train_plainly(kind, 50), 1e-4)
 
@@ -86,6 +87,7 @@ OWN: dict[int, dict[str, dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_no_option_changes_what_is_trained(version: int, run_processes) -> None:
     cases = {name: {"version": version, **options} for name, options in (SHARED | OWN[version]).items()}
     plain = train_plainly("mlp", 3)
@@ -155,6 +157,7 @@ def parts(version: int) -> tuple[int, int, list[str]]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_each_rank_holds_its_share_under_the_models_own_names(version: int, run_processes) -> None:
     names = [name for name, _ in net("gpt").named_parameters()]
     for held, whole, found in run_processes(parts, version):
@@ -215,6 +218,7 @@ def outputs(version: int, precision: str) -> torch.dtype:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_outputs_are_float32_whatever_the_run_computes_in(version: int, run_processes) -> None:
     for precision in ("bf16", "fp16"):
         assert run_processes(outputs, version, precision) == [torch.float32] * 2

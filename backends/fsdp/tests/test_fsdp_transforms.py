@@ -31,6 +31,7 @@ def compiled(version: int) -> tuple[list[float], int, Any]:
 
 
 @pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.by_default("2")
 def test_blocks_are_compiled_and_then_sharded(version: int, run_processes) -> None:
     plain = train_plainly("gpt", 3)
     for losses, frames, weights in run_processes(compiled, version, timeout=110):

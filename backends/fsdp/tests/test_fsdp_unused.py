@@ -84,6 +84,7 @@ def of_heads(used: Used, optimizer: str, sharded: bool, options: dict[str, Any])
 
 @pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.by_default("by rank-AdamW")
 def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str, run_processes) -> None:
     expected = of_heads(CASES[case], optimizer, False, {})
     for found in run_processes(of_heads, CASES[case], optimizer, True, {}):

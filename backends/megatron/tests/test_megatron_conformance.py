@@ -58,10 +58,10 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], con
 @pytest.mark.parametrize(
     ("levels", "worlds", "settings", "partners"),
     [
-        ("2", "2", ("tp_degree=2",), ""),
         *(
-            pytest.param(*each, "", marks=pytest.mark.full)
+            (*each, "")
             for each in [
+                ("2", "2", ("tp_degree=2",)),
                 ("2", "2", ("pp_degree=2",)),
                 ("3", "4", GRID),
                 ("2,3,4", "2", INTERLEAVED),
@@ -70,11 +70,10 @@ def test_it_conforms(tmp_path: Path, levels: str, settings: tuple[str, ...], con
                 ("3,4", "4", ("tp_degree=2", SHARDED)),
             ]
         ),
-        pytest.param(
-            "2,4", "4", GRID, OTHERS, marks=[pytest.mark.full, pytest.mark.needs("accel-ddp", "accel-fsdp")]
-        ),
+        pytest.param("2,4", "4", GRID, OTHERS, marks=pytest.mark.needs("accel-ddp", "accel-fsdp")),
     ],
 )
+@pytest.mark.full
 @pytest.mark.timeout(600)
 def test_it_conforms_where_ranks_share_a_model(
     tmp_path: Path, levels: str, worlds: str, settings: tuple[str, ...], partners: str, conform

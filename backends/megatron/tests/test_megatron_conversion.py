@@ -39,6 +39,7 @@ def there_and_back(kind: str, options: dict[str, Any], folder: str) -> bool:
         pytest.param("llama", {"tp_degree": 2, "pp_degree": 2}, 4, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.by_default
 def test_every_bit_comes_back(
     tmp_path: Path, kind: str, options: dict[str, Any], world: int, run_processes
 ) -> None:

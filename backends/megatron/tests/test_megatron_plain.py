@@ -43,6 +43,7 @@ def whole(ours: Any, model: Any) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("items", [False, True])
 @pytest.mark.parametrize("options", [{}, {"other_megatron_args": {"overlap_grad_reduce": True}}])
+@pytest.mark.by_default
 def test_a_plain_loop_steps_by_the_gradients_of_native(
     options: dict[str, Any], items: bool, run_processes
 ) -> None:
@@ -158,6 +159,7 @@ def remembered(strategy: str, options: dict[str, Any], folder: str, steps: int) 
 
 
 @pytest.mark.parametrize("options", [{}, {"use_distributed_optimizer": True}])
+@pytest.mark.by_default
 def test_parameters_of_any_order_and_size_step_and_resume(
     tmp_path: Path, options: dict[str, Any], run_processes
 ) -> None:
@@ -504,6 +506,7 @@ def test_a_change_that_megatron_core_would_not_follow_is_refused(
 
 @pytest.mark.parametrize("options", [{}, SHARDED])
 @pytest.mark.parametrize("change", ["a hook before", "a hook after"])
+@pytest.mark.by_default
 def test_hooks_of_a_step_are_called(change: str, options: dict[str, Any], run_processes) -> None:
     (wanted,) = run_processes(after, change, "single", {}, world=1)
     for found in run_processes(after, change, "megatron", options):

@@ -78,6 +78,7 @@ def train(options: dict[str, Any], experts: int | None, folder: str, last: int) 
         pytest.param(4, {"expert_model_parallel_size": 2, "pp_degree": 2}, 4, marks=pytest.mark.full),
     ],
 )
+@pytest.mark.by_default
 def test_it_trains_the_same_in_any_layout(
     tmp_path: Path, experts: int | None, options: dict[str, Any], world: int, run_processes
 ) -> None:

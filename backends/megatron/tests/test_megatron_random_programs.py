@@ -29,6 +29,7 @@ def trained(folder: str, overlaps: bool) -> list[list[dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
+@pytest.mark.by_default
 def test_programs_train_as_plain_pytorch_does(tmp_path: Path, overlaps: bool, run_processes) -> None:
     for found in run_processes(trained, str(tmp_path), overlaps):
         for seed, weights in zip(SEEDS, found, strict=True):

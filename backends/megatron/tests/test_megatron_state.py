@@ -50,6 +50,7 @@ INTERLEAVED = {"pp_degree": 2, "num_layers_per_virtual_pipeline_stage": 1, "num_
         ),
     ],
 )
+@pytest.mark.by_default
 def test_it_goes_on_as_if_nothing_had_happened(
     tmp_path: Path, kind: str, saver: tuple[int, Any], loader: tuple[int, Any], run_processes
 ) -> None:

@@ -146,6 +146,7 @@ def in_16_bits(name: str, options: dict[str, Any]) -> tuple[list[float], str, st
         ("fp16", {"pp_degree": 2, "other_megatron_args": {"initial_loss_scale": 256.0}}),
     ],
 )
+@pytest.mark.by_default
 def test_weights_in_16_bits_train(name: str, options: dict[str, Any], run_processes) -> None:
     for losses, stored, computed in run_processes(in_16_bits, name, options):
         assert losses[-1] < losses[0] - 0.3

@@ -80,6 +80,7 @@ def trained(options: dict[str, Any]) -> tuple[list[float], list[float], Any]:
         {"pp_degree": 2, "encoder_seq_length": 11},
     ],
 )
+@pytest.mark.by_default
 def test_it_reads_computes_and_judges_each_micro_batch(options: dict[str, Any], run_processes) -> None:
     for found, wanted, shape in run_processes(trained, options):
         assert found == pytest.approx(wanted, rel=1e-4)

@@ -27,6 +27,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("kind", "world", "options", "by_model"), CASES)
+@pytest.mark.by_default("gpt2-1-options0-False", "gpt2-2-options3-False")
 def test_losses_norms_and_weights_are_those_of_plain_pytorch(
     kind: str, world: int, options: dict[str, Any], by_model: bool, run_processes
 ) -> None:

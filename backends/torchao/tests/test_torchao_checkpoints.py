@@ -55,6 +55,7 @@ def test_bf16_takes_over_from_float8_and_float8_from_bf16(tmp_path: Path) -> Non
 @pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("gathers", [False, True])
+@pytest.mark.by_default
 def test_one_process_two_and_one_again(tmp_path: Path, gathers: bool, run_processes) -> None:
     _, saved = goes_on(None, False, None, tmp_path / "a")
     parts = run_processes(goes_on, "fsdp", gathers, tmp_path / "a", tmp_path / "b", world=2, timeout=200)

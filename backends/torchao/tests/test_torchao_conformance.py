@@ -24,8 +24,7 @@ def preloaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("stack", "levels", "worlds"),
     [
-        ("fp8-torchao", "0,2", "1"),
-        pytest.param("fp8-torchao", "1,3,4", "1", marks=pytest.mark.full),
+        pytest.param("fp8-torchao", "0,1,2,3,4", "1", marks=pytest.mark.full),
         pytest.param("ddp+fp8-torchao", "0,1,2,3,4", "1,2", marks=pytest.mark.full),
         pytest.param("fsdp+fp8-torchao", "0,1,2,3,4", "2", marks=pytest.mark.full),
     ],
@@ -34,3 +33,9 @@ def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str, 
     path = [Path(__file__).parent]
     chosen = ("--accel-level", levels, "--accel-world", worlds)
     assert not conform(tmp_path, stack, *chosen, *OPTIONS, path=path).failed
+
+
+@pytest.mark.timeout(300)
+def test_the_quick_kit_is_green(tmp_path: Path, conform) -> None:
+    path = [Path(__file__).parent]
+    assert not conform(tmp_path, "fp8-torchao", "--accel-quick", *OPTIONS, path=path).failed

@@ -63,6 +63,7 @@ def ours(styles: str, recipe: str = "tensorwise") -> tuple[list[float], dict[str
 
 
 @pytest.mark.parametrize("styles", ["torchao", "torch"])
+@pytest.mark.by_default
 def test_it_trains_as_the_same_styles_do_by_hand(styles: str, run_processes) -> None:
     losses, weights, split = run_processes(ours, styles, world=2)[0]
     wanted_losses, wanted = run_processes(by_hand, styles, world=2)[0]
@@ -74,12 +75,14 @@ def test_it_trains_as_the_same_styles_do_by_hand(styles: str, run_processes) -> 
     assert not any(torch.equal(weights[name], before[name]) for name in problem.CONVERTED)
 
 
+@pytest.mark.full
 def test_torchaos_styles_send_float8_which_rounds_once_more(run_processes) -> None:
     losses = {styles: run_processes(ours, styles, world=2)[0][0] for styles in ("torchao", "torch")}
     assert losses["torchao"] != losses["torch"]
 
 
 @pytest.mark.parametrize("recipe", ["rowwise", "rowwise_with_gw_hp"])
+@pytest.mark.by_default
 def test_inputs_that_torchaos_styles_cast_are_refused_where_rows_have_scales(
     recipe: str, run_processes
 ) -> None:

@@ -38,6 +38,7 @@ def test_losses_and_weights_are_those_of_the_loop_by_hand(recipe: str) -> None:
 @pytest.mark.needs("accel-ddp", "accel-fsdp")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("strategy", "gathers", "world"), WAYS[1:], ids=["ddp", "fsdp", "fsdp-gathers"])
+@pytest.mark.by_default
 def test_all_weights_train_in_parts_as_they_do_whole(
     strategy: str, gathers: bool, world: int, run_processes
 ) -> None:

@@ -406,6 +406,7 @@ assert torch.equal(torch.compile(target, backend="eager")(ids()), model()(ids())
 """
 
 
+@pytest.mark.full
 def test_streaming_imports_no_compiler_before_something_is_compiled(run_command):
     command = [sys.executable, "-c", WITHOUT_COMPILER]
     done = run_command(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)

@@ -56,6 +56,7 @@ BLOCKS, BLOCK = 8, 32 * MEGABYTE
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc says what memory a process has")
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
+@pytest.mark.by_default
 def test_memory_beyond_the_result_does_not_grow_with_the_model(
     tmp_path: Path, kind: str, run_command
 ) -> None:

@@ -150,6 +150,7 @@ def test_the_same_is_seen_as_there(code, run_processes):
 
 @needs_accelerate
 @pytest.mark.parametrize("who", ["all", "main"])
+@pytest.mark.by_default
 def test_a_state_is_saved_by_all_or_by_the_main_process_alone(tmp_path, monkeypatch, who, run_processes):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     found = [

@@ -368,6 +368,7 @@ def test_the_script_says_in_a_line_what_is_wrong(monkeypatch):
     )
 
 
+@pytest.mark.full
 def test_the_script_tests_processes(monkeypatch, tmp_path, capfd, run_command):
     Path(tmp_path, "two.yaml").write_text("distributed_type: MULTI_CPU\nnum_processes: 2\nuse_cpu: true\n")
 

@@ -64,6 +64,7 @@ BY_HAND = """accelerator._do_sync()
 
 @needs_accelerate
 @pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.by_default("2")
 def test_a_window_that_a_program_counts_ends_with_its_loader(processes, run_processes):
     """`_do_sync` is called by programs that do not use `accumulate`."""
     code = TRAINED.replace("BODY", BY_HAND).replace("steps=2", "steps=3").replace("PRECISION", "'no'")
@@ -78,6 +79,7 @@ def test_a_window_that_a_program_counts_ends_with_its_loader(processes, run_proc
 @pytest.mark.parametrize(
     "body", [INSIDE, BEFORE_AND_AFTER, ONE_LOSS, CLEARED], ids=["inside", "around", "one loss", "cleared"]
 )
+@pytest.mark.by_default("inside-2")
 def test_a_model_that_is_not_named_trains_as_in_accelerate(body, processes, run_processes):
     code = TRAINED.replace("BODY", body).replace("PRECISION", "'no'")
 

@@ -178,6 +178,7 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys):
 
 
 @pytest.mark.parametrize("module", ["launch", "accelerate_cli launch"])
+@pytest.mark.by_default
 def test_a_command_runs_as_a_module(tmp_path, module, run_command):
     write_shim(tmp_path / "shim")
     script = tmp_path / "t.py"

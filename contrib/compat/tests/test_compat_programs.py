@@ -202,6 +202,7 @@ def launched(run_command, words: list[str]) -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 @pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.by_default("plain-2", "accumulation-2")
 def test_a_program_runs(tmp_path: Path, name, processes, run_processes):
     code = f"import sys; sys.argv = ['script.py', {str(tmp_path / 'state')!r}]\n" + HEAD + PROGRAMS[name]
     run_program(run_processes, code, ours=True, processes=processes)
@@ -264,6 +265,7 @@ LAUNCHERS = {
 
 
 @pytest.mark.parametrize("name", LAUNCHERS)
+@pytest.mark.by_default
 def test_functions_are_launched(tmp_path: Path, name, run_command):
     code = f"""
 import sys

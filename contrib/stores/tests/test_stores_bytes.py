@@ -29,6 +29,7 @@ def stored(s3: S3Server) -> int:
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.by_default("2")
 def test_large_tensors_beside_the_models_come_once_to_a_node(s3: S3Server, world: int, run_processes) -> None:
     run_processes(held_job.saved, URL, world=world)
     size = stored(s3)

@@ -136,6 +136,7 @@ def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
 
 
 @pytest.mark.parametrize("status", [500, 503, "cut"])
+@pytest.mark.by_default
 def test_what_fails_now_and_then_is_tried_again_by_the_library(s3: S3Server, status: int | str) -> None:
     seen: Counter[tuple[str, str]] = Counter()
 

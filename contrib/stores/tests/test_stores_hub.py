@@ -172,6 +172,7 @@ def test_a_repository_that_is_made_later_is_found(hub: HubServer, store: FsspecS
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.by_default("1")
 def test_what_is_saved_is_loaded_bit_by_bit(hub: HubServer, world: int, run_processes) -> None:
     saved = run_processes(job.saved, URL, 2, world=world)
     for found in run_processes(job.loaded, URL, world=world):
@@ -241,6 +242,7 @@ def test_nothing_is_sent_to_a_repository_that_is_not_there(
 
 @pytest.mark.parametrize("status", [401, 403])
 @pytest.mark.parametrize("at", ["/revision/", "/commit/"])
+@pytest.mark.by_default
 def test_missing_rights_are_told(hub: HubServer, store: FsspecStore, status: int, at: str) -> None:
     hub.refuses = lambda method, path: status if at in path else None
     with pytest.raises(PermissionError, match=f"the hub answered {status}"):

@@ -61,7 +61,7 @@ def test_a_server_that_accepts_a_second_create_is_refused_before_anything_is_sen
 
 @pytest.mark.needs("accel-ddp")
 def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
-    s3: S3Server, tmp_path: Path, run_processes
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
 ) -> None:
     run_processes(job.saved, str(tmp_path / "local"), 2, WIDTH, world=2)
     local = sum(path.stat().st_size for path in (tmp_path / "local").iterdir())
@@ -73,10 +73,12 @@ def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
     assert requests <= 30
 
     s3.seen.clear()
+    (own := tmp_path / "tmp").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(own))
     assert torch.equal(job.loaded(URL, WIDTH), first)
     assert received(s3) <= 1.01 * local
     assert len(s3.seen) <= 6 + 2 * 2 + 2, "small files, and 16 MiB of data each"
-    assert list(Path(tempfile.gettempdir(), f"accel-{os.getuid()}").iterdir()) == [], "nothing stays there"
+    assert list((own / f"accel-{os.getuid()}").iterdir()) == [], "nothing stays there"
 
 
 @pytest.mark.needs("accel-ddp")

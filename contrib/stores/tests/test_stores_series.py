@@ -36,6 +36,7 @@ def numbers(names: list[str]) -> list[int]:
 
 @pytest.mark.needs("accel-ddp")
 @ranks
+@pytest.mark.by_default("1")
 def test_the_best_of_a_series_in_a_bucket_stays_and_is_loaded(
     s3: S3Server, world: int, run_processes
 ) -> None:

@@ -52,6 +52,7 @@ def named(*numbers: int) -> list[str]:
 
 @pytest.mark.needs("accel-ddp")
 @ranks
+@pytest.mark.by_default("2")
 def test_every_second_is_copied_and_the_nearest_is_loaded(
     s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
@@ -73,6 +74,7 @@ def test_every_second_is_copied_and_the_nearest_is_loaded(
 
 @pytest.mark.needs("accel-ddp")
 @ranks
+@pytest.mark.by_default("1")
 def test_a_fresh_machine_goes_on_from_the_store_and_beyond_its_numbers(
     s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:
@@ -163,6 +165,7 @@ def test_the_best_of_both_places_is_loaded(s3: S3Server, tmp_path: Path) -> None
 
 @pytest.mark.needs("accel-ddp")
 @ranks
+@pytest.mark.by_default("2")
 def test_a_local_checkpoint_is_loaded_without_the_store_by_all_ranks(
     s3: S3Server, tmp_path: Path, world: int, run_processes
 ) -> None:

@@ -51,6 +51,7 @@ def site(tmp_path: Path) -> Path:
         pytest.param("native+grid", "4", "2,4", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.by_default("early-0,1-1")
 def test_unusual_plugins_pass(
     pytester: pytest.Pytester,
     monkeypatch: pytest.MonkeyPatch,

@@ -39,6 +39,7 @@ accelerator.end_training()
         pytest.param("wandb", "WandbConfig", marks=pytest.mark.full),
     ],
 )
+@pytest.mark.by_default("trackio-TrackioConfig")
 def test_numbers_and_texts_of_one_log_are_one_step(home, name, config, run_command):
     """Also where DVCLive cannot write its report of a step."""
     if importlib.util.find_spec(name) is None:
