@@ -68,7 +68,9 @@ def mark_variants(items: list[pytest.Item]) -> None:
         mark = next(iter(found.values())).get_closest_marker("by_default")
         named = mark.args if mark is not None and mark.args else (next(iter(found)),)
         if len(found) > 1 and (unknown := {*named} - {*found}):
-            raise pytest.UsageError(f"{test}: by_default names {sorted(unknown)}, the variants are {[*found]}")
+            raise pytest.UsageError(
+                f"{test}: by_default names {sorted(unknown)}, the variants are {[*found]}"
+            )
         for variant, item in found.items():
             if len(found) > 1 and variant not in named:
                 item.add_marker("full")

@@ -17,7 +17,9 @@ STAND_IN = Path(__file__).parent / "stand_in"
     [
         ("cuda+bf16", "1", "0,1,2"),
         pytest.param("cuda+bf16", "1", "3,4", marks=pytest.mark.full),
-        pytest.param("cuda+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]),
+        pytest.param(
+            "cuda+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]
+        ),
     ],
 )
 def test_it_conforms_on_the_simulated_device(
