@@ -86,7 +86,7 @@ class LocalSGD:
         if self.enabled:
             if self._uneven:
                 refuse_another(self._run, f"LocalSGD of {self.unit.name!r}")
-                self._inside.enter_context(self.unit.step_state.uneven_averages())
+                self._inside.enter_context(self.unit.step_state.in_uneven("LocalSGD"))
             self.unit.steps.reduce_gradients = None  # type: ignore[attr-defined]  # slots of the specs
             self._silence()
         return self

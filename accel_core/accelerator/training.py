@@ -14,6 +14,7 @@ from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError, ConfigError
 from accel_core.training import step
 from accel_core.training.accumulation import Accumulation, units_of
+from accel_core.training.windows import CountedWindow, windows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -66,9 +67,7 @@ class Training:
         if self.run.accumulation is not None:
             self.run.accumulation.follow_windows()
 
-    def accumulate(
-        self, *models: nn.Module, items: Tensor | float | None = None, batch: Any = None
-    ) -> Accumulation:
+    def accumulate(self, *models: nn.Module, batch: Any = None) -> Accumulation:
         """Give the context of one micro-batch.
 
         It belongs to the windows of these models' units, by default of all.
@@ -78,17 +77,14 @@ class Training:
 
         Args:
             models: prepared.
-            items: of this micro-batch on this rank, such as its tokens that count. The loss is then
-                their *sum*, and the gradients at the boundary are divided by the items of the whole
-                window on all ranks: exact for batches of any lengths, short last windows included.
             batch: the micro-batch, for extensions that work around its forward and backward.
 
-        Not collective by itself; all ranks enter it for each of their micro-batches.
+        For batches of any lengths, and for short last windows, see `windows`. Not collective by itself; all
+        ranks enter it for each of their micro-batches.
 
         Raises:
-            AccelError: a model is not prepared; `items` are a negative number or nan, or given for some
-                micro-batches of a window and not for others; or, when it is left, one of the same models was
-                entered inside.
+            AccelError: a model is not prepared; it stands inside a window of the same models; or, when it is
+                left, one of the same models was entered inside.
         """
         try:  # `get` would be one more call in each micro-batch
             accumulation: Accumulation | None = self._accumulations[models]
@@ -96,9 +92,55 @@ class Training:
             accumulation = None
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
-        if items is not None:
-            items = _countable(items)
-        return accumulation if items is None and batch is None else accumulation.of(items, batch)
+        return accumulation if batch is None else accumulation.of(batch)
+
+    def windows(
+        self,
+        batches: Iterable[Any],
+        *models: nn.Module,
+        items: Callable[[Any], Tensor | float] | None = None,
+        size: int | None = None,
+    ) -> Iterator[CountedWindow]:
+        """Give windows of batches that are counted before they are trained on, one after another.
+
+        Each window is an iterable of its micro-batches, which enters what `accumulate(*models)` enters.
+        Inside its loop `backward` divides the loss:
+
+        - without `items` by the window's number of micro-batches, which in a short last window is its own;
+        - with `items` by the items of the window on all ranks. The loss is their *sum*, and training is that
+          of one process on the whole batch, for batches of any lengths. Without any item gradients are 0.
+
+        It is divided at once, so that gradients may be clipped and edited as ever. A window may be iterated
+        again, as for a second model; it ends with `batches`, and not with the loader of an outer loop. One
+        that is left early drops its gradients. `forward_backward` takes a window as its batches.
+
+        Args:
+            batches: a prepared loader, or any iterable of batches. A prepared loader's stay where its workers
+                put them until they are handed out, and its position is that of the batch handed out last.
+            models: prepared; by default all of the run.
+            items: function of a batch -> its items on this rank, such as tokens that count. A number on a
+                device is not read.
+            size: micro-batches of a window. Default: gradient_accumulation_steps.
+
+        On all ranks, with as many batches each: one small collective a window.
+
+        Raises:
+            AccelError: a model is not prepared; `batches` is one tensor or dict, `size` not a whole number
+                from 1, `items` not a function, or its result negative, nan or no number; ranks have different
+                numbers of batches; or `items` inside `join_uneven_inputs` or LocalSGD.
+        """
+        _require_batches("windows", batches)
+        if items is not None and not callable(items):
+            raise AccelError(
+                f"windows: items is {items!r:.80}, which cannot be called\n"
+                "give a function of a batch that returns the number of its items"
+            )
+        if size is not None and whole_number(size, 1) is None:
+            raise AccelError(
+                f"windows: size is {size!r:.80}, and a window has at least 1 micro-batch\n"
+                "leave it out for gradient_accumulation_steps"
+            )
+        return windows(Accumulation(self.run, models), batches, items, size)
 
     def maybe_context_parallel(
         self,
@@ -142,7 +184,7 @@ class Training:
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """Compute the gradients of `loss` (0-dim).
 
-        Inside `accumulate` it is divided by the window's size, unless the micro-batch's items were given.
+        Inside `accumulate` and `windows` it is divided first, by the window's micro-batches or items.
 
         Args:
             loss: from the forward of prepared models.
@@ -242,7 +284,6 @@ class Training:
         *,
         microbatches: int | None = None,
         forward_only: bool = False,
-        items: Tensor | float | None = None,
     ) -> StepOutput:
         """Run forward and backward of one window.
 
@@ -250,31 +291,20 @@ class Training:
 
         Args:
             model: prepared.
-            batches: `microbatches` of them are taken.
+            batches: `microbatches` of them are taken; or one of `windows`, with what it has counted.
             forward_loss: (model, batch) -> (0-dim loss, anything).
             microbatches: default: gradient_accumulation_steps, or what an option of the strategy says.
             forward_only: no gradients and no backward, for evaluation.
-            items: of the window's batches on this rank. Losses are then *sums*, as in `accumulate`, and so
-                is the output's.
 
         On all ranks. Returns the loss of the micro-batches together (0-dim, detached) and what `forward_loss`
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
 
         Raises:
-            AccelError: `batches` is one tensor or dict, `microbatches` not a whole number from 1, `items`
-                a negative number or nan, `forward_loss` not a function, or the model not prepared.
+            AccelError: `batches` is one tensor or dict, `microbatches` not a whole number from 1,
+                `forward_loss` not a function, or the model not prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
-        if isinstance(batches, (torch.Tensor, dict)):  # its rows or keys would be taken for batches
-            raise AccelError(
-                f"forward_backward: batches is one {type(batches).__name__}, and not several batches\n"
-                "give an iterator or a list of batches, such as iter(loader) or list(batch.split(8))"
-            )
-        if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-            raise AccelError(
-                f"forward_backward: batches is {batches!r:.80}, which holds no batches\n"
-                "give an iterator or a list of batches, such as iter(loader)"
-            )
+        _require_batches("forward_backward", batches)
         if not callable(forward_loss):
             raise AccelError(
                 f"forward_backward: forward_loss is {forward_loss!r:.80}, which cannot be called\n"
@@ -285,8 +315,9 @@ class Training:
                 f"forward_backward: microbatches is {microbatches!r:.80}, and a window has at least 1\n"
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
-        if items is not None:
-            items = _countable(items)
+        extent = None
+        if isinstance(batches, CountedWindow):
+            batches, microbatches, extent = batches.whole()
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
         self.run.use_windows([unit.window])
@@ -298,7 +329,7 @@ class Training:
             _for_model(unit, model, forward_loss),
             microbatches=microbatches,
             forward_only=forward_only,
-            items=items,
+            extent=extent,
         )
 
     @contextmanager
@@ -329,7 +360,7 @@ class Training:
                 of_one = [unit for unit in units if unit.strategy == strategy]
                 stack.enter_context(of_one[0].hooks.join(of_one, even_batches))
             for unit in units:
-                stack.enter_context(unit.step_state.uneven_inputs())
+                stack.enter_context(unit.step_state.in_uneven("join_uneven_inputs"))
             yield
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
@@ -372,6 +403,19 @@ class Training:
         )
 
 
+def _require_batches(what: str, batches: Any) -> None:
+    if isinstance(batches, (torch.Tensor, dict)):  # its rows or keys would be taken for batches
+        raise AccelError(
+            f"{what}: batches is one {type(batches).__name__}, and not several batches\n"
+            "give an iterator or a list of batches, such as iter(loader) or list(batch.split(8))"
+        )
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise AccelError(
+            f"{what}: batches is {batches!r:.80}, which holds no batches\n"
+            "give an iterator or a list of batches, such as iter(loader)"
+        )
+
+
 def _require_joinable(joinables: Any, even_batches: Any) -> None:
     if isinstance(joinables, torch.nn.Module) or not isinstance(joinables, Iterable):
         raise AccelError(
@@ -406,28 +450,3 @@ def _for_model(
         return loss, output
 
     return for_model
-
-
-def _countable(items: Tensor | float) -> Tensor | float:
-    """Return items in a dtype in which those of a window add up.
-
-    Raises:
-        AccelError: they are no number of items.
-    """
-    if isinstance(items, torch.Tensor):
-        # The value on a device is not read: it would have to be waited for.
-        is_number = items.numel() == 1 and (items.device.type != "cpu" or 0 <= items.item() < float("inf"))
-    else:
-        try:
-            is_number = not isinstance(items, bool) and 0 <= items < float("inf")
-        except TypeError:  # text, a list: what has no order beside a number
-            is_number = False
-    if not is_number:
-        raise AccelError(
-            f"items={items!r}: gradients are to be divided by how many items there are\n"
-            "give the number of items of this micro-batch, 0 or more, such as of tokens that count"
-        )
-    if isinstance(items, torch.Tensor):
-        is_float = items.dtype.is_floating_point
-        return items.to(torch.promote_types(items.dtype, torch.float32) if is_float else torch.int64)
-    return items if type(items) in (int, float) else float(items)  # of numpy, whose own may overflow

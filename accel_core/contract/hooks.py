@@ -417,19 +417,18 @@ def forward_backward(
     """Forward and backward of one window of `microbatches`. base: the plain loop.
 
     None means `unit.window.size`, or an option of the strategy. A strategy that owns the schedule trains by
-    this hook only, and takes `unit.whole_window`. Losses are divided by `unit.window.divisor`. Core calls it
-    under `torch.no_grad()` where `forward_only` is True.
+    this hook only, and takes `unit.whole_window`. Each loss is divided by `unit.window.divisor`. Core calls
+    it under `torch.no_grad()` where `forward_only` is True.
     """
 
 
 @spec("owner", per_step=True)
-def reduce_gradients(unit: Unit, num_items: Tensor | None) -> None:
-    """Reduce what backward left unreduced, once per window, at its boundary.
+def reduce_gradients(unit: Unit) -> None:
+    """Average over ranks what backward left unreduced, once per window, at its boundary.
 
-    A unit without optimizers never calls it, so core refuses steps of other optimizers there.
-    `num_items`: None if losses are means. If they are sums over items: the items of the whole window on all
-    ranks with a loss of their own (0-dim, float32). base multiplies averaged gradients by
-    `topology.losses` / num_items; a strategy that averages passes the argument on to `below`.
+    Losses are divided before backward, also where they are sums over items. A unit without optimizers never
+    calls it, so core refuses steps of other optimizers there. Of gradients that a loss's own `backward()`
+    made, clip and step ask for it each: what is averaged already stays as it is.
     """
 
 
@@ -473,6 +472,15 @@ def grad_scaler(unit: Unit) -> GradScaler | None:
     """Return the unit's loss scaler, or None.
 
     A precision that scales the loss answers: with the device's own scaler, if it has one.
+    """
+
+
+@spec("owner")
+def overflow_dim(unit: Unit) -> str | None:
+    """Return the dimension along which ranks hold different gradients once they are reduced.
+
+    They agree then whether an optimizer's gradients overflowed, so that all step, or none, and the loss
+    scale is the same everywhere. base: None, as reduced gradients are the same on all ranks.
     """
 
 

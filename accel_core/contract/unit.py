@@ -8,8 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import define, field, frozen
 
-from accel_core.errors import AccelError
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
     from contextlib import AbstractContextManager
@@ -44,7 +42,8 @@ PartName = tuple[str, str, Any]
 class StepOutput:
     """Result of `forward_backward`.
 
-    loss: mean loss of the micro-batches, or their sum if losses are sums over items (0-dim, detached).
+    loss: the micro-batches' losses, each divided as for its backward, together (0-dim, detached): their mean,
+        or by the items of all ranks, so that the mean over ranks is that of all items.
     valid: whether this rank has the loss (pipelines: the last stage).
     outputs: what `forward_loss` returned beside each loss.
     """
@@ -167,31 +166,22 @@ class Unit:
         A loss that several units share counts for each of them inside a window only: at the boundary, only
         the user knows which unit steps.
         """
-        window = self.window
+        window, state = self.window, self.step_state
+        if window.is_begun or state.shares_losses:
+            return window.is_begun
         dropped = () if window.awaits_backward else window.put_off
+        held = [each for each in state.phases if each is not None and each not in dropped]
         # Their strategy may keep gradients elsewhere than in the parameters.
         kept = self.steps.zero_grad is not None
-        return window.is_begun or self.step_state.has_own_gradients(dropped, kept=kept)
+        return any(kept or any(p.grad is not None for g in o.param_groups for p in g["params"]) for o in held)
 
     @property
     def is_in_no_sync(self) -> bool:
         """True inside a context in which gradients are not reduced, `accumulate` aside."""
-        return bool(self.step_state.no_sync_depth)
+        return bool(self.step_state.quiet)
 
     def use_scaler(self, scaler: GradScaler | None) -> None:
-        """Scale losses by this scaler from now on.
-
-        Raises:
-            AccelError: the unit has gradients of losses that were scaled otherwise.
-        """
-        if scaler is not self.scaler and (self.pending or self.step_state.has_shared_gradients()):
-            before, now = (1.0 if each is None else each.get_scale() for each in (self.scaler, scaler))
-            if before != now:
-                raise AccelError(
-                    f"unit {self.name!r} has gradients of a loss scaled by {before:g}, and the loss that it"
-                    f" now shares with another unit is scaled by {now:g}: one step cannot apply both\n"
-                    "call optimizer.step() or optimizer.zero_grad() before the first loss that they share"
-                )
+        """Scale losses by this scaler from now on."""
         self.scaler = scaler
 
     def set_forward_is_collective(self, value: bool = True) -> None:
@@ -237,7 +227,7 @@ class Unit:
         """
         self.window.begin_anew()
         self.run.drop_accumulations()
-        self.step_state.clear()
+        self.step_state.clean_all()
         for optimizer in self.optimizers:
             clear = self.steps.zero_grad
             optimizer.zero_grad() if clear is None else clear(self, optimizer, True)

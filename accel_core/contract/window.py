@@ -5,14 +5,31 @@ Only the methods of `Window` write one.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.errors import AccelError
+from attrs import frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch import Tensor
+
+
+@frozen(kw_only=True, eq=False)
+class Extent:
+    """What is known of a window before its first micro-batch.
+
+    size: its micro-batches. divisor: of each micro-batch's loss; a tensor (0-dim) where items were counted.
+    items: those of this rank and of all ranks, where losses are sums over items.
+    """
+
+    size: int
+    divisor: Tensor | float
+    items: tuple[Tensor | float, Tensor | float] | None = None
+
+
+_STATE: Final = ("awaits_backward", "boundary", "divisor", "index", "items", "number", "size")
+"""What a snapshot of a window holds."""
 
 
 class Window:
@@ -23,14 +40,15 @@ class Window:
     boundary: whether the current micro-batch is the window's last.
     awaits_backward: whether the micro-batch's gradients may still be to come: it is entered, and neither a
         backward nor clipping nor a step of ours has been called, and it is not left.
-    items: what this rank's micro-batches hold so far, where losses are sums over items; else None.
+    divisor: of each micro-batch's loss: the window's size, or where losses are sums over items that many.
+    items: those of this rank and of all ranks, where losses are sums over items.
     number: of the window, counted from 1 for what comes before the first.
 
     The states of a micro-batch, and what the calls of an optimizer do in each:
 
         micro-batch         awaits backward  step        zero_grad
         the only one        either           applies     clears
-        the first           yes              nothing     clears, unless cleared since the last boundary
+        the first           yes              nothing     clears
         the first           no               nothing     nothing
         one in the middle   either           nothing     nothing
         the last            yes              applies     nothing, if it stands before the forward; without
@@ -38,27 +56,20 @@ class Window:
         the last            no               applies     clears
     """
 
-    __slots__ = (
-        *("_left", "_next", "awaits_backward", "boundary", "index", "items", "number", "put_off", "size"),
-    )
+    __slots__ = (*_STATE, "_next", "put_off")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
         self.size = self._next = size
         self.boundary = True
         self.awaits_backward = True
-        self.items: Tensor | float | None = None
+        self.divisor: Tensor | float = size
+        self.items: tuple[Tensor | float, Tensor | float] | None = None
         self.number = 1
         self.put_off: dict[Any, Callable[[], object]] = {}
         """By optimizer: clears as the next window begins, if nothing came first."""
-        self._left: tuple[int, int] | None = None
 
     # -- what is asked ----------------------------------------------------------------------------
-
-    @property
-    def position(self) -> tuple[int, int]:
-        """The window's number, and the index of its current micro-batch."""
-        return self.number, self.index
 
     @property
     def is_begun(self) -> bool:
@@ -66,63 +77,43 @@ class Window:
         return not self.boundary and (self.index > 0 or not self.awaits_backward)
 
     @property
-    def is_left(self) -> bool:
-        """True once the loop that the current micro-batch was in is over."""
-        return self._left == self.position
-
-    @property
-    def divisor(self) -> int:
-        """Divisor of each micro-batch's loss.
-
-        The number of micro-batches where losses are means, 1 where they are sums.
-        """
-        return self.size if self.items is None else 1
-
-    def cleared(self, clean_from: int) -> int | None:
-        """Return `clean_from` after a `zero_grad` now.
-
-        None where that clears nothing, by the table above.
-        clean_from: as of the optimizer's last `zero_grad` that cleared.
-        """
+    def clears(self) -> bool:
+        """True where a `zero_grad` clears, by the table above."""
         if self.boundary:
-            if self.awaits_backward:
-                return self.number if self.index <= 0 else None
-            return self.number + 1
-        clears = self.index == 0 and self.awaits_backward and clean_from < self.number
-        return self.number if clears else None
+            return not self.awaits_backward or self.index <= 0
+        return self.index == 0 and self.awaits_backward
 
-    @property
-    def clean_from(self) -> int:
-        """Number of the first window whose gradients would survive a clearing now."""
-        return self.number + (self.boundary and not self.awaits_backward)
+    def part_of(self, loss: Tensor) -> Tensor:
+        """Return the micro-batch's part of the window's loss: `loss` by the divisor."""
+        divisor = self.divisor
+        if isinstance(divisor, float | int):
+            return loss if divisor == 1 else loss / divisor
+        return loss / divisor.to(loss.device)
 
     # -- micro-batch by micro-batch ---------------------------------------------------------------
 
-    def enter(self, last: bool, items: Tensor | float | None) -> None:
+    def enter(self, last: bool, extent: Extent | None = None) -> None:
         """Begin the next micro-batch: of this window, or after its boundary of a new one.
 
-        Raises AccelError, and changes nothing, where some micro-batches count items and others do not.
+        extent: of a new window. Default: the size that is set, and a mean over it.
         """
         if self.boundary:
             if self.put_off:
                 self.clear_put_off()
-            index, self.size = 0, self._next
-            self.items = None if items is None else items + 0  # a copy: the user may write the next into it
+            self._begin(extent)
+            self.index = 0
             self.number += 1
         else:
-            if items is not None or self.items is not None:
-                self._count(items)
-            index = self.index + 1
-        self.index, self.boundary = index, last or index + 1 >= self.size
+            self.index += 1
+        self.boundary = last or self.index + 1 >= self.size
         self.awaits_backward = True
 
-    def _count(self, items: Tensor | float | None) -> None:
-        if items is None or self.items is None:
-            raise AccelError(
-                "accumulate was given items= for some micro-batches of a window, and not for others\n"
-                "give items= for each (0 where there are none), or for none"
-            )
-        self.items = self.items + items
+    def _begin(self, extent: Extent | None) -> None:
+        if extent is None:
+            self.size = self.divisor = self._next
+            self.items = None
+        else:
+            self.size, self.divisor, self.items = extent.size, extent.divisor, extent.items
 
     def note_backward(self) -> None:
         """Note that later calls come after the backward of the current micro-batch."""
@@ -149,27 +140,18 @@ class Window:
         """Make the current micro-batch the window's last, or not."""
         self.boundary = last
 
-    def end_loop(self, position: tuple[int, int]) -> None:
-        """Note the end of a loop over a loader.
-
-        position: of the window when the loop began.
-        """
-        if self.position != position:  # the loop trained
-            self._left = self.position
-
     # -- as a whole -------------------------------------------------------------------------------
 
-    def begin_whole(self, items: Tensor | float | None) -> None:
-        """Begin a window that is run as a whole.
-
-        items: of all its micro-batches.
-        """
-        self.index, self.size, self.boundary = -1, self._next, False
-        self.items = None if items is None else items + 0
+    def begin_whole(self, extent: Extent | None) -> None:
+        """Begin a window that is run as a whole."""
+        self._begin(extent)
+        self.index, self.boundary = -1, False
         self.number += 1
 
     def fill(self, count: int) -> None:
         """Move to the last of `count` micro-batches."""
+        if self.items is None:
+            self.divisor = count
         self.index, self.size, self.boundary = count - 1, count, True
 
     def end_whole(self) -> None:
@@ -181,7 +163,8 @@ class Window:
 
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
-        self.index, self.size, self.boundary, self.items = -1, self._next, True, None
+        self._begin(None)
+        self.index, self.boundary = -1, True
         self.awaits_backward, self.put_off = True, {}
 
     def move_to(self, index: int) -> None:
@@ -196,21 +179,20 @@ class Window:
         self._next = size
         if current:
             self.size = size
-
-    def drop_items(self) -> None:
-        """Count no items, as outside of any window."""
-        self.items = None
+            if self.items is None:
+                self.divisor = size
 
     def snapshot(self) -> tuple[Any, ...]:
         """Return the state that `restore` takes."""
-        return self.index, self.size, self.boundary, self.awaits_backward, self.items, self.number
+        return tuple(getattr(self, name) for name in _STATE)
 
     def restore(self, state: tuple[Any, ...]) -> None:
         """Return to the state of this snapshot.
 
         A size for later windows that was set in the meantime stays.
         """
-        self.index, self.size, self.boundary, self.awaits_backward, self.items, self.number = state
+        for name, value in zip(_STATE, state, strict=True):
+            setattr(self, name, value)
 
     def __repr__(self) -> str:
         return f"Window(index={self.index}, size={self.size}, boundary={self.boundary})"

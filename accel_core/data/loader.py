@@ -313,7 +313,6 @@ class PreparedLoader(DataLoader[Any]):
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Generator[Any]:
         active, cursor = self._run.active_loaders, self._cursor
         finished, remove = False, _remove  # a name of its own: globals are gone at the interpreter's end
-        windows = {unit.window: unit.window.position for unit in self._run.units}
         first = progress.count
         try:
             active.append(self)
@@ -349,8 +348,6 @@ class PreparedLoader(DataLoader[Any]):
             finally:
                 self.__dict__["_skipped"] = 0  # `__setattr__` needs globals too
                 cursor.leave(progress, finished=finished)
-                for window, position in windows.items():
-                    window.end_loop(position)
 
     def _tell_of_other_batches(self, count: int) -> None:
         _logger.warning(

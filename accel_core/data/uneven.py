@@ -28,7 +28,7 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
     if not run.active_loaders or not (loader := run.active_loaders[-1]).is_unshared:
         return
     waits = (what == "forward" and unit.forward_is_collective) or (trains and _waits_in_training(run, unit))
-    if not waits or unit.step_state.allows_uneven_inputs:
+    if not waits or unit.step_state.uneven == "join_uneven_inputs":
         return
     raise AccelError(
         f"{what}{loader.place} of the dataloader of {type(loader.dataset).__name__}: not all of"
@@ -46,9 +46,8 @@ def refuse_items(units: Iterable[Unit]) -> None:
     join_uneven_inputs, and takes part in averages only in LocalSGD.
     """
     for unit in units:
-        state = unit.step_state
-        if (state.allows_uneven_inputs or state.averages_uneven_ranks) and unit.run.world.size > 1:
-            where = "LocalSGD" if state.averages_uneven_ranks else "join_uneven_inputs"
+        where = unit.step_state.uneven
+        if where is not None and unit.run.world.size > 1:
             raise AccelError(
                 f"items inside {where}: a rank that has run out of batches has no items to add, and"
                 " the others would wait for them\n"
@@ -62,8 +61,8 @@ def refuse_another(run: Run, what: str, joined: Collection[Unit] = ()) -> None:
     A rank that has run out would take a collective of the outer one for one of the inner one.
     """
     for unit in run.units:
-        state = unit.step_state
-        is_another = state.averages_uneven_ranks or (state.allows_uneven_inputs and unit not in joined)
+        context = unit.step_state.uneven
+        is_another = context == "LocalSGD" or (context is not None and unit not in joined)
         if is_another and run.world.size > 1:
             raise AccelError(
                 f"{what} inside LocalSGD or join_uneven_inputs of {unit.name!r}: a rank that has run out of"

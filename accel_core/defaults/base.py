@@ -216,7 +216,6 @@ class Base(BaseState):
         steps, model, copy_gradients = unit.steps, unit.wrapped[0], self._copy_gradients
         taken = [next(batches) for _ in range(microbatches or unit.window.size)]
         unit.window.fill(len(taken))
-        divisor = unit.window.divisor
         for number, batch in enumerate(taken, 1):
             last = number == len(taken)
             quiet = steps.no_sync and not (last or forward_only)
@@ -225,27 +224,20 @@ class Base(BaseState):
                 steps.step_context(unit, batch) if steps.step_context else nullcontext(),
             ):
                 loss, output = forward_loss(model, batch)
+                part = unit.window.part_of(loss)
                 if not forward_only:
-                    unit.hooks.backward(unit, loss / divisor, last, {})
+                    unit.hooks.backward(unit, part, last, {})
             if copy_gradients is not None and not last:  # the next replay of a graph takes the memory
                 copy_gradients(unit)
-                loss, output = loss.clone(), recursively_apply(torch.clone, output)
-            losses.append(loss.detach())
+                part, output = part.clone(), recursively_apply(torch.clone, output)
+            losses.append(part.detach())
             outputs.append(output)
-        return StepOutput(loss=torch.stack(losses).sum() / divisor, outputs=tuple(outputs))
+        return StepOutput(loss=torch.stack(losses).sum(), outputs=tuple(outputs))
 
     @no_op
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        if num_items is None:
-            return
-        # Averaged over ranks already. Without any item gradients are zero, and stay so.
-        scale = self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0)
-        gradients: list[Any] = [p.grad for p in unit.named_parameters().values() if p.grad is not None]
-        # This rank's parts: torch does not multiply a list of gradients on different meshes.
-        parts = [grad.to_local() if hasattr(grad, "to_local") else grad for grad in gradients]
-        for where in {part.device for part in parts}:  # those of offloaded parameters are elsewhere
-            torch._foreach_mul_([part for part in parts if part.device == where], scale.to(where))
+    def reduce_gradients(self, unit: Unit) -> None:
+        return None
 
     @no_op
     @implements(hooks.unscale)
@@ -277,6 +269,10 @@ class Base(BaseState):
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> None:
+        return None
+
+    @implements(hooks.overflow_dim)
+    def overflow_dim(self, unit: Unit) -> None:
         return None
 
     @no_op

@@ -47,11 +47,11 @@ def _unit(run: Run, unit: Unit) -> Iterator[str]:
     size, ends = unit.window.size, run.config.accumulation.sync_with_dataloader
     early = ", fewer at the end of a loader" if ends and size > 1 else ""
     yield f"  an optimizer step: after {_count(size, 'micro-batch', 'es')} of accumulate(...){early}"
-    divisor = f"a mean is divided by {size}" if size > 1 else "a mean is taken as it is"
-    yield f"  loss: {divisor}; a sum (items given to accumulate) by the items of all ranks"
+    divisor = f"divided by {size}" if size > 1 else "taken as it is"
+    yield f"  loss: {divisor}; in accelerator.windows(items=...) by the items of all ranks"
     yield f"  gradients: {_traffic(run, unit)}"
     if unit.scaler is not None:
-        yield "  loss scale: one for the unit, updated once a window; a step that overflows is skipped"
+        yield "  loss scale: one for the run, updated once a window; a step that overflows is skipped"
     if unit.schedulers:
         yield f"  schedulers: {_schedule(run)}"
 

@@ -235,7 +235,7 @@ class Run:
             hooks=hooks,
             steps=steps,
             window=Window(self.accumulation_steps),
-            step_state=StepState.of(steps, self.mark_step),
+            step_state=StepState.of(steps, self.mark_step, reduces=self.world.size > 1),
             mesh=self._mesh_for(alias, hooks),
         )
 

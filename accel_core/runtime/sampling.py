@@ -213,10 +213,11 @@ class StepSampler:
             self._looked, values["memory"] = now, self._memory()
             if not self.run.world.rank and (health := dict(self.run.hooks.device_health(self.run.device))):
                 values["health"] = health
-        items = None if unit.window.items is None else self.copied(unit.window.items)
-        together = None if items is None else self.copied(unit.step_state.items)
-        marks, noted, window = self._marks or [], self._noted, unit.window
-        short = window.divisor / _micro_batches(window)  # a loader's end cuts a window
+        window = unit.window
+        together = None if window.items is None else self.copied(window.items[1])
+        marks, noted = self._marks or [], self._noted
+        # A loader's end cuts a window.
+        short = window.size / _micro_batches(window) if window.items is None else 1.0
         self._release()
 
         def write() -> None:
@@ -224,7 +225,7 @@ class StepSampler:
                 values["items_per_second"] = float(together) / seconds
             split = self._split(marks)
             own = {"own": self._own(marks, split)}
-            self._write({**values, **own, "split": split, **_passed(noted, items, short)})
+            self._write({**values, **own, "split": split, **_passed(noted, short)})
 
         self.when_copied(write)
 
@@ -367,7 +368,7 @@ def _micro_batches(window: Window) -> int:
     return window.index + 1 or window.size
 
 
-def _passed(noted: list[tuple[str, Unit, Any]], items: Any, short: float) -> dict[str, Any]:
+def _passed(noted: list[tuple[str, Unit, Any]], short: float) -> dict[str, Any]:
     """Return the last gradient norm, and this process's loss of each unit.
 
     short: what each micro-batch's loss was divided by, to the number of micro-batches.
@@ -376,7 +377,7 @@ def _passed(noted: list[tuple[str, Unit, Any]], items: Any, short: float) -> dic
     norms = {name: float(value) for name, _, value in noted if name == "grad_norm" and value is not None}
     for name, unit, value in noted:
         if name in ("loss", "whole") and value is not None:
-            part = float(value) / float(items) if items else float(value) * (short if name == "loss" else 1)
+            part = float(value) * (short if name == "loss" else 1)
             losses[unit.name] = losses.get(unit.name, 0.0) + part
     if len(losses) == 1:
         return {**norms, "loss": next(iter(losses.values()))}

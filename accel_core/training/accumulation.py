@@ -6,17 +6,17 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from accel_core.data.uneven import refuse_items
 from accel_core.errors import AccelError
 from accel_core.training.step import tell_lost
 
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
+    from accel_core.contract.window import Extent
 
 
 class Accumulation:
@@ -25,7 +25,8 @@ class Accumulation:
     Made once per set of models and entered for each micro-batch; nests with others.
     models: those given; none: all of the run. units: all that the models belong to. trained: those of
     them with optimizers, if any. windows: those of the units. outer: the accumulation around this one.
-    items: how many the micro-batch has, where its loss is a sum over them; None: it is a mean.
+    extent: of the window, where `windows` knows it; None: the size that is set, and the loader's end.
+    last: whether it is that window's last.
     batch: what `step_context` is given; None: no such context is entered.
     beside: other units whose gradients a loss inside may reach.
 
@@ -36,7 +37,8 @@ class Accumulation:
     def __init__(self, run: Run, models: Sequence[nn.Module]) -> None:
         self.run, self.models = run, models
         self.outer: Accumulation | None = None
-        self.items: Tensor | float | None = None
+        self.extent: Extent | None = None
+        self.last = False
         self.batch: Any = None
         self.beside: Sequence[Unit] = ()
         self._entered = False
@@ -60,36 +62,33 @@ class Accumulation:
         self._only_window = self.windows[0] if simple else None
         self._found_with = found_with  # last: Ctrl-C may come before
 
-    def of(self, items: Tensor | float | None, batch: Any) -> Accumulation:
+    def of(self, batch: Any, extent: Extent | None = None, *, last: bool = False) -> Accumulation:
         """Return the context of one micro-batch that has these."""
         made = object.__new__(Accumulation)
         own = {"outer": None, "_entered": False, "_contexts": None, "_no_sync": None}
-        made.__dict__.update(self.__dict__, **own, items=items, batch=batch)
+        made.__dict__.update(self.__dict__, **own, batch=batch, extent=extent, last=last)
         return made
 
     def __enter__(self) -> None:
-        run, items = self.run, self.items
+        run = self.run
         if run.prepared.trained is not self._found_with:  # kept while the program prepared or freed something
             self._find_units()
-        if items is not None:
-            refuse_items(self.units)
         outer = run.accumulation
         if outer is not None:
             outer = self._end_others(outer)
-        active = run.active_loaders
-        last = active[-1].last if active and self._ends_with_loader else False
+        last = self.last
+        if self.extent is None:
+            active = run.active_loaders
+            last = active[-1].last if active and self._ends_with_loader else False
         self.outer = outer
         self._entered = True
         run.begin_accumulation(self)
         window, windows = self._only_window, self.windows
         try:
             if window is not None:
-                window.enter(last, items)
+                window.enter(last, self.extent)
             else:
-                self._enter_all(last, items)
-            if items is not None:
-                for unit in self.units:
-                    unit.step_state.expect_items(unit)
+                self._enter_all(last)
             if run.windows is not windows and windows:
                 run.use_windows(windows)
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
@@ -104,6 +103,12 @@ class Accumulation:
         outermost_shared = None
         while entered is not None:
             if entered is self or not set(entered.units).isdisjoint(self.units):
+                if entered.extent is not None:
+                    raise AccelError(
+                        "accumulate, or windows, inside a window of the same models: its micro-batches would"
+                        " count twice\n"
+                        "leave accumulate out: `for batch in window` enters it"
+                    )
                 outermost_shared = entered
             entered = entered.outer
         while outermost_shared is not None and (inner := self.run.accumulation) is not None:
@@ -114,11 +119,11 @@ class Accumulation:
         left: Accumulation | None = self.run.accumulation
         return left
 
-    def _enter_all(self, last: bool, items: Tensor | float | None) -> None:
+    def _enter_all(self, last: bool) -> None:
         before = [window.snapshot() for window in self.windows]
         try:
             for window in self.windows:
-                window.enter(last, items)
+                window.enter(last, self.extent)
             if self._reducing or self._surrounded:
                 self._surround()
         except BaseException:

@@ -60,12 +60,22 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     added = zip(group.optimizers, proxies, strict=True)
     prepared.add_unit(unit, group.units[1:], added, before, moved)
     prepared.parameters.note_held(unit, held)
-    trained = unit.named_parameters().values()
-    leaves_out = not unit.optimizers or prepared.parameters.leave_out(unit, trained)
-    if group.models and (leaves_out or unit.scaler is not None):
-        from accel_core.training.unprepared import refuse_unfinished_steps  # late: few runs need it
+    _warn_of_left_out(unit, prepared)
 
-        refuse_unfinished_steps(unit)
+
+def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
+    """Warn of parameters that train and are in no optimizer."""
+    named = unit.named_parameters() if unit.optimizers else {}
+    left = [name for name, each in named.items() if prepared.parameters.leave_out(unit, [each])]
+    if left:
+        from accel_core.distributed.logging import get_logger  # late: few runs need it
+
+        get_logger(__name__).warning(
+            "prepare: %d parameter(s) of unit %s train and are in no optimizer (%s): their gradients are"
+            " computed, count when gradients are clipped, and are applied by nobody; freeze them by"
+            " requires_grad_(False), or give them to an optimizer before prepare",
+            *(len(left), unit.name, ", ".join(left[:3]) + (" and more" if len(left) > 3 else "")),
+        )
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import chain
-from operator import is_
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -21,32 +19,20 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 
-_ZERO_GRAD: Final[Any] = step.torchs_own(Optimizer.zero_grad)
-
-
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside a window.
 
     Everything else is the inner optimizer's. Its copies and pickles are those of the inner optimizer.
     """
 
-    clean_from: int
-    """Number of the first window of which there may be gradients."""
-    grouped: list[tuple[Any, ...]]
-    """The groups' parameters, as they were seen last."""
-
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
-        clean_from = unit.window.number + 1  # gradients that exist already may be of the next window
-        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=clean_from)
-        self.__dict__["grouped"] = _in_groups(optimizer)
+        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
-            if unit.run.world.size > 1:  # alone it reduces nothing
-                self._refuse_added()
             self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
         elif closure is not None and unit.window.size > 1:
             step.refuse_closure(unit)
@@ -57,32 +43,15 @@ class PreparedOptimizer(Optimizer):
         """Clear the gradients, unless a window still has to apply them.
 
         `Window` has the table. So this may stand before the forward or after the step, with the same effect.
-        An optimizer's own `zero_grad` is called. torch's, which spends most of its time on a range for
-        profilers, is not where gradients become None: profiles have no range of it.
         """
         unit, optimizer = self.unit, self.optimizer
-        clean_from = unit.window.cleared(self.clean_from)
-        if clean_from is None:
+        if not unit.window.clears:
             if unit.window.boundary:
                 unit.window.clear_later(optimizer, partial(self.zero_grad, set_to_none))
             return
-        state, clear = unit.step_state, unit.steps.zero_grad
-        if state.needs_finish or optimizer in state.with_gradients:
-            state.drop(optimizer)
-        if clear is not None:
-            clear(unit, optimizer, set_to_none)
-        elif (
-            set_to_none and type(optimizer).zero_grad is _ZERO_GRAD and "zero_grad" not in optimizer.__dict__
-        ):
-            for group in optimizer.param_groups:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        parameter.grad = None
-        else:
-            optimizer.zero_grad(set_to_none)
-        if state.needs_finish:
-            state.note_cleared(optimizer, unit.window, clean_from)
-        self.__dict__["clean_from"] = clean_from
+        clear = unit.steps.zero_grad
+        optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
+        unit.step_state.clean(optimizer)
 
     @property
     def step_was_skipped(self) -> bool:
@@ -136,30 +105,6 @@ class PreparedOptimizer(Optimizer):
                 "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
             )
 
-    def _refuse_added(self) -> None:
-        """Raise AccelError for parameters that were put into the groups directly.
-
-        Each step comes here, so that what has not changed takes no copy: 10 us for 500 parameters.
-        """
-        groups, before, unit = self.optimizer.param_groups, self.grouped, self.unit
-        if len(groups) == len(before):
-            for group, seen in zip(groups, before, strict=True):
-                if len(group["params"]) != len(seen) or not all(map(is_, group["params"], seen)):
-                    break
-            else:
-                return
-        now = _in_groups(self.optimizer)
-        added = set(chain.from_iterable(now)).difference(*before)
-        engine = unit.hooks.step("prepare_unit")  # whose groups are its own
-        if not engine and None in unit.run.prepared.parameters.units_of(added):
-            raise AccelError(
-                f"step: a parameter was put into the groups of the {type(self.optimizer).__name__} that was"
-                " not in its models when they were prepared: its gradient is not reduced, and each rank would"
-                " train its own\n"
-                "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
-            )
-        self.__dict__["grouped"] = now
-
     def __setattr__(self, name: str, value: Any) -> None:
         # Its own attributes, and methods that are patched (`step`), stay here; others take effect inside.
         own = name in self.__dict__ or hasattr(type(self), name) or "optimizer" not in self.__dict__
@@ -180,8 +125,7 @@ class PreparedOptimizer(Optimizer):
 class PreparedScheduler(LRScheduler):
     """A learning-rate scheduler that steps once per applied optimizer step.
 
-    Inside a window, and after a skipped step, `step` does nothing. After the loop over a prepared loader
-    (once per epoch) it steps even if the loop left a window open. With `adjust_scheduler=False` it steps in
+    Inside a window, and after a skipped step, `step` does nothing. With `adjust_scheduler=False` it steps in
     each micro-batch; with `step_scheduler_with_optimizer=False` the user decides.
     """
 
@@ -203,9 +147,7 @@ class PreparedScheduler(LRScheduler):
         """Step the inner scheduler, if its optimizer was applied at this boundary."""
         if self._follows:
             for optimizer in self._optimizers:
-                unit = optimizer.unit
-                ended = unit.window.boundary or (unit.window.is_left and not unit.run.active_loaders)
-                if not (optimizer.applied if ended else self._each):
+                if not (optimizer.applied if optimizer.unit.window.boundary else self._each):
                     return
         self.scheduler.step(*args, **kwargs)
 
@@ -253,10 +195,6 @@ def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedS
         follows=unit.run.config.step_scheduler_with_optimizer,
         each_micro_batch=not unit.run.config.accumulation.adjust_scheduler,
     )
-
-
-def _in_groups(optimizer: Optimizer) -> list[tuple[Any, ...]]:
-    return [tuple(group["params"]) for group in optimizer.param_groups]
 
 
 def _same(value: Any) -> Any:

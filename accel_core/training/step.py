@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch.nn.utils import clip_grad_norm_
 
-from accel_core.data.uneven import check_unit, refuse_items
+from accel_core.data.uneven import check_unit
 from accel_core.errors import AccelError
+from accel_core.training.step_state import Phase
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit, UnitRun
-    from accel_core.training.step_state import Reduced
+    from accel_core.contract.window import Extent
 
 
 @contextmanager
 def quiet(unit: Unit, models: Sequence[nn.Module]) -> Iterator[None]:
     """Keep these models of the unit from reducing gradients."""
     no_sync = nullcontext() if unit.steps.no_sync is None else unit.steps.no_sync(unit, models)
-    with no_sync, unit.step_state.no_sync():
+    with no_sync, unit.step_state.without_reduction():
         yield
 
 
@@ -42,19 +43,15 @@ def run_window(
     *,
     microbatches: int | None,
     forward_only: bool,
-    items: Tensor | float | None,
+    extent: Extent | None,
 ) -> StepOutput:
     """Run forward and backward of one window as a whole, by the unit's strategy."""
-    window, state, trained = unit.window, unit.step_state, False
-    if items is not None and not forward_only:
-        refuse_items([unit])
+    window, trained = unit.window, False
     if not forward_only:
         window.clear_put_off()
     before = window.snapshot()
     try:
-        window.begin_whole(items)
-        if items is not None and not forward_only:
-            state.expect_items(unit)
+        window.begin_whole(extent)
         with torch.no_grad() if forward_only else nullcontext():
             output: StepOutput = unit.steps.forward_backward(
                 unit, iter(batches), forward_loss, microbatches, forward_only
@@ -65,21 +62,17 @@ def run_window(
         raise
     finally:
         if trained:  # as after the window's last `backward`: its gradients wait for a step
+            unit.step_state.open(unit.optimizers, partial=False)
             window.end_whole()
         else:  # maybe in the midst of a window
             window.restore(before)
-    if trained:
-        state.begin_window()
-        state.with_gradients.update(unit.optimizers)
-        if items is not None:
-            _note_undivided([unit])
     return output
 
 
 def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, Any]) -> None:
     """Compute the gradients of `loss` for the units it trains.
 
-    Inside a window a mean is divided by the window's size; a sum over items is divided at the boundary.
+    Inside a window the loss is divided first: by the window's size, or by its items.
 
     Raises:
         AccelError: nothing requires a gradient, or several strategies own the backward.
@@ -89,21 +82,14 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
         _check_batches(run, units)
-    owner: Unit | None
-    if len(units) == 1:
-        (owner,) = units
-        owner.step_state.with_gradients.update(owner.optimizers)
-    else:
-        owner = _owner(run, units)
-    if accumulation is not None and owner is not None and owner.window.size != 1:
-        loss, options = _mean(owner, loss, options)
-    units = units if accumulation is None or not accumulation.beside else (*units, *accumulation.beside)
-    reduced = None
-    for loss_unit in units:
-        loss_unit.window.note_backward()
-        if loss_unit.step_state.needs_finish:
-            reduced = _begin_windows(units, outside=accumulation is None)
-            break
+    owner = units[0] if len(units) == 1 else _owner(run, units)
+    if accumulation is not None:
+        units = (*units, *accumulation.beside)
+        if owner is not None:
+            loss = owner.window.part_of(loss)
+    for each in units:
+        each.window.note_backward()
+        each.step_state.open(each.optimizers, partial=_is_partial(each))
     try:
         if owner is None or owner.steps.backward is None:
             loss.backward(**options)
@@ -112,68 +98,18 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
-    if reduced:
-        _keep_reduced(reduced)
-    if accumulation is not None and accumulation.items is not None:
-        _note_undivided(units)
     for call in run.after_backward:
         call(units)
 
 
-def _mean(unit: Unit, loss: Tensor, options: Mapping[str, Any]) -> tuple[Tensor, Mapping[str, Any]]:
-    """Return loss and options for a backward of the window's mean.
-
-    That is `loss` divided by the window's micro-batches; sums over items are divided at the boundary. A loss
-    of torch's own is given the gradient that it has in the division, to the bit, which saves two kernels.
-    """
-    if unit.window.items is not None:
-        return loss, options
-    if (
-        type(loss) is torch.Tensor
-        and torch.Tensor.backward is _BACKWARD
-        and "backward" not in loss.__dict__
-        and loss.dtype in _MEAN_DTYPES
-        and loss.numel() == 1
-        and not (options or loss.is_nested or unit.steps.backward)
-    ):
-        return loss, {"gradient": torch.full_like(loss, 1 / unit.window.size)}
-    return loss / unit.window.size, options
-
-
-def torchs_own(function: Any) -> Any:
-    """Return the function, or None if it, or what wraps it, is not of torch."""
-    inner = function
-    while inner is not None:
-        if getattr(inner, "__globals__", {}).get("__name__", "").partition(".")[0] != "torch":
-            return None
-        inner = getattr(inner, "__wrapped__", None)
-    return function
-
-
-_BACKWARD: Final = torchs_own(torch.Tensor.backward)
-_MEAN_DTYPES: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
-
-
-def _begin_windows(units: Sequence[Unit], *, outside: bool) -> list[tuple[Unit, Reduced]]:
-    """Have gradients of these units reduced anew.
-
-    Returns those that are reduced now. outside: of any window.
-    """
-    reduced = []
-    for unit in units:
-        unit.window.note_backward()
-        state = unit.step_state
-        if state.needs_finish:
-            if state.reduced:
-                reduced.append((unit, state.reduced_gradients()))
-            state.begin_window()
-            if state.counted_in and (outside or (unit.window.items is None and unit.window.index <= 0)):
-                state.forget_items(unit)
-            if unit.window.items is not None and not outside and len(state.counted_in) < len(unit.optimizers):
-                state.count(unit)
-            if outside:
-                unit.window.drop_items()
-    return reduced
+def _is_partial(unit: Unit) -> bool:
+    """Return whether a backward now leaves gradients unreduced."""
+    if unit.step_state.quiet:
+        return True
+    run = unit.run
+    return run.accumulation is not None and not (
+        unit.window.boundary or run.config.accumulation.sync_each_batch
+    )
 
 
 def _check_batches(run: Run, units: Iterable[Unit]) -> None:
@@ -211,87 +147,53 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
             f"backward: the strategies of {len(owners)} units do their own backward: {names}\n"
             "say whose loss this is: accelerator.backward(loss, model=...)"
         )
-    for unit in units[1:]:
-        unit.use_scaler(units[0].scaler)  # one loss has one scale
     for unit in units:
-        unit.step_state.sharing.update(unit.optimizers)
+        unit.step_state.shares_losses = True  # only the user knows which of them steps
     return owners[0] if owners else units[0]
 
 
 # -- at the boundary ----------------------------------------------------------------------------------
 
 
-def unscale(unit: Unit) -> None:
-    """Reduce and unscale the unit's gradients, where they are not yet."""
-    if unit.step_state.needs_finish:
-        _reduce(unit)
-        if unit.steps.unscale is not None:
-            for optimizer in unit.optimizers:
-                unit.steps.unscale(unit, optimizer)
+def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
+    """Reduce and unscale the unit's gradients, where they are not: the first of clip, unscale and step does.
 
+    Core does not see a loss's own `backward()`: each call reduces then, and an average of averages is the
+    average.
 
-def _reduce(unit: Unit, optimizer: Optimizer | None = None) -> None:
-    """Reduce gradients that are not reduced yet.
+    optimizer: that of a step; None stands for all.
 
-    That is once per window, and again before a step of an optimizer that has applied the reduced ones. A loop
-    that calls the loss's own backward never announces a new window. With one optimizer each step is a window;
-    of several optimizers one may have been left out, so its gradients are compared.
+    Raises:
+        AccelError: the backward in which the strategy reduces did not come.
     """
     state = unit.step_state
-    if state.has_scaled and unit.optimizers:
-        from accel_core.training.unprepared import refuse_scaled  # late: few runs need it
-
-        refuse_scaled(unit, optimizer)
-    if state.is_reduced(optimizer, unit.window):
+    asked = state.asked(optimizer)
+    if Phase.PARTIAL in asked and not state.quiet and _reduces_in_backward(unit):
+        raise AccelError(
+            f"the gradients of unit {unit.name!r} are not reduced: its window ends here, and the last"
+            " micro-batch, or the last outside no_sync, had no backward; each rank would train a model of"
+            " its own\n"
+            "call accelerator.backward in the last micro-batch too (of 0 * loss to leave a batch out), or"
+            " optimizer.zero_grad() to drop the window"
+        )
+    if asked == {Phase.FINISHED}:
         return
-    state.refuse_carried(unit.window)
-    if unit.window.items is not None and unit.run.accumulation is None and state.is_settled(unit):
-        unit.window.drop_items()  # a backward of the loss's own came after its window
-    if unit.window.items is not None:
-        state.refuse_edited(unit.window, unit.named_parameters(), optimizer)
-        items = state.note_items(_items_of_all_ranks(unit, unit.window.items))
-        unit.hooks.reduce_gradients(unit, items)
-    elif unit.steps.reduce_gradients is not None:
-        unit.steps.reduce_gradients(unit, None)
-    state.note_reduced(unit.optimizers)
+    if unit.steps.reduce_gradients is not None:
+        unit.steps.reduce_gradients(unit)
+    if unit.steps.unscale is not None:
+        for each in unit.optimizers:
+            unit.steps.unscale(unit, each)
+    state.finish()
 
 
-def _keep_reduced(reduced: Iterable[tuple[Unit, Reduced]]) -> None:
-    """Count as reduced, after a backward, the gradients that it has left alone."""
-    for unit, before in reduced:
-        unit.step_state.keep_reduced(before, unit.window)
+def _reduces_in_backward(unit: Unit) -> bool:
+    return unit.steps.no_sync is not None and unit.run.topology.losses > 1
 
 
-def _note_undivided(units: Iterable[Unit]) -> None:
-    """Note gradients of windows that count items, after a backward at the boundary."""
-    for unit in units:
-        if unit.window.boundary:
-            unit.step_state.note_undivided(unit.window, unit.named_parameters().values())
-
-
-def _items_of_all_ranks(unit: Unit, items: Tensor | float) -> Tensor:
-    """Return all ranks' items; ranks with the same loss count once."""
-    run, before = unit.run, unit.step_state.items
-    dtype = _counted_in(unit) if before is None else before.dtype
-    if isinstance(items, torch.Tensor):
-        count = items.detach().to(run.device, dtype, non_blocking=True, copy=True)
-    else:
-        count = torch.full((), items, dtype=dtype, device=run.device)
-    total: Tensor = run.collectives("world").all_reduce(count, "mean") * run.topology.losses
-    return total
-
-
-def _counted_in(unit: Unit) -> torch.dtype:
-    """Return the dtype that all ranks count items in. Collective.
-
-    Counts are exact. Of the chips that a card is for, some may lack float64, and a world may have both.
-    """
-    run = unit.run
-    able = float("float64" in unit.hooks.capabilities(run.device))
-    of_all = run.collectives("world").all_reduce(torch.full((), able, device=run.device), "min")
-    if run.mark_step is not None:
-        run.mark_step("host_read")
-    return torch.float64 if of_all.item() else torch.float32
+def unscale(unit: Unit) -> None:
+    """Finish the unit's gradients, where a step is more than torch's."""
+    if unit.step_state.needs_finish:
+        finish(unit)
 
 
 def clip_norm(
@@ -319,8 +221,7 @@ def clip_norm(
         )
     clip, norm = unit.steps.clip_grad_norm, None
     try:
-        if unit.step_state.needs_finish:
-            unscale(unit)
+        unscale(unit)
         if clip is None:
             norm = clip_grad_norm_(parameters, max_norm, norm_type)
         else:
@@ -328,8 +229,6 @@ def clip_norm(
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_norm_", error)
         raise
-    if unit.step_state.reduced:
-        unit.step_state.note_edited()
     return norm
 
 
@@ -352,14 +251,13 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_value_", error)
         raise
-    unit.step_state.note_edited()
 
 
 def refuse_closure(unit: Unit) -> NoReturn:
-    """Raise AccelError for a closure in a window of micro-batches, or of items."""
+    """Raise AccelError for a closure in a window of several micro-batches, or of items."""
     if unit.window.items is not None:
         raise AccelError(
-            "accumulate(items=...): optimizer.step(closure) computes gradients of its own, which nothing"
+            "windows(items=...): optimizer.step(closure) computes gradients of its own, which nothing"
             " divides by the items of the window\n"
             "leave items out, and divide the loss in the closure; or take an optimizer without closure"
         )
@@ -372,28 +270,25 @@ def refuse_closure(unit: Unit) -> NoReturn:
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
-    if unit.window.awaits_backward or unit.window.put_off:
-        unit.window.note_backward()
-    if (
-        closure is not None
-        and unit.run.accumulation is not None
-        and (unit.window.size > 1 or unit.window.items is not None)
-    ):
+    window, state, steps = unit.window, unit.step_state, unit.steps
+    if window.awaits_backward or window.put_off:
+        window.note_backward()
+    is_window = window.size > 1 or window.items is not None
+    if closure is not None and is_window and unit.run.accumulation is not None:
         refuse_closure(unit)
-    state = unit.step_state
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
-        state.with_gradients.discard(optimizer)  # last: a closure computes gradients
+        state.clean(optimizer)  # last: a closure computes gradients
         return True
     try:
-        _reduce(unit, optimizer)
+        finish(unit, optimizer)
         applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
     except RuntimeError as error:
         tell_lost(unit.run, "step", error)
         raise
-    state.drop(optimizer)
-    if unit.steps.after_step is not None:
-        unit.steps.after_step(unit, optimizer, applied)
+    state.clean(optimizer)
+    if steps.after_step is not None:
+        steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:
         unit.run.mark_step("step")
     return applied

@@ -10,8 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Literal
 
-import torch
-
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
 from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, stepping_as_given
@@ -253,11 +251,8 @@ class DeepSpeed(SharedSequences, EngineState):
     # -- each step -------------------------------------------------------------------------------
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        held = self.gradients[unit]
-        held.reduce()
-        if num_items is not None:
-            held.multiply(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
+    def reduce_gradients(self, unit: Unit) -> None:
+        self.gradients[unit].reduce()
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

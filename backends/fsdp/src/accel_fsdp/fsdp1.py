@@ -27,14 +27,13 @@ from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, par
 from accel_fsdp.forwards import Forwards
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
-from accel_fsdp.precision import SharedScaler, mixed_precision
+from accel_fsdp.precision import mixed_precision
 from accel_fsdp.unreduced import Unreduced
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
-    from torch.amp import GradScaler
     from torch.optim import Optimizer
 
     from accel_core import Leaf, OptimizerState, Run, Unit
@@ -172,14 +171,6 @@ class Flat(FullyShardedDataParallel):
         whole = [model for model in models if isinstance(model, FSDP)]
         quiet = [model.no_sync() for model in whole]
         return _all([*quiet, self._unreduced_of(unit).kept_in(whole)] if self.mesh.size() > 1 else quiet)
-
-    @implements(hooks.grad_scaler)
-    def grad_scaler(self, unit: Unit) -> GradScaler | None:
-        if self.below.grad_scaler(unit) is None:
-            return None
-        scaler = SharedScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
-        scaler.takes_half = mixed_precision(self.config, self.run).keep_low_precision_grads
-        return scaler
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

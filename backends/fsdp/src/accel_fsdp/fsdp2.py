@@ -32,14 +32,13 @@ from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import guard_conversions, refuse_assigned, refuse_stand_ins, replace_parameter
-from accel_fsdp.precision import SharedScaler, mixed_precision
+from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.unused import Unused, followed, parameter_groups
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.amp import GradScaler
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -149,12 +148,6 @@ class Sharded(FullyShardedDataParallel):
             return nullcontext()
         self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
-
-    @implements(hooks.grad_scaler)
-    def grad_scaler(self, unit: Unit) -> GradScaler | None:
-        if self.below.grad_scaler(unit) is None:
-            return None
-        return SharedScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(

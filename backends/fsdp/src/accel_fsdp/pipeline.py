@@ -122,10 +122,9 @@ class Pipelined(Sharded):
         return output
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        """Sum the gradients of tied weights, then reduce as below. Collective."""
+    def reduce_gradients(self, unit: Unit) -> None:
+        """Sum the gradients of tied weights. Collective."""
         self._pipes[unit].ties.sum()
-        self.below.reduce_gradients(unit, num_items)
 
     def _scale(self, unit: Unit) -> Tensor:
         """Loss scale of the layers below, read before a window's backward begins."""

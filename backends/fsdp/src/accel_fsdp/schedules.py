@@ -44,7 +44,7 @@ class _Window:
     batches: Sequence[Any]
     forward_loss: ForwardLoss
     scale: Tensor | float
-    divisor: int
+    divisor: Tensor | float
     outputs: dict[int, Any]
     reduction: Reduction | None
 
@@ -103,7 +103,7 @@ class Pipe:
         self._schedules: dict[Any, Any] = {}
 
     def run(
-        self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: int
+        self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: Tensor | float
     ) -> StepOutput:
         """Forward and backward of all micro-batches, losses times `scale`.
 

@@ -19,7 +19,7 @@ from accel_fsdp.fsdp2 import Sharded, first_order
 from accel_fsdp.parameters import refuse_assigned
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from torch.optim import Optimizer
 
     from accel_core import Run, Unit
@@ -63,13 +63,12 @@ class Split(Sharded):
         return wrapped
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+    def reduce_gradients(self, unit: Unit) -> None:
         """Complete the gradients of norms that saw parts of sequences.
 
         Collective.
         """
         _complete(self._split.get(unit, ()))
-        self.below.reduce_gradients(unit, num_items)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

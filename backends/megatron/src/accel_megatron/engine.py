@@ -152,10 +152,15 @@ class Engine(nn.Module):
         return self.module.config
 
     @property
-    def scale(self) -> float:
-        """By which core multiplies the loss of this micro-batch."""
+    def divisor(self) -> Tensor | float:
+        """By which core divides the loss of this micro-batch."""
         assert self.unit is not None
-        return 1.0 if self.unit.run.accumulation is None else 1.0 / self.unit.window.divisor
+        return 1.0 if self.unit.run.accumulation is None else self.unit.window.divisor
+
+    @property
+    def scale(self) -> Tensor | float:
+        """By which core multiplies the loss of this micro-batch."""
+        return 1.0 / self.divisor
 
     def is_own(self, loss: Tensor) -> bool:
         """Return True if `loss`, after its backward, is forward's last one, scaled.
@@ -164,11 +169,11 @@ class Engine(nn.Module):
         """
         node: Any = loss.grad_fn
         # Core's division, if there is one, is a node above the loss that forward gave.
-        if node is not None and self.scale != 1.0:
+        if node is not None and (isinstance(self.divisor, torch.Tensor) or self.divisor != 1):
             ((node, _), *_) = node.next_functions
         if getattr(node, "engine", None) is self:
             return True
-        return self.scaled is not None and abs(float(self.scaled) - self.scale) <= 1e-6
+        return self.scaled is not None and abs(float(self.scaled) - float(self.scale)) <= 1e-6
 
     # -- forward ---------------------------------------------------------------------------------
 
@@ -274,7 +279,7 @@ class Engine(nn.Module):
         forward_loss: ForwardLoss | None,
         *,
         forward_only: bool,
-        scale: float = 1.0,
+        scale: Tensor | float = 1.0,
     ) -> StepOutput:
         """Forward and backward of micro-batches.
 
@@ -353,7 +358,7 @@ class Engine(nn.Module):
                 " overlap_grad_reduce out"
             )
 
-    def _step(self, forward_loss: ForwardLoss, scale: float) -> Callable[[Iterator[Any], Any], Any]:
+    def _step(self, forward_loss: ForwardLoss, scale: Tensor | float) -> Callable[[Iterator[Any], Any], Any]:
         def step(batches: Iterator[Any], chunk: Any) -> Any:
             batch = next(batches)
             self._chunk = chunk
@@ -373,7 +378,7 @@ class Engine(nn.Module):
 
         return step
 
-    def _own_step(self, scale: float) -> Callable[[Iterator[Any], Any], Any]:
+    def _own_step(self, scale: Tensor | float) -> Callable[[Iterator[Any], Any], Any]:
         def step(batches: Iterator[Any], chunk: Any) -> Any:
             output, judge = self.train_step.forward_step(batches, chunk)
 

@@ -270,12 +270,8 @@ class Megatron(MegatronState):
             self.steppers[unit].told = True
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
-        stepper = self.steppers[unit]
-        stepper.reduce()
-        if num_items is not None:
-            for chunk in stepper.chunks.run:
-                chunk.scale_gradients(self.run.topology.losses / torch.where(num_items > 0, num_items, 1.0))
+    def reduce_gradients(self, unit: Unit) -> None:
+        self.steppers[unit].reduce()
 
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:

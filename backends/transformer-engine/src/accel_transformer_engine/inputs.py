@@ -102,8 +102,8 @@ class Inputs:
         # Something else than the optimizer may have written the weight within the window, the layer may sit
         # out a first micro-batch, or compute for another model's loss after the optimizer's step.
         window = unit.window
-        number = window.number if _in_backward() else window.clean_from
-        now = number, weight.data_ptr(), weight._version
+        is_over = window.boundary and not window.awaits_backward
+        now = window.number + (is_over and not _in_backward()), weight.data_ptr(), weight._version
         first = window.index <= 0 or now != self._kept
         self._kept = now
         return first

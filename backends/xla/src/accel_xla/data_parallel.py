@@ -12,7 +12,7 @@ from accel_core import hooks, implements
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import nn
 
     from accel_core import Run, RunConfig, Unit
 
@@ -44,7 +44,6 @@ class XlaDataParallel:
         return model
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit: Unit, num_items: Tensor | None) -> None:
+    def reduce_gradients(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._xm.reduce_gradients(optimizer)
-        self.below.reduce_gradients(unit, num_items)

@@ -34,8 +34,7 @@ class Following:
         for unit in self._units:
             window = unit.window
             window.mark_last(led.index == 0)  # so that `enter` begins a new window where that one is new
-            window.drop_items()
-            window.enter(led.boundary, None)
+            window.enter(led.boundary)
             window.move_to(led.index)
             window.mark_last(led.boundary)
             if self._accumulation.trained:

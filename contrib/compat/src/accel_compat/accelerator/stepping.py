@@ -39,7 +39,7 @@ class Stepping(Assignable):
             inside = count % self.run.accumulation_steps
             window.move_to(inside - 1)
 
-    def accumulate(self, *models: Any, items: Any = None, batch: Any = None) -> Any:
+    def accumulate(self, *models: Any, batch: Any = None) -> Any:
         """Return a context for one micro-batch of a window.
 
         Models that are not prepared are left out. If none is left, all prepared models take part. Optimizers
@@ -51,18 +51,12 @@ class Stepping(Assignable):
         except (KeyError, TypeError):  # not entered yet; a list of models
             models = self._named(models)
             accumulation = _accumulate(self, *models)
-        if items is not None or batch is not None:
-            accumulation = _accumulate(self, *models, items=items, batch=batch)
+        if batch is not None:
+            accumulation = _accumulate(self, *models, batch=batch)
         if not models:
             if not self.run.units:
                 self.step = self._count
         elif followers := self._followers.units:
-            if items is not None:
-                raise ValueError(
-                    f"accumulate(items=...): {len(followers)} prepared model(s) with an optimizer are not"
-                    " named, so their gradients would not be divided by these items\n"
-                    "name all models that train"
-                )
             return Following(accumulation, followers)
         return accumulation
 

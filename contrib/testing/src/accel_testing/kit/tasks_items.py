@@ -25,20 +25,20 @@ def ragged(accumulation: int, clip_norm: float | None, arguments: Mapping[str, A
     accelerator = make(arguments, gradient_accumulation_steps=accumulation, kwargs_handlers=[scale])
     topology, device, trace = accelerator.run.topology, accelerator.device, Trace()
     model, optimizer = accelerator.prepare(*_parts())
-    for x, y in _batches(device):
-        for micro in range(accumulation):
-            share = _share(topology.reader * accumulation + micro, topology.readers * accumulation)
-            with accelerator.accumulate(model, items=share.stop - share.start):
-                loss = cross_entropy(model(x[share]).float(), y[share], reduction="sum")
-                accelerator.backward(loss)
-                if clip_norm is not None:
-                    norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
-                    if accelerator.sync_gradients:
-                        trace.norms.append(norm.item())  # type: ignore[union-attr]
-                optimizer.step()
-                optimizer.zero_grad()
+    first, parts = topology.reader * accumulation, topology.readers * accumulation
+    shares = [_share(number, parts) for number in range(first, first + accumulation)]
+    batches = ((x[share], y[share]) for x, y in _batches(device) for share in shares)
+    for window in accelerator.windows(batches, model, items=lambda batch: len(batch[1])):
+        for x, y in window:
+            loss = cross_entropy(model(x).float(), y, reduction="sum")
+            accelerator.backward(loss)
+            if clip_norm is not None:
+                norm = accelerator.clip_grad_norm_(model.parameters(), clip_norm)
+                if accelerator.sync_gradients:
+                    trace.norms.append(norm.item())  # type: ignore[union-attr]
+            optimizer.step()
+            optimizer.zero_grad()
     trace.weights.extend(weights(model, accelerator))
-    parts = topology.readers * accumulation
     reference = _by_hand(parts, clip_norm, device, accelerator.mixed_precision)
     accelerator.end_training()
     return trace, reference

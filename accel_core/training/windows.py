@@ -1,0 +1,161 @@
+"""Windows of batches that are counted before they are trained on (`Accelerator.windows`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from accel_core.contract.window import Extent
+from accel_core.data.uneven import refuse_items
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from accel_core.contract.run import Run
+    from accel_core.training.accumulation import Accumulation
+
+Count = Callable[[Any], "Tensor | float"]
+
+
+def windows(
+    accumulation: Accumulation, batches: Iterable[Any], count: Count | None, size: int | None
+) -> Iterator[CountedWindow]:
+    """Give the windows of these batches; `Accelerator.windows` has the words."""
+    run = accumulation.run
+    _tell_of_loaders_end(run)
+    held, number = _held(batches), 0
+    while True:
+        taken = list(islice(held, size or run.accumulation_steps))
+        uneven = next((unit.step_state.uneven for unit in accumulation.units if unit.step_state.uneven), None)
+        if count is not None:
+            refuse_items(accumulation.units)
+        items = None if count is None else _total([_counted(count, each[0], number) for each in taken])
+        extent = _agreed(run, batches, len(taken), items, alone=uneven is not None)
+        if not taken:
+            return
+        yield CountedWindow(accumulation, taken, extent)
+        number += len(taken)
+
+
+class CountedWindow:
+    """The micro-batches of one optimizer step: an iterable, which enters each micro-batch's context.
+
+    len: its micro-batches. items: those of this rank and of all ranks, where they were counted, else None.
+    """
+
+    def __init__(
+        self, accumulation: Accumulation, batches: Sequence[tuple[Any, Callable[[], Any]]], extent: Extent
+    ) -> None:
+        self._accumulation, self._batches, self._extent = accumulation, batches, extent
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    @property
+    def items(self) -> tuple[Tensor | float, Tensor | float] | None:
+        return self._extent.items
+
+    def __iter__(self) -> Iterator[Any]:
+        accumulation, last = self._accumulation, len(self) - 1
+        try:
+            for number, (_, hand_out) in enumerate(self._batches):
+                batch = hand_out()
+                with accumulation.of(batch, self._extent, last=number == last):
+                    yield batch
+        finally:  # on `break` and after an error too: the generator is closed, or collected
+            for unit in accumulation.units:
+                if unit.window.is_begun:
+                    unit.begin_anew()
+
+    def whole(self) -> tuple[Iterator[Any], int, Extent]:
+        """Return what `forward_backward` takes: batches, their number, and what is known of them."""
+        return (hand_out() for _, hand_out in self._batches), len(self), self._extent
+
+
+def _held(batches: Iterable[Any]) -> Iterator[tuple[Any, Callable[[], Any]]]:
+    """Give each batch as it was read, and a function that hands it out."""
+    for batch in batches:
+        yield batch, partial(_same, batch)
+
+
+def _same(batch: Any) -> Any:
+    return batch
+
+
+def _counted(count: Count, batch: Any, number: int) -> Tensor | float:
+    """Return a batch's items.
+
+    Raises:
+        AccelError: they are no number of items. That on a device is not read.
+    """
+    items: Any = count(batch)
+    if isinstance(items, torch.Tensor) and items.numel() == 1 and items.device.type != "cpu":
+        return items.detach().reshape(())
+    try:
+        found = float(items)
+    except (TypeError, ValueError, RuntimeError):
+        found = -1.0
+    if isinstance(items, bool) or not 0 <= found < float("inf"):
+        raise AccelError(
+            f"windows: items(batch) is {items!r:.80} for batch {number} or one soon after it, and the loss is"
+            " to be divided by how many there are\n"
+            "return the number of items of the batch, 0 or more, such as of tokens that count"
+        )
+    return found
+
+
+def _total(items: Sequence[Tensor | float]) -> Tensor | float:
+    on_device = [each for each in items if isinstance(each, torch.Tensor)]
+    host = sum(each for each in items if not isinstance(each, torch.Tensor))
+    if not on_device:
+        return host
+    return torch.stack([each.double() for each in on_device]).sum() + host
+
+
+def _agreed(run: Run, batches: Any, size: int, items: Tensor | float | None, *, alone: bool) -> Extent:
+    """Return what all ranks know of the window. Collective, unless ranks may run out of batches.
+
+    Raises:
+        AccelError: ranks have different numbers of micro-batches.
+    """
+    losses = run.topology.losses
+    total = items
+    if run.world.size > 1 and not alone:
+        host = -1.0 if items is None or isinstance(items, torch.Tensor) else items
+        told = torch.tensor([[size, host]], dtype=torch.float64, device="cpu")
+        sizes, counts = run.collectives("control").all_gather(told).T.tolist()
+        if len({*sizes}) > 1:
+            what = type(getattr(batches, "dataset", batches)).__name__
+            each = ", ".join(f"rank {rank} has {int(size)}" for rank, size in enumerate(sizes))
+            raise AccelError(
+                f"windows: ranks have different numbers of batches of the {what}: {each}\n"
+                "prepare the loader with data.even_batches on; or train inside join_uneven_inputs"
+            )
+        # Ranks that share a loss have counted the same.
+        if isinstance(items, torch.Tensor):
+            total = run.collectives("world").all_reduce(items.clone(), "mean") * losses
+        elif items is not None:
+            total = sum(counts) / len(counts) * losses
+    if items is None or total is None:
+        return Extent(size=size, divisor=size)
+    divisor: Tensor | float
+    if isinstance(total, torch.Tensor):
+        divisor = torch.where(total > 0, total / losses, float("inf"))
+    else:
+        divisor = total / losses or float("inf")  # without any item all gradients are 0
+    return Extent(size=size, divisor=divisor, items=(items, total))
+
+
+def _tell_of_loaders_end(run: Run) -> None:
+    if not run.config.accumulation.sync_with_dataloader:
+        from accel_core.distributed.logging import get_logger  # late: few runs need it
+
+        get_logger(__name__).warning_once(
+            "sync_with_dataloader=False means nothing in accelerator.windows: a window ends with the batches"
+            " that it was given"
+        )
