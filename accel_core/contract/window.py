@@ -48,7 +48,7 @@ class Window:
 
         micro-batch         awaits backward  step        zero_grad
         the only one        either           applies     clears
-        the first           yes              nothing     clears
+        the first           yes              nothing     clears, unless cleared since the last boundary
         the first           no               nothing     nothing
         one in the middle   either           nothing     nothing
         the last            yes              applies     nothing, if it stands before the forward; without
@@ -76,12 +76,17 @@ class Window:
         """True inside a window whose micro-batches may have left gradients."""
         return not self.boundary and (self.index > 0 or not self.awaits_backward)
 
-    @property
-    def clears(self) -> bool:
-        """True where a `zero_grad` clears, by the table above."""
+    def cleared(self, clean_from: int) -> int | None:
+        """Return the number of the first window whose gradients a `zero_grad` now would leave alone.
+
+        None where it clears nothing, by the table above. clean_from: what the last one that cleared got here.
+        """
         if self.boundary:
-            return not self.awaits_backward or self.index <= 0
-        return self.index == 0 and self.awaits_backward
+            if self.awaits_backward:
+                return self.number if self.index <= 0 else None
+            return self.number + 1
+        clears = self.index == 0 and self.awaits_backward and clean_from < self.number
+        return self.number if clears else None
 
     def part_of(self, loss: Tensor) -> Tensor:
         """Return the micro-batch's part of the window's loss: `loss` by the divisor."""

@@ -25,9 +25,12 @@ class PreparedOptimizer(Optimizer):
     Everything else is the inner optimizer's. Its copies and pickles are those of the inner optimizer.
     """
 
+    clean_from: int
+    """Number of the first window of which there may be gradients."""
+
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
-        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True)
+        self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=unit.window.number + 1)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
@@ -45,13 +48,15 @@ class PreparedOptimizer(Optimizer):
         `Window` has the table. So this may stand before the forward or after the step, with the same effect.
         """
         unit, optimizer = self.unit, self.optimizer
-        if not unit.window.clears:
+        clean_from = unit.window.cleared(self.clean_from)
+        if clean_from is None:
             if unit.window.boundary:
                 unit.window.clear_later(optimizer, partial(self.zero_grad, set_to_none))
             return
         clear = unit.steps.zero_grad
         optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
         unit.step_state.clean(optimizer)
+        self.__dict__["clean_from"] = clean_from
 
     @property
     def step_was_skipped(self) -> bool:
