@@ -202,10 +202,8 @@ def test_steps_of_a_block_before_do_not_choose_the_schedule(run_processes) -> No
 
 def told_of_items() -> str:
     run, model, _, loader = made(nn.Linear(6, 1))
-    with LocalSGD(run, model, 2):
-        (x,) = next(iter(loader))
-        with pytest.raises(AccelError) as told:
-            run.accumulate(model, items=len(x)).__enter__()
+    with LocalSGD(run, model, 2), pytest.raises(AccelError) as told:
+        next(run.windows(loader, model, items=lambda batch: len(batch[0])))
     run.end_training()
     return str(told.value)
 

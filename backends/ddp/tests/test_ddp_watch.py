@@ -275,32 +275,6 @@ def test_parameters_that_came_after_prepare_are_refused_by_the_optimizer(run_pro
         assert "add_param_group: a parameter for the SGD was not in its models when" in found
 
 
-def growing_in_place(run, model, optimizer, number, loss, x):
-    inner = run.unwrap_model(model)
-    if number == 1:
-        inner.late = nn.Parameter(torch.ones(1))
-        optimizer.param_groups[0]["params"].append(inner.late)
-    out = model(x)
-    run.backward(loss(out * inner.late if number else out))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def replaced_in_place(run, model, optimizer, number, loss, x):
-    if number == 1:
-        optimizer.param_groups[0]["params"][0] = nn.Parameter(torch.ones(1))
-    run.backward(loss(model(x)))
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-@pytest.mark.parametrize("change", [growing_in_place, replaced_in_place])
-def test_parameters_that_were_put_into_a_group_are_refused_by_the_step(change, run_processes) -> None:
-    """Each rank would train its own, silently."""
-    for found in run_processes(told, change):
-        assert "a parameter was put into the groups of the SGD that was not in its models when" in found
-
-
 class Heads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
