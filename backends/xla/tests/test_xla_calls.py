@@ -63,18 +63,16 @@ def test_a_mean_is_a_scaled_sum_in_place(xm: Recorder) -> None:
     assert xm.calls == [("all_reduce", ("sum", [tensor]))]
 
 
-def test_weights_are_made_equal_and_gradients_averaged_before_they_are_divided(xm: Recorder) -> None:
+def test_weights_are_made_equal_and_gradients_averaged(xm: Recorder) -> None:
     run: Any = SimpleNamespace(world=SimpleNamespace(size=3))
     plugin, model = XlaDataParallel(None, run), torch.nn.Linear(1, 1)
     unit: Any = SimpleNamespace(optimizers=["one", "other"])
-    below = SimpleNamespace(reduce_gradients=lambda unit, items: xm.calls.append(("divide", (items,))))
-    plugin.below = below
 
     assert plugin.wrap_model(unit, model) is model
-    plugin.reduce_gradients(unit, None)
+    plugin.reduce_gradients(unit)
 
     averaged = [("reduce_gradients", ("one",)), ("reduce_gradients", ("other",))]
-    assert xm.calls == [("broadcast_master_param", (model,)), *averaged, ("divide", (None,))]
+    assert xm.calls == [("broadcast_master_param", (model,)), *averaged]
 
 
 # -- the launcher --------------------------------------------------------------------------------
