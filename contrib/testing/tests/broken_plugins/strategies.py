@@ -32,9 +32,8 @@ class Averages:
         return model
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
+    def reduce_gradients(self, unit):
         self.reduce(unit)
-        self.below.reduce_gradients(unit, num_items)
 
     def reduce(self, unit):
         if self.run.world.size > 1:
@@ -54,9 +53,12 @@ class AsksForASetting(Averages):
 
 
 class IgnoresItems(Averages):
-    @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
-        self.reduce(unit)
+    """Has each loss divided by the number of micro-batches, whatever it is a sum of."""
+
+    @implements(hooks.backward)
+    def backward(self, unit, loss, boundary, options):
+        window = unit.window
+        self.below.backward(unit, loss * (window.divisor / window.size), boundary, options)
 
 
 class FlipsBatches(Averages):
@@ -207,8 +209,8 @@ class ReducesEachBatch(Averages):
         self.reduce(unit)
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
-        self.below.reduce_gradients(unit, num_items)
+    def reduce_gradients(self, unit):
+        return None
 
 
 class OwnWeights(Averages):
@@ -300,8 +302,8 @@ class ClipsLocally(Averages):
     """Reduces in the optimizer's step, as lazy devices do, but lets clipping see local gradients."""
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
-        self.below.reduce_gradients(unit, num_items)
+    def reduce_gradients(self, unit):
+        return None
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit, optimizer, closure):

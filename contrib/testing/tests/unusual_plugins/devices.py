@@ -14,7 +14,7 @@ class Late(SimulatedDevice):
     """Nothing is reduced in backward; all of it at the window's end."""
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
+    def reduce_gradients(self, unit):
         if self.run.world.size > 1:
             group = self.run.collectives("world")
             for parameter in unit.named_parameters().values():
@@ -22,7 +22,6 @@ class Late(SimulatedDevice):
                     if parameter.grad is None:  # other ranks may have one
                         parameter.grad = parameter.new_zeros(parameter.shape)
                     group.all_reduce(parameter.grad, "mean")
-        self.below.reduce_gradients(unit, num_items)
 
 
 class Lazy(SimulatedDevice):

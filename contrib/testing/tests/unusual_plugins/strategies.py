@@ -47,14 +47,13 @@ class Grid(Replicas):
         ]
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
+    def reduce_gradients(self, unit):
         group = self.run.collectives(self.run.topology.loss_dim)
         for parameter in unit.named_parameters().values():
             if parameter.requires_grad:
                 if parameter.grad is None:  # other ranks may have one
                     parameter.grad = torch.zeros_like(parameter)
                 group.all_reduce(parameter.grad, "mean")
-        self.below.reduce_gradients(unit, num_items)
 
 
 class Scheduled(Pair):
