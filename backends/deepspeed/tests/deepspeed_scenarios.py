@@ -111,12 +111,11 @@ def clipped_by_value(stage: int) -> Pair:
 
 def sums_over_items(stage: int) -> Pair:
     ours, (model, optimizer), (plain, by_hand), x, y = _pair(stage, gradient_accumulation_steps=2)
-    for _ in range(2):
-        for items in (3, 5):
-            with ours.accumulate(model, items=items):
-                ours.backward(mse_loss(model(x[:items]), y[:items], reduction="sum"))
-                optimizer.step()
-                optimizer.zero_grad()
+    for window in ours.windows([3, 5, 3, 5], model, items=float):
+        for items in window:
+            ours.backward(mse_loss(model(x[:items]), y[:items], reduction="sum"))
+            optimizer.step()
+            optimizer.zero_grad()
             mse_loss(plain(x[:items]), y[:items], reduction="sum").div(8).backward()
         _step(by_hand)
     return whole_weights(ours, model), weights(plain)
@@ -128,8 +127,8 @@ def sums_over_items_of_whole_windows(stage: int) -> Pair:
     def loss_of(model: nn.Module, items: int) -> tuple[torch.Tensor, None]:
         return mse_loss(model(x[:items]), y[:items], reduction="sum"), None
 
-    for _ in range(2):
-        ours.forward_backward(model, [3, 5], loss_of, microbatches=2, items=8)
+    for window in ours.windows([3, 5, 3, 5], model, items=float, size=2):
+        ours.forward_backward(model, window, loss_of)
         ours.clip_grad_norm_(model.parameters(), 0.1)
         for items in (3, 5):
             loss_of(plain, items)[0].div(8).backward()
