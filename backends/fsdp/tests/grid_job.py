@@ -146,11 +146,11 @@ def trained(name, clip, norm_type=2.0, *, sums=False, **options):
     loader = DataLoader(data, BATCH // topology.readers)
     model, optimizer, loader = accelerator.prepare(model, optimizer_of(model, **options), loader)
     losses, norms = [], []
-    for words, following in loader:
-        count = words.numel() if sums else None
-        with accelerator.accumulate(model, batch=(words, following), items=count):
+    count = (lambda batch: batch[0].numel()) if sums else None
+    for window in accelerator.windows(loader, model, items=count):
+        for words, following in window:
             loss = loss_of(model, words, following)
-            accelerator.backward(loss * (count or 1))
+            accelerator.backward(loss * (words.numel() if sums else 1))
             if clip:
                 norms.append(accelerator.clip_grad_norm_(model.parameters(), clip, norm_type).item())
             optimizer.step()

@@ -520,12 +520,12 @@ def counted(options, steps=8):
     losses, norms = [], []
     for step in range(steps):
         batches = mine_of([ragged(batch, number) for number, batch in enumerate(window(step))], accelerator)
-        items = sum((batch["targets"] >= 0).sum() for batch in batches)
-        found = accelerator.forward_backward(model, batches, sum_of, microbatches=4, items=items)
+        (counted,) = accelerator.windows(batches, model, items=lambda b: (b["targets"] >= 0).sum(), size=4)
+        found = accelerator.forward_backward(model, counted, sum_of)
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-        losses.append((accelerator.reduce(found.loss) / accelerator.reduce(items)).item())
+        losses.append(accelerator.reduce(found.loss, "mean").item())
     weights = {name: tensor.clone() for name, tensor in accelerator.iter_weights(model)}
     accelerator.end_training()
     return {"losses": losses, "norms": norms, "weights": weights}

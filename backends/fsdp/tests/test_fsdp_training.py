@@ -23,13 +23,11 @@ from fsdp_problem import (
     train_plainly,
 )
 from torch import Tensor, nn
-from torch.amp import grad_scaler
 from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 
 from accel_core import AccelError, GradScalerKwargs
-from accel_fsdp.precision import SharedScaler
 
 VERSIONS = (1, 2)
 Trained = tuple[list[float], dict[str, torch.Tensor]]
@@ -280,26 +278,6 @@ def test_an_overflow_in_one_replica_skips_the_step_in_all(version: int, run_proc
     assert run_processes(overflow_in_one_replica, version, world=4) == [[False, True]] * 4
 
 
-@pytest.mark.full
-def test_the_scale_of_offloaded_gradients_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    copied = []
-
-    class Replicator(grad_scaler._MultiDeviceReplicator):
-        def get(self, device: torch.device) -> torch.Tensor:
-            copied.append(self.master.device.type)
-            return super().get(device)
-
-    monkeypatch.setattr(grad_scaler, "_MultiDeviceReplicator", Replicator)
-    monkeypatch.setattr("torch.distributed.all_reduce", lambda *_: None)
-    parameter = nn.Parameter(torch.ones(2))
-    parameter.grad = torch.ones(2)
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    there = torch.ones((), device="meta")  # where a value that is not waited for can not be seen at all
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        SharedScaler("cpu")._unscale_grads_(optimizer, there, there, allow_fp16=False)
-    assert copied == []
-
-
 def ended_by_hand(version: int) -> Any:
     run = accelerator(plugin("mlp", version), gradient_accumulation_steps=3)
     given = net("mlp")
@@ -353,36 +331,17 @@ def test_a_step_on_gradients_that_no_sync_kept_is_refused(
         assert "ran inside no_sync" in str(said)
 
 
-def editing_sums_over_items() -> str:
-    run = accelerator(plugin("mlp", 2))
-    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
-    with run.accumulate(model, items=4):
-        run.backward(loss_of(model, *batch("mlp", 0)))
-        for parameter in model.parameters():
-            parameter.grad.clamp_(-0.1, 0.1)
-        with pytest.raises(AccelError) as refusal:
-            optimizer.step()
-    return str(refusal.value)
-
-
-@pytest.mark.full
-def test_sharded_gradients_that_are_edited_before_they_are_divided_by_items_are_refused(
-    run_processes,
-) -> None:
-    for said in run_processes(editing_sums_over_items):
-        assert "was changed after backward" in said
-
-
 def evaluating_before_a_step_by_items(version: int) -> float:
     run = accelerator(plugin("mlp", version))
     given, plain = net("mlp"), net("mlp")
     model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
     x, y = batch("mlp", 0)
-    with run.accumulate(model, items=len(x)):
-        run.backward(loss_of(model, x, y))
-        with torch.no_grad():
-            model(x)
-        optimizer.step()
+    for window in run.windows([(x, y)], model, items=lambda batch: len(batch[0])):
+        for x, y in window:
+            run.backward(loss_of(model, x, y))
+            with torch.no_grad():
+                model(x)
+            optimizer.step()
     (loss_of(plain, x, y) / len(x)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
     return distance(run.get_state_dict(model), dict(plain.state_dict()))
@@ -390,7 +349,7 @@ def evaluating_before_a_step_by_items(version: int) -> float:
 
 @pytest.mark.full
 @pytest.mark.parametrize("version", VERSIONS)
-def test_an_evaluation_before_the_step_is_no_edit_of_sums_over_items(version: int, run_processes) -> None:
+def test_an_evaluation_before_the_step_leaves_gradients_of_items_alone(version: int, run_processes) -> None:
     assert max(run_processes(evaluating_before_a_step_by_items, version)) < 1e-6
 
 
