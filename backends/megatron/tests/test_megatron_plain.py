@@ -19,14 +19,13 @@ from accel_megatron.stepping import Stepper
 def stepped(strategy: str, options: dict[str, Any], items: bool) -> list[float]:
     """Weights and gradient norms of SGD in windows of four, of a model whose gradient is its input."""
     ours = accelerator(strategy=strategy, **options)
-    ours.run.accumulation_steps = 4
     model = nn.Linear(3, 1)
     nn.init.zeros_(model.weight)
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     found = []
-    for number in range(8):
-        batch = torch.full((2, 3), float(number % 4 + 1))
-        with ours.accumulate(model, items=2) if items else ours.accumulate(model):
+    batches = [torch.full((2, 3), float(number % 4 + 1)) for number in range(8)]
+    for window in ours.windows(batches, model, items=len if items else None, size=4):
+        for batch in window:
             losses = model(batch)
             ours.backward(losses.sum() if items else losses.mean())
             norm = ours.clip_grad_norm_(model.parameters(), 1e9)

@@ -86,6 +86,10 @@ def test_interleaved_stages_evaluate_a_batch_that_is_cut_into_fewer_parts_than_s
         assert max(distances) < 1e-5
 
 
+def tokens(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    return (batch["labels"][:, 1:] != -100).sum()
+
+
 def counted(options: dict[str, Any]) -> tuple[float, float, float, float]:
     """(loss a token, norm) of sums over the tokens that count, and of plain PyTorch over all of the batch."""
     ours = accelerator(**options)
@@ -96,17 +100,10 @@ def counted(options: dict[str, Any]) -> tuple[float, float, float, float]:
     model.zero_grad()
     model, _ = ours.prepare(model, torch.optim.AdamW(model.parameters()))
     parts = [{name: each[at : at + 2] for name, each in batch.items()} for at in range(0, 8, 2)]
-    items = [(part["labels"][:, 1:] != -100).sum() for part in parts]
-    numbered = [{"count": count, "inputs": part} for count, part in zip(items, parts, strict=True)]
-    found = ours.forward_backward(
-        model,
-        numbered,
-        lambda m, b: (m(**b["inputs"]).loss * b["count"], None),
-        microbatches=len(parts),
-        items=sum(items),
-    )
+    (window,) = ours.windows(parts, model, items=tokens, size=len(parts))
+    found = ours.forward_backward(model, window, lambda m, b: (m(**b).loss * tokens(b), None))
     mine = ours.clip_grad_norm_(model.parameters(), 0.5)
-    return float(found.loss / sum(items)), float(mine), float(wanted.detach()), float(norm)
+    return float(found.loss), float(mine), float(wanted.detach()), float(norm)
 
 
 @pytest.mark.parametrize("options", [{}, {"pp_degree": 2}])
@@ -355,19 +352,18 @@ class Reads(TorchDispatchMode):
 def unread(items: bool) -> tuple[int, list[float]]:
     """How often backward waits for the device, and norms of windows of two."""
     ours = accelerator(num_micro_batches=2)
-    ours.run.accumulation_steps = 2
     model = MODELS["gpt2"]()
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.0))
     reads, norms = 0, []
-    for batch in batches(1) * 2:
-        with ours.accumulate(model, items=0.5) if items else ours.accumulate(model):
-            loss = model(**batch).loss
-            with Reads() as counted:
-                ours.backward(loss)
-            reads += counted.count
-            norms += [float(each) for each in [ours.clip_grad_norm_(model.parameters(), 1e9)] if each]
-            optimizer.step()
-            optimizer.zero_grad()
+    (window,) = ours.windows(batches(1) * 2, model, items=(lambda _: 0.5) if items else None, size=2)
+    for batch in window:
+        loss = model(**batch).loss
+        with Reads() as counted:
+            ours.backward(loss)
+        reads += counted.count
+        norms += [float(each) for each in [ours.clip_grad_norm_(model.parameters(), 1e9)] if each]
+        optimizer.step()
+        optimizer.zero_grad()
     return reads, norms
 
 

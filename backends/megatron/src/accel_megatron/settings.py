@@ -53,7 +53,7 @@ _OURS: Final[Mapping[str, str]] = {
     "adam_beta2": "the prepared optimizer",
     "adam_eps": "the prepared optimizer",
     "decoupled_weight_decay": "the prepared optimizer",
-    "calculate_per_token_loss": "accumulate(items=...)",
+    "calculate_per_token_loss": "accelerator.windows(items=...)",
     "num_layers": "the model",
     "hidden_size": "the model",
     "num_attention_heads": "the model",
