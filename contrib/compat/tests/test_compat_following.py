@@ -203,28 +203,17 @@ def test_a_boundary_that_a_program_sets_counts_for_both():
     assert models[1].bias.item() != before
 
 
-def test_items_of_some_models_only_are_refused():
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    models = [torch.nn.Linear(2, 1) for _ in range(2)]
-    for model in models:
-        accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with pytest.raises(ValueError, match="name all models that train"):
-        accelerator.accumulate(models[0], items=3)
-    with accelerator.accumulate(*models, items=3):
-        pass
-
-
 def test_a_micro_batch_that_a_follower_cannot_enter_is_not_entered(monkeypatch):
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
     models = [torch.nn.Linear(2, 1) for _ in range(2)]
     first, _, *_ = accelerator.prepare(*models, *(torch.optim.SGD(m.parameters(), lr=0.1) for m in models))
     follower = accelerator.run.units[1].window
 
-    def interrupted(window):
+    def interrupted(window, index):
         if window is follower:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(type(follower), "drop_items", interrupted)
+    monkeypatch.setattr(type(follower), "move_to", interrupted)
     with pytest.raises(KeyboardInterrupt), accelerator.accumulate(first):
         pass
 

@@ -37,8 +37,6 @@ class Following:
             window.enter(led.boundary)
             window.move_to(led.index)
             window.mark_last(led.boundary)
-            if self._accumulation.trained:
-                unit.use_scaler(self._accumulation.trained[0].scaler)  # of all losses inside
         self._accumulation.beside = self._units
         run.use_windows([*(unit.window for unit in self._units), *self._accumulation.windows])
 
