@@ -277,14 +277,18 @@ def llama(shared):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
     losses = []
-    for batch in loader:
-        following = batch.get("shift_labels")
-        items = ((batch["labels"][:, 1:] if following is None else following) != -100).sum()
-        with accelerator.accumulate(model, batch=batch, items=items):
+    for window in accelerator.windows(loader, model, items=tokens):
+        for batch in window:
             loss = model(**batch, num_items_in_batch=1).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()
-        losses.append(accelerator.reduce(torch.stack([loss.detach(), items.float()]), "sum"))
+        losses.append(accelerator.reduce(torch.stack([loss.detach(), tokens(batch).float()]), "sum"))
     accelerator.end_training()
     return [(loss / items).item() for loss, items in losses]
+
+
+def tokens(batch):
+    """Return how many of its tokens count; of a part of sequences that of this rank's."""
+    following = batch.get("shift_labels")
+    return ((batch["labels"][:, 1:] if following is None else following) != -100).sum()
