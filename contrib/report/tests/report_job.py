@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from itertools import islice
 
 import torch
 from torch import nn
@@ -33,8 +34,9 @@ def train(folder, die_at=None, resume=False, lr=0.1, slow=0.0):
     if resume:
         accelerator.load_state(folder / "saved")
         done = 10
-    for inputs, classes in loader:
-        with accelerator.accumulate(model, items=len(inputs)):
+    windows = accelerator.windows(loader, model, items=lambda batch: len(batch[0]))
+    for window in islice(windows, STEPS - done):
+        for inputs, classes in window:
             loss = nn.functional.cross_entropy(model(inputs), classes, reduction="sum")
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
@@ -51,7 +53,5 @@ def train(folder, die_at=None, resume=False, lr=0.1, slow=0.0):
                 torch.ones(2) + 1
         if done == die_at:
             os.kill(os.getpid(), signal.SIGKILL)
-        if done == STEPS:
-            break
     accelerator.end_training()
     return losses
