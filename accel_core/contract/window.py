@@ -105,7 +105,10 @@ class Window:
         if self.boundary:
             if self.put_off:
                 self.clear_put_off()
-            self._begin(extent)
+            self.size = self.divisor = self._next
+            self.items = None
+            if extent is not None:
+                self._take(extent)
             self.index = 0
             self.number += 1
         else:
@@ -113,12 +116,8 @@ class Window:
         self.boundary = last or self.index + 1 >= self.size
         self.awaits_backward = True
 
-    def _begin(self, extent: Extent | None) -> None:
-        if extent is None:
-            self.size = self.divisor = self._next
-            self.items = None
-        else:
-            self.size, self.divisor, self.items = extent.size, extent.divisor, extent.items
+    def _take(self, extent: Extent) -> None:
+        self.size, self.divisor, self.items = extent.size, extent.divisor, extent.items
 
     def note_backward(self) -> None:
         """Note that later calls come after the backward of the current micro-batch."""
@@ -149,9 +148,10 @@ class Window:
 
     def begin_whole(self, extent: Extent | None) -> None:
         """Begin a window that is run as a whole."""
-        self._begin(extent)
-        self.index, self.boundary = -1, False
-        self.number += 1
+        self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
+        self.boundary, self.number = False, self.number + 1
+        if extent is not None:
+            self._take(extent)
 
     def fill(self, count: int) -> None:
         """Move to the last of `count` micro-batches."""
@@ -168,9 +168,8 @@ class Window:
 
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
-        self._begin(None)
-        self.index, self.boundary = -1, True
-        self.awaits_backward, self.put_off = True, {}
+        self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
+        self.boundary, self.awaits_backward, self.put_off = True, True, {}
 
     def move_to(self, index: int) -> None:
         """Make the micro-batch `index` the current one.

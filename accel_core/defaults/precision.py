@@ -118,8 +118,11 @@ class LossScaler(GradScaler):
         if optimizer.is_offloaded():
             # torch would copy the scale to the CPU without waiting, and read it there at once.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, True)
-        if (agreeing := optimizer.agreeing()) is None:
+        agreeing = optimizer.agreeing()
+        # Ranks that hold parts may keep gradients in the dtype in which they were reduced.
+        is_half_allowed = allow_fp16 or agreeing is not None
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, is_half_allowed)
+        if agreeing is None:
             return found
         found = found or {found_inf.device: found_inf}  # a rank may have none of the gradients
         here = torch.stack([each.to(device) for each in found.values()]).amax()

@@ -85,11 +85,11 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     owner = units[0] if len(units) == 1 else _owner(run, units)
     if accumulation is not None:
         units = (*units, *accumulation.beside)
-        if owner is not None:
+        if owner is not None and (owner.window.size > 1 or owner.window.items is not None):
             loss = owner.window.part_of(loss)
     for each in units:
         each.window.note_backward()
-        each.step_state.open(each.optimizers, partial=_is_partial(each))
+        each.step_state.open(each.optimizers, partial=each.steps.no_sync is not None and _is_partial(each))
     try:
         if owner is None or owner.steps.backward is None:
             loss.backward(**options)
@@ -254,13 +254,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 
 def refuse_closure(unit: Unit) -> NoReturn:
-    """Raise AccelError for a closure in a window of several micro-batches, or of items."""
-    if unit.window.items is not None:
-        raise AccelError(
-            "windows(items=...): optimizer.step(closure) computes gradients of its own, which nothing"
-            " divides by the items of the window\n"
-            "leave items out, and divide the loss in the closure; or take an optimizer without closure"
-        )
+    """Raise AccelError for a closure in a window of several micro-batches."""
     raise AccelError(
         f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
         " micro-batches: it would step with the gradients of the last one only\n"
@@ -273,8 +267,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     window, state, steps = unit.window, unit.step_state, unit.steps
     if window.awaits_backward or window.put_off:
         window.note_backward()
-    is_window = window.size > 1 or window.items is not None
-    if closure is not None and is_window and unit.run.accumulation is not None:
+    if closure is not None and window.size > 1 and unit.run.accumulation is not None:
         refuse_closure(unit)
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)

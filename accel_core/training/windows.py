@@ -34,7 +34,11 @@ def windows(
         uneven = next((unit.step_state.uneven for unit in accumulation.units if unit.step_state.uneven), None)
         if count is not None:
             refuse_items(accumulation.units)
-        items = None if count is None else _total([_counted(count, each[0], number) for each in taken])
+        items = (
+            None
+            if count is None
+            else _total([_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)])
+        )
         extent = _agreed(run, batches, len(taken), items, alone=uneven is not None)
         if not taken:
             return
@@ -102,8 +106,8 @@ def _counted(count: Count, batch: Any, number: int) -> Tensor | float:
         found = -1.0
     if isinstance(items, bool) or not 0 <= found < float("inf"):
         raise AccelError(
-            f"windows: items(batch) is {items!r:.80} for batch {number} or one soon after it, and the loss is"
-            " to be divided by how many there are\n"
+            f"windows: items(batch) is {items!r:.80} for batch {number}, and the loss is to be divided by how"
+            " many there are\n"
             "return the number of items of the batch, 0 or more, such as of tokens that count"
         )
     return found

@@ -29,7 +29,7 @@ def test_one_process_without_accumulation(accelerator):
     assert lines[lines.index("  data: reader 0 of 1") + 1 :] == [
         "unit unit0 (single): Sequential, SGD, StepLR",
         "  an optimizer step: after 1 micro-batch of accumulate(...)",
-        "  loss: a mean is taken as it is; a sum (items given to accumulate) by the items of all ranks",
+        "  loss: taken as it is; in accelerator.windows(items=...) by the items of all ranks",
         "  gradients: in this process alone",
         "  schedulers: one step for each optimizer step that was applied, whatever the number of processes",
         "unit unit1 (single): Sequential",
@@ -55,7 +55,7 @@ def test_accumulation_and_the_tail_of_an_epoch(accelerator_of):
 
 def test_what_is_scaled_and_what_is_left_to_the_user(accelerator_of):
     text = "\n".join(explained(accelerator_of(mixed_precision="fp16", step_scheduler_with_optimizer=False)))
-    assert "loss scale: one for the unit, updated once a window" in text
+    assert "loss scale: one for the run, updated once a window" in text
     assert "schedulers: stepped by you" in text
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from contextlib import suppress
 
 import pytest
@@ -11,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 from training_problems import FEATURES
 
-from accel_core import AccelError, GradScalerKwargs
+from accel_core import GradScalerKwargs
 
 LR = 0.05
 
@@ -165,87 +164,6 @@ def test_a_step_that_fails_after_its_gradients_were_divided_may_be_done_again(ac
     assert_alike([parameter for each in made for parameter in each.parameters()], expected)
 
 
-def test_what_is_unfrozen_later_and_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of):
-    def run(model, backward, clip, optimizer):
-        norms = []
-        for number in range(3):
-            model[1].requires_grad_(number > 0)
-            x, y = batch_of(number)
-            backward((model(x).float() - y).square().mean())
-            norms.append(clip(model.parameters(), 0.5))
-            optimizer.step()
-            model.zero_grad()
-        return norms
-
-    made, expected = parts(), parts()
-    accelerator = scaled(accelerator_of)
-    model, optimizer = accelerator.prepare(nn.Sequential(*made), SGD(made[0].parameters(), lr=LR))
-    ours = run(model, accelerator.backward, accelerator.clip_grad_norm_, optimizer)
-    by_hand = SGD(expected[0].parameters(), lr=LR)
-    plain = run(nn.Sequential(*expected), torch.Tensor.backward, nn.utils.clip_grad_norm_, by_hand)
-    torch.testing.assert_close(torch.stack(ours), torch.stack(plain), rtol=0.01, atol=0.0)
-
-
-@pytest.mark.parametrize("growth_interval", [1, 1000])
-@pytest.mark.parametrize("overflows", [True, False])
-def test_what_no_optimizer_holds_counts_in_a_clip_as_it_is(accelerator_of, growth_interval, overflows):
-    """And grows: only the model's own `zero_grad`, or an overflow, would clear it."""
-
-    def run(model, first, optimizer, backward, clip):
-        for number in range(6):
-            x, y = batch_of(number)
-            if number == 0 and overflows and optimizer is by_hand:
-                continue
-            loss = (model(x).float() - y).square().mean()
-            backward(loss * float("inf") if number == 0 and overflows else loss)
-            clip(model.parameters(), 0.5)
-            optimizer.step()
-            optimizer.zero_grad()
-        return [*first.parameters()]
-
-    made, expected = parts(), parts()
-    accelerator, model = scaled(accelerator_of, growth_interval), nn.Sequential(*made)
-    by_hand, clip = SGD(expected[0].parameters(), lr=LR), nn.utils.clip_grad_norm_
-    model, optimizer = accelerator.prepare(model, SGD(made[0].parameters(), lr=LR))
-    ours = run(model, made[0], optimizer, accelerator.backward, accelerator.clip_grad_norm_)
-    assert_alike(ours, run(nn.Sequential(*expected), expected[0], by_hand, torch.Tensor.backward, clip))
-
-
-@pytest.mark.parametrize("late", [True, False])
-@pytest.mark.parametrize("holds", [True, False])
-def test_a_weight_that_is_tied_into_another_unit_is_unscaled_once(accelerator_of, holds, late):
-    """holds: the second unit's optimizer steps it. late: that is prepared after a backward."""
-
-    def run(made, optimizers, backward):
-        found = []
-        for number in range(4):
-            x, _ = batch_of(number)
-            backward(sum(each(x).float().square().mean() for each in made))
-            for optimizer in optimizers:
-                optimizer.step()
-            found.append(made[0].weight.grad.clone())
-            for each in made:
-                each.zero_grad()
-        return [*found, *(parameter for each in made for parameter in each.parameters())]
-
-    def tied():
-        first, second = nn.Linear(FEATURES, 4), nn.Linear(FEATURES, 4)
-        second.weight = first.weight
-        stepped = [second.weight, second.bias] if holds else [second.bias]
-        return [first, second], [SGD([first.bias], lr=LR), SGD(stepped, lr=LR)]
-
-    torch.manual_seed(0)
-    made, optimizers = tied()
-    expected, by_hand = copy.deepcopy((made, optimizers))
-    accelerator = scaled(accelerator_of)
-    made[0], optimizers[0] = accelerator.prepare(made[0], optimizers[0])
-    if late:
-        accelerator.backward(made[0](torch.ones(1, FEATURES)).float().sum())
-        made[0].zero_grad()
-    made[1], optimizers[1] = accelerator.prepare(made[1], optimizers[1])
-    assert_alike(run(made, optimizers, accelerator.backward), run(expected, by_hand, torch.Tensor.backward))
-
-
 def test_an_optimizer_without_gradients_steps_nothing_and_holds_up_no_other(accelerator_of):
     """Each part trains alone, and both are clipped and stepped each time."""
 
@@ -266,56 +184,6 @@ def test_an_optimizer_without_gradients_steps_nothing_and_holds_up_no_other(acce
     ours = run(made, optimizers, accelerator.backward, accelerator.clip_grad_norm_)
     by_hand = [SGD(each.parameters(), lr=LR, momentum=0.9) for each in expected]
     assert_alike(ours, run(expected, by_hand, torch.Tensor.backward, nn.utils.clip_grad_norm_))
-
-
-@pytest.mark.parametrize("named", [True, False])
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_a_loss_that_is_scaled_for_another_units_optimizer_steps_no_model_without(
-    accelerator_of, named, set_to_none
-):
-    """As that of a discriminator whose optimizer was not prepared, unless the loss's model is named."""
-
-    def run(generator, critic, first, own, backward, options):
-        for _ in range(3):
-            backward(critic(generator(torch.ones(1, FEATURES))).float().sum())
-            first.step()
-            first.zero_grad()
-            own.zero_grad(set_to_none)
-            backward(critic(generator(torch.ones(1, FEATURES)).detach()).float().sum(), **options)
-            own.step()
-        return [*generator.parameters(), *critic.parameters()]
-
-    (generator, critic), expected = parts(), parts()
-    own = SGD(critic.parameters(), lr=LR)
-    by_hand = [SGD(each.parameters(), lr=LR) for each in expected]
-    accelerator = scaled(accelerator_of)
-    generator, first = accelerator.prepare(generator, SGD(generator.parameters(), lr=LR))
-    critic = accelerator.prepare(critic)
-    options = {"model": critic} if named else {}
-    if named:
-        ours = run(generator, critic, first, own, accelerator.backward, options)
-        assert_alike(ours, run(*expected, *by_hand, torch.Tensor.backward, {}))
-    else:
-        before = critic.weight.detach().clone()
-        with pytest.raises(AccelError, match=r"scaled for the optimizer of another unit\nprepare .* model="):
-            run(generator, critic, first, own, accelerator.backward, options)
-        assert torch.equal(critic.weight, before)
-
-
-def test_a_model_that_is_frozen_at_first_is_not_stepped_by_scaled_gradients_either(accelerator_of):
-    """As a discriminator is while the generator trains."""
-    generator, critic = parts()
-    own = SGD(critic.parameters(), lr=LR)
-    accelerator = scaled(accelerator_of)
-    generator, first = accelerator.prepare(generator, SGD(generator.parameters(), lr=LR))
-    critic = accelerator.prepare(critic)
-    critic.requires_grad_(False)
-    accelerator.backward(critic(generator(torch.ones(1, FEATURES))).float().sum())
-    first.step()
-    critic.requires_grad_(True)
-    accelerator.backward(critic(generator(torch.ones(1, FEATURES)).detach()).float().sum())
-    with pytest.raises(AccelError, match="scaled for the optimizer of another unit"):
-        own.step()
 
 
 @pytest.mark.parametrize("cleared", [True, False])
@@ -343,29 +211,6 @@ def test_gradients_that_were_clipped_before_units_share_a_loss_count_in_its_step
     plain = run(expected, by_hand, torch.Tensor.backward, nn.utils.clip_grad_norm_, {})
     torch.testing.assert_close(ours[:2], plain[:2], rtol=0.01, atol=0.0)
     assert_alike(ours[2:], plain[2:])
-
-
-@pytest.mark.parametrize("has_optimizer", [True, False])
-@pytest.mark.parametrize("own", [True, False])
-def test_gradients_of_a_loss_that_names_another_model_are_not_stepped_by_another_scale(
-    accelerator_of, own, has_optimizer
-):
-    """As those of a critic whose generator's loss is named as the generator's."""
-    accelerator, (generator, critic) = scaled(accelerator_of), parts()
-    optimizers = [SGD(each.parameters(), lr=LR) for each in (generator, critic)]
-    critic, second = accelerator.prepare(critic, optimizers[1])
-    if has_optimizer:
-        generator, _ = accelerator.prepare(generator, optimizers[0])
-    else:
-        generator = accelerator.prepare(generator)
-    before = critic.weight.detach().clone()
-    if own:
-        accelerator.backward(critic(torch.ones(1, 8)).float().sum(), model=critic)
-    accelerator.backward(critic(generator(torch.ones(1, FEATURES))).float().sum(), model=generator)
-    for use in (second.step, lambda: accelerator.clip_grad_norm_(critic.parameters(), 1.0)):
-        with pytest.raises(AccelError, match=r"named other models only.*\nleave model= out"):
-            use()
-    assert torch.equal(critic.weight, before)
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
@@ -423,40 +268,6 @@ def test_a_step_without_gradients_does_nothing_at_any_time(accelerator_of):
     torch.testing.assert_close(model.weight, after - (before - after), rtol=0.0, atol=0.01 * LR)
 
 
-class Ahead(torch.optim.Optimizer):
-    """Steps by an optimizer of its own, as SAM does."""
-
-    def __init__(self, parameters, lr):
-        super().__init__(parameters, {"lr": lr})
-        self.base = SGD(self.param_groups, lr=lr)
-
-    def step_base(self):
-        self.base.step()
-        self.zero_grad()
-
-    def step(self, closure=None):
-        self.base.step()
-
-
-@pytest.mark.parametrize("kind", ["the one that was prepared", "one inside it"])
-def test_a_step_past_the_prepared_optimizer_is_refused_while_gradients_are_scaled(accelerator_of, kind):
-    accelerator, model = scaled(accelerator_of), nn.Linear(2, 1)
-    own = SGD(model.parameters(), lr=LR) if "prepared" in kind else Ahead(model.parameters(), lr=LR)
-    step_past = own.step if "prepared" in kind else own.step_base
-    model, optimizer = accelerator.prepare(model, own)
-    before = model.weight.detach().clone()
-    accelerator.backward(model(torch.ones(1, 2)).float().sum())
-    with pytest.raises(AccelError, match=r"past the optimizer that was prepared.*\n.*unscale_gradients"):
-        step_past()
-    assert torch.equal(model.weight, before)
-    accelerator.unscale_gradients()
-    step_past()
-    optimizer.zero_grad()
-    accelerator.backward(model(torch.ones(1, 2)).float().sum())
-    optimizer.step()
-    torch.testing.assert_close(model.weight, before - 2 * LR, rtol=0.0, atol=0.01 * LR)
-
-
 def test_sparse_gradients_that_wait_follow_the_scale(accelerator_of):
     accelerator = scaled(accelerator_of)
     model = nn.ModuleList([nn.Embedding(3, 2, sparse=True), nn.Linear(2, 1)])
@@ -469,47 +280,3 @@ def test_sparse_gradients_that_wait_follow_the_scale(accelerator_of):
     waits.step()
     moved = torch.tensor([[0.0, 0.0], [4 * LR, 4 * LR], [0.0, 0.0]])
     torch.testing.assert_close(before - model[0].weight, moved, rtol=0.0, atol=0.01 * LR)
-
-
-@pytest.mark.parametrize("kind", ["the one that was prepared", "one beside it"])
-def test_a_step_past_one_of_two_prepared_optimizers_is_refused_after_the_other_has_stepped(
-    accelerator_of, kind
-):
-    accelerator = scaled(accelerator_of)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    first, second = (SGD(each.parameters(), lr=LR) for each in model)
-    own = second if "prepared" in kind else SGD(model[1].parameters(), lr=LR)
-    model, first, second = accelerator.prepare(model, first, second)
-    before = model[1].bias.detach().clone()
-    accelerator.backward(model(torch.ones(1, 2)).float().sum())
-    first.step()
-    with pytest.raises(AccelError, match="past the optimizer that was prepared"):
-        own.step()
-    assert torch.equal(model[1].bias, before)
-    accelerator.unscale_gradients()
-    own.step()
-    torch.testing.assert_close(model[1].bias, before - LR, rtol=0.0, atol=0.01 * LR)
-
-
-@pytest.mark.parametrize("number", [1, 2])
-def test_a_step_by_a_loss_of_its_own_goes_on_as_the_error_says(accelerator_of, number):
-    accelerator = scaled(accelerator_of)
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
-    own = SGD(model[1].parameters(), lr=LR)
-    made = [SGD(model.parameters(), lr=LR)] if number == 1 else [SGD(it.parameters(), lr=LR) for it in model]
-    model, *optimizers = accelerator.prepare(model, *made)
-
-    def one_loss_then_another(clear):
-        accelerator.backward(model(torch.ones(1, 2)).float().sum())
-        if number == 2:
-            optimizers[0].step()
-        clear()
-        model(torch.ones(1, 2)).float().sum().backward()
-        own.step()
-
-    before = model[1].bias.detach().clone()
-    with pytest.raises(AccelError, match=r"zero_grad\(\) of what prepare returned, not of the model"):
-        one_loss_then_another(model.zero_grad)
-    assert torch.equal(model[1].bias, before)
-    one_loss_then_another(lambda: [each.zero_grad() for each in optimizers])
-    torch.testing.assert_close(model[1].bias, before - LR, rtol=0.0, atol=0.01 * LR)

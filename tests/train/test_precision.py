@@ -171,25 +171,6 @@ def test_gradients_of_a_step_are_not_unscaled_again_after_it(accelerator_of, bet
     assert scales == [64.0, 64.0, 64.0, 128.0, 128.0]
 
 
-@pytest.mark.parametrize("by_the_scaler", [False, True])
-def test_an_optimizer_that_was_not_prepared_steps_no_scaled_gradients(accelerator_of, by_the_scaler):
-    """One of two optimizers was left out."""
-    accelerator, model = fp16(accelerator_of, init_scale=1024.0), net()
-    first, *_, last = model.children()
-    own = SGD(last.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, SGD(first.parameters(), lr=0.1))
-    before = last.weight.detach().clone()
-    accelerator.backward(model(X).float().mean())
-    if by_the_scaler:
-        accelerator.run.units[0].scaler.step(own)
-        optimizer.step()
-        assert not torch.equal(last.weight, before)
-    else:
-        with pytest.raises(AccelError, match="multiplied by the loss scale until .*\nprepare the optimizer"):
-            own.step()
-        assert torch.equal(last.weight, before)
-
-
 @pytest.mark.parametrize("windows", [False, True])
 def test_a_model_without_a_prepared_optimizer_gets_gradients_that_are_not_scaled(accelerator_of, windows):
     """Nothing unscales them. In a window they were scaled."""
@@ -283,13 +264,13 @@ def test_float16_parameters_are_refused_by_name(accelerator_of):
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_parameters_that_become_float16_later_are_named_at_the_first_step(accelerator_of, clip):
+def test_parameters_that_become_float16_later_are_refused_at_the_first_step(accelerator_of, clip):
     accelerator = accelerator_of(mixed_precision="fp16")
     model = net()
     model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     model.half()
     accelerator.backward(model(X).float().sum())
-    with pytest.raises(ConfigError, match=r"0\.weight is float16 .*\n.*model.float\(\)"):
+    with pytest.raises(ValueError, match="unscale FP16 gradients"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0) if clip else optimizer.step()
 
 

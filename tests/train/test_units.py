@@ -79,16 +79,16 @@ def test_a_gan_equals_the_plain_loop(accelerator_of, accumulate):
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 4])
-def test_a_gan_in_fp16_keeps_a_loss_scale_a_unit(accelerator_of, accumulate):
+def test_a_gan_in_fp16_equals_the_plain_loop_though_its_units_share_a_loss_scale(accelerator_of, accumulate):
     # Growing at each step: a scale that changed inside the other's window would show at once.
-    scaler = GradScalerKwargs(init_scale=4.0, growth_interval=1)
+    scaler = GradScalerKwargs(init_scale=1.0, growth_interval=1)
     accelerator = accelerator_of(
         mixed_precision="fp16", gradient_accumulation_steps=accumulate, kwargs_handlers=[scaler]
     )
-    for ours, plain in zip(our_gan(accelerator, 12), plain_gan(12, accumulate), strict=True):
+    for ours, plain in zip(our_gan(accelerator, 4), plain_gan(4, accumulate), strict=True):
         assert ours == pytest.approx(plain, abs=2e-2)
     first, second = accelerator.run.units
-    assert first.scaler is not second.scaler
+    assert first.scaler is second.scaler
 
 
 def test_two_optimizers_that_share_a_loss_share_its_scale(accelerator_of):
@@ -110,42 +110,6 @@ def test_two_optimizers_that_share_a_loss_share_its_scale(accelerator_of):
     for gradients in seen[1:]:
         for gradient, first in zip(gradients, seen[0], strict=True):
             torch.testing.assert_close(gradient, first)
-
-
-def test_a_loss_that_is_shared_is_refused_beside_gradients_of_another_scale(accelerator_of):
-    accelerator = accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
-    a, b = net(0), net(1)
-    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
-    a, b, opt_a, opt_b = accelerator.prepare(a, b, SGD(a.parameters(), lr=0.1), SGD(b.parameters(), lr=0.1))
-    accelerator.backward(a(x).float().mean() * float("inf"), model=a)
-    opt_a.step()
-    opt_a.zero_grad()
-    accelerator.backward(a(x).float().mean(), model=a)
-    accelerator.backward(b(x).float().mean(), model=b)
-    with pytest.raises(AccelError, match="gradients of a loss scaled by 4, and the loss .* scaled by 2:"):
-        accelerator.backward((a(x) + b(x)).float().mean())
-    opt_b.step()
-    opt_b.zero_grad()
-    accelerator.backward((a(x) + b(x)).float().mean())
-
-
-def test_a_loss_that_is_shared_is_refused_beside_one_that_others_shared(accelerator_of):
-    accelerator = accelerator_of(mixed_precision="fp16", kwargs_handlers=[GradScalerKwargs(init_scale=4.0)])
-    nets = [net(seed) for seed in range(3)]
-    prepared = accelerator.prepare(*nets, *(SGD(each.parameters(), lr=0.1) for each in nets))
-    (a, b, c), opt_b = prepared[:3], prepared[4]
-    x = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
-    accelerator.backward(b(x).float().mean() * float("inf"), model=b)
-    opt_b.step()
-    opt_b.zero_grad()
-    with accelerator.accumulate(b, c):
-        accelerator.backward((b(x) + c(x)).float().mean())
-    with accelerator.accumulate(a, b):
-        with pytest.raises(AccelError, match="gradients of a loss scaled by 2, and the loss .* scaled by 4:"):
-            accelerator.backward((a(x) + b(x)).float().mean())
-        opt_b.step()
-        opt_b.zero_grad()
-        accelerator.backward((a(x) + b(x)).float().mean())
 
 
 def test_a_teacher_without_optimizer_is_a_unit_that_does_not_train(accelerator):
@@ -222,7 +186,7 @@ class Plugin:
         self.below, self.times = None, 0
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
+    def reduce_gradients(self, unit):
         self.times += 1
 
 CARD = Card(name="reduces", slot="strategy", summary="A toy.", api_version="1.0",
@@ -230,18 +194,21 @@ CARD = Card(name="reduces", slot="strategy", summary="A toy.", api_version="1.0"
 """
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-@pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_are_reduced_once_a_window_whoever_calls_backward(toy_plugin, by_hand, clipped):
+def two_halves(toy_plugin):
+    """A model with an optimizer for each half, under a strategy that counts its reductions."""
     toy_plugin("reduces", "strategy", source=REDUCES)
     accelerator = Accelerator(cpu=True, strategy="reduces")
     model = net()
     halves = list(model.parameters())[:2], list(model.parameters())[2:]
     model, *optimizers = accelerator.prepare(model, *(SGD(half, lr=0.1) for half in halves))
-    plugin = accelerator.run.units[0].plugin
+    return accelerator, model, optimizers, accelerator.run.units[0].plugin
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_gradients_are_reduced_once_a_window(toy_plugin, clipped):
+    accelerator, model, optimizers, plugin = two_halves(toy_plugin)
     for window in range(1, 4):
-        loss = model(torch.ones(2, FEATURES)).sum()
-        loss.backward() if by_hand else accelerator.backward(loss)
+        accelerator.backward(model(torch.ones(2, FEATURES)).sum())
         if clipped:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -251,20 +218,33 @@ def test_gradients_are_reduced_once_a_window_whoever_calls_backward(toy_plugin, 
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("clipped", [False, True])
-def test_gradients_that_came_since_an_optimizer_was_left_out_are_reduced(toy_plugin, by_hand, clipped):
-    toy_plugin("reduces", "strategy", source=REDUCES)
-    accelerator = Accelerator(cpu=True, strategy="reduces")
-    model = net()
-    halves = list(model.parameters())[:2], list(model.parameters())[2:]
-    model, first, second = accelerator.prepare(model, *(SGD(half, lr=0.1) for half in halves))
-    plugin = accelerator.run.units[0].plugin
+def test_gradients_that_came_since_an_optimizer_was_left_out_are_reduced(toy_plugin, clipped):
+    accelerator, model, (first, second), plugin = two_halves(toy_plugin)
     for window, steps in enumerate([first, second, first, second], start=1):  # each leaves out the other
-        loss = model(torch.ones(2, FEATURES)).sum()
-        loss.backward() if by_hand else accelerator.backward(loss)
+        accelerator.backward(model(torch.ones(2, FEATURES)).sum())
         if clipped:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
         steps.step()
         assert plugin.times == window
+    accelerator.end_training()
+
+
+def test_those_of_a_losss_own_backward_are_reduced_by_each_call_also_after_a_batch_that_was_dropped(
+    toy_plugin,
+):
+    """Core does not see that backward, nor the model's own zero_grad; an average of averages is the same."""
+    accelerator, model, optimizers, plugin = two_halves(toy_plugin)
+    for is_bad in (True, False, False):
+        before = plugin.times
+        model(torch.ones(2, FEATURES)).sum().backward()
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        assert plugin.times == before + 1
+        if is_bad:
+            model.zero_grad()
+            continue
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert plugin.times == before + 3
     accelerator.end_training()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
+from itertools import chain
 
 import pytest
 import torch
@@ -41,12 +43,11 @@ def waits(precision, options, strategy="auto"):
     model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
     found = []
     before = module.waits
-    for x, y in loader:
-        items = y.new_full((), 4.0) if options["items"] else None
-        with (
-            accelerator.accumulate(model, items=items) if items is not None else accelerator.accumulate(model)
-        ):
-            loss = nn.functional.mse_loss(model(x), y, reduction="mean" if items is None else "sum")
+    counted = options["items"]
+    windows = accelerator.windows(map(tuple, loader), model, items=lambda batch: batch[1].new_full((), 4.0))
+    for x, y in chain.from_iterable(windows) if counted else loader:
+        with nullcontext() if counted else accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y, reduction="sum" if counted else "mean")
             accelerator.backward(loss)
             if accelerator.sync_gradients:
                 if options["clip"] == "norm":

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,16 +34,19 @@ def padded(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 
 def loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
-    return F.cross_entropy(logits.float().transpose(1, 2), labels, reduction="sum")
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    return F.cross_entropy(logits.transpose(1, 2), labels, reduction="sum")
 
 
 def optimizer_of(network: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(network.parameters(), lr=0.5, momentum=0.9)
 
 
-def plain(clip: float | None = None, lengths: Sequence[int] = LENGTHS) -> list[Tensor]:
+def plain(
+    clip: float | None = None, lengths: Sequence[int] = LENGTHS, dtype: torch.dtype = torch.float32
+) -> list[Tensor]:
     """The weights after one step a global batch, the loss a mean over its tokens."""
-    network = model()
+    network = model().to(dtype)
     optimizer = optimizer_of(network)
     rows = sequences(lengths)
     for start in range(0, len(rows), GLOBAL):
@@ -56,46 +59,53 @@ def plain(clip: float | None = None, lengths: Sequence[int] = LENGTHS) -> list[T
     return [p.detach() for p in network.parameters()]
 
 
-def ours(
-    accelerator: Any, clip: float | None = None, lengths: Sequence[int] = LENGTHS, as_tensor: bool = True
-) -> list[Tensor]:
-    """The same in micro-batches: this rank's share of each global batch, in as many as a window has."""
-    network = model()
-    network, optimizer = accelerator.prepare(network, optimizer_of(network))
-    share = GLOBAL // accelerator.num_processes
-    size = share // accelerator.gradient_accumulation_steps
-    rows = sequences(lengths)
-    for start in range(accelerator.process_index * share, len(rows), GLOBAL):
+def tokens(batch: tuple[Tensor, Tensor]) -> Tensor:
+    return (batch[1] != -100).sum()
+
+
+def micro_batches(accelerator: Any, lengths: Sequence[int] = LENGTHS) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of each global batch, in as many micro-batches as a window has."""
+    topology = accelerator.run.topology
+    share = GLOBAL // topology.readers
+    size, rows = share // accelerator.gradient_accumulation_steps, sequences(lengths)
+    for start in range(topology.reader * share, len(rows), GLOBAL):
         for first in range(start, start + share, size):
-            inputs, labels = padded(rows[first : first + size])
-            items: Any = (labels != -100).sum()
-            with accelerator.accumulate(network, items=items if as_tensor else items.item()):
-                accelerator.backward(loss_sum(network(inputs), labels))
-                if clip is not None:
-                    accelerator.clip_grad_norm_(network.parameters(), clip)
-                optimizer.step()
-                optimizer.zero_grad()
+            yield padded(rows[first : first + size])
+
+
+def ours(
+    accelerator: Any,
+    clip: float | None = None,
+    lengths: Sequence[int] = LENGTHS,
+    items: Callable[[Any], Any] = tokens,
+    dtype: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """The same in micro-batches."""
+    network = model().to(dtype)
+    network, optimizer = accelerator.prepare(network, optimizer_of(network))
+    for window in accelerator.windows(micro_batches(accelerator, lengths), network, items=items):
+        for inputs, labels in window:
+            accelerator.backward(loss_sum(network(inputs), labels))
+            if clip is not None:
+                accelerator.clip_grad_norm_(network.parameters(), clip)
+            optimizer.step()
+            optimizer.zero_grad()
     return [p.detach().clone() for p in accelerator.unwrap_model(network).parameters()]
 
 
 def by_windows(accelerator: Any, clip: float | None = None) -> tuple[list[Tensor], list[float]]:
     """As `ours`, a window at a time, and the loss a token."""
-    network = model()
+    network, losses = model(), []
     network, optimizer = accelerator.prepare(network, optimizer_of(network))
-    readers, count = accelerator.run.topology.readers, accelerator.gradient_accumulation_steps
-    size, rows, losses = GLOBAL // readers // count, sequences(), []
-    for start in range(0, len(rows), GLOBAL):
-        first = start + accelerator.run.topology.reader * count * size
-        batches = [padded(rows[first + at * size :][:size]) for at in range(count)]
-        items = sum((labels != -100).sum() for _, labels in batches)
+    for window in accelerator.windows(micro_batches(accelerator), network, items=tokens):
         found = accelerator.forward_backward(
-            network, batches, lambda model, batch: (loss_sum(model(batch[0]), batch[1]), None), items=items
+            network, window, lambda model, batch: (loss_sum(model(batch[0]), batch[1]), None)
         )
         if clip is not None:
             accelerator.clip_grad_norm_(network.parameters(), clip)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append((accelerator.reduce(found.loss) / accelerator.reduce(items)).item())
+        losses.append(accelerator.reduce(found.loss, "mean").item())
     return [p.detach().clone() for p in accelerator.unwrap_model(network).parameters()], losses
 
 

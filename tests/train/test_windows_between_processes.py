@@ -26,10 +26,17 @@ def accelerator(*handlers: Any, **options: Any) -> Accelerator:
     return Accelerator(cpu=True, kwargs_handlers=[limit, *handlers], **options)
 
 
-def trained(accumulate, clip=None, lengths=tuple(token_losses.LENGTHS), each_batch=False, **options):
+def trained(
+    accumulate,
+    clip=None,
+    lengths=tuple(token_losses.LENGTHS),
+    each_batch=False,
+    dtype=torch.float32,
+    **options,
+):
     plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
     made = accelerator(GradScalerKwargs(init_scale=32.0), gradient_accumulation_plugin=plugin, **options)
-    weights = token_losses.ours(made, clip, lengths)
+    weights = token_losses.ours(made, clip, lengths, dtype=dtype)
     made.end_training()
     return weights
 
@@ -40,10 +47,19 @@ def assert_all_near(found, plain, **tolerance):
             torch.testing.assert_close(mine, theirs, **(tolerance or {"rtol": 1e-4, "atol": 1e-6}))
 
 
-@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (4, None), (2, 0.05)])
-def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip, run_processes):
-    found = run_processes(trained, accumulate, clip)
-    assert_all_near(found, token_losses.plain(clip))
+def exact(accumulate, clip):
+    return trained(accumulate, clip, dtype=torch.float64)
+
+
+EXACT = {"rtol": 1e-12, "atol": 1e-12}
+
+
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("accumulate", "clip"), [(1, None), (2, None), (2, 0.05)])
+def test_the_tokens_of_the_global_window_decide_not_who_has_them(accumulate, clip, world, run_processes):
+    found = run_processes(exact, accumulate, clip, world=world)
+
+    assert_all_near(found, token_losses.plain(clip, dtype=torch.float64), **EXACT)
 
 
 def by_windows():
@@ -77,7 +93,7 @@ def test_a_loss_scale_changes_nothing(run_processes):
     assert_all_near(run_processes(half, 2, 0.05), token_losses.plain(0.05), rtol=2e-2, atol=2e-2)
 
 
-def traffic(accumulate, each_batch, count_items):
+def traffic(accumulate, each_batch):
     """The collectives of each of four micro-batches, from entering `accumulate` to the end of its step."""
     plugin = GradientAccumulationPlugin(num_steps=accumulate, sync_each_batch=each_batch)
     made = accelerator(gradient_accumulation_plugin=plugin)
@@ -88,7 +104,7 @@ def traffic(accumulate, each_batch, count_items):
     for _ in range(8):
         with (
             torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
-            made.accumulate(network, items=4 if count_items else None),
+            made.accumulate(network),
         ):
             made.backward(token_losses.loss_sum(network(inputs), labels))
             made.clip_grad_norm_(network.parameters(), 1.0)
@@ -99,81 +115,65 @@ def traffic(accumulate, each_batch, count_items):
     return counts[4:]  # after its first reduction the wrapper agrees on its buckets, once
 
 
-@pytest.mark.parametrize("count_items", [False, True])
-def test_micro_batches_inside_a_window_communicate_nothing(count_items, run_processes):
-    for counts in run_processes(traffic, 2, False, count_items):
-        assert counts == [0, 1 + count_items] * 2
+def test_micro_batches_inside_a_window_communicate_nothing(run_processes):
+    for counts in run_processes(traffic, 2, False):
+        assert counts == [0, 1] * 2
 
 
 def test_each_micro_batch_communicates_if_asked_to(run_processes):
-    for counts in run_processes(traffic, 2, True, False):
+    for counts in run_processes(traffic, 2, True):
         assert counts == [1] * 4
 
 
-class WithoutFloat64:
-    """Hooks of a unit on a chip that lacks float64, as some of a card's chips may."""
-
-    def __init__(self, hooks):
-        self.hooks = hooks
-
-    def __getattr__(self, name):
-        return getattr(self.hooks, name)
-
-    def capabilities(self, device):
-        return self.hooks.capabilities(device) - {"float64"}
-
-
-def chips_of_two_kinds(lacking):
+def refused(train):
     made = accelerator()
     model = torch.nn.Linear(1, 1)
     model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    unit = made.run.units[0]
-    if made.process_index == lacking:
-        unit.hooks = WithoutFloat64(unit.hooks)
-    counts = []
-    for window in range(2):
-        with made.accumulate(model, items=3 + window + made.process_index):
-            made.backward(model(torch.ones(1, 1)).sum())
-            optimizer.step()
-            optimizer.zero_grad()
-        counts.append((str(unit.step_state.items.dtype), unit.step_state.items.item()))
-    made.end_training()
-    return counts
-
-
-@pytest.mark.parametrize("lacking", [0, 1])
-def test_chips_of_which_one_lacks_float64_count_alike(lacking, run_processes):
-    assert (
-        run_processes(chips_of_two_kinds, lacking) == [[("torch.float32", 7.0), ("torch.float32", 9.0)]] * 2
-    )
-
-
-def items_where_ranks_run_out_of_batches(whole):
-    made = accelerator()
-    model = torch.nn.Linear(1, 1)
-    model, optimizer = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.ones(1, 1)
     try:
-        with made.join_uneven_inputs([model]):
-            for _ in range(2 + made.process_index):
-                if whole:
-                    made.forward_backward(model, [x], lambda model, x: (model(x).sum(), None), items=1)
-                else:
-                    with made.accumulate(model, items=1):
-                        made.backward(model(x).sum())
-                optimizer.step()
-                optimizer.zero_grad()
+        train(made, model, optimizer)
     except AccelError as error:
         return str(error)
     finally:
         made.end_training()
 
 
-@pytest.mark.parametrize("whole", [False, True])
-def test_items_are_refused_where_ranks_may_run_out_of_batches(whole, run_processes):
+def in_joined(made, model, optimizer):
+    with made.join_uneven_inputs([model]):
+        next(made.windows([torch.ones(1, 1)] * (2 + made.process_index), items=len))
+
+
+def test_items_are_refused_where_ranks_may_run_out_of_batches(run_processes):
     """One rank would add up its items with what another sends in the strategy's place."""
-    for told in run_processes(items_where_ranks_run_out_of_batches, whole):
+    for told in run_processes(refused, in_joined):
         assert "a rank that has run out of batches has no items to add" in told
+
+
+def of_different_lengths(made, model, optimizer):
+    for window in made.windows([torch.ones(1, 1)] * (3 + made.process_index), model, size=2):
+        for x in window:
+            made.backward(model(x).sum())
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_ranks_with_different_numbers_of_batches_all_raise_and_name_them(run_processes):
+    for told in run_processes(refused, of_different_lengths):
+        assert "different numbers of batches of the list: rank 0 has 1, rank 1 has 2" in told
+
+
+def without_the_last_backward(made, model, optimizer):
+    for window in made.windows([torch.ones(1, 1)] * 2, model, size=2):
+        for number, x in enumerate(window):
+            loss = model(x).sum()
+            if number == 0:
+                made.backward(loss)  # the next is skipped, as programs do with a loss that is nan
+            optimizer.step()
+
+
+def test_a_window_whose_reducing_backward_did_not_come_is_an_error(run_processes):
+    for told in run_processes(refused, without_the_last_backward):
+        assert "are not reduced: its window ends here" in told
+        assert "0 * loss" in told
 
 
 def a_parameter_that_comes_late():
