@@ -1,16 +1,15 @@
 """Random training programs, run by an Accelerator and by plain PyTorch.
 
 Plain PyTorch has the batches of all ranks.
-A program has windows of some micro-batches with one or several losses, limits of gradients, schedules,
-evaluations, windows that are dropped, saves and loads.
+A program has windows of some micro-batches with one or several losses, means or sums over items, limits of
+gradients, schedules, evaluations, windows that are dropped, saves and loads.
 """
 
 from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -41,8 +40,13 @@ MICRO_BATCHES = ("one loss",) * 4 + ("two losses", "two forwards", "evaluation",
 
 @frozen
 class WindowPlan:
-    """One window: what comes before it, its micro-batches, and how it ends."""
+    """One window: what comes before it, its micro-batches, and how it ends.
 
+    form: "accumulate"; "windows" of the micro-batches, which are divided by their number; or "items", whose
+        losses are sums over other numbers of items in each micro-batch and rank, maybe none.
+    """
+
+    form: str
     before: tuple[str, ...]
     micro_batches: tuple[str, ...]
     limit: str | None
@@ -79,7 +83,7 @@ def make_program(
         splits: it may have two optimizers.
         edits: it may write into weights and gradients.
     """
-    draw = random.Random(seed)  # noqa: S311  no secret
+    draw, draw_form = random.Random(seed), random.Random(-seed - 1)  # noqa: S311  no secret
     first_size = size = draw.choice([1, 2, 3])
     windows: list[WindowPlan] = []
     for number in range(draw.choice([4, 6])):
@@ -98,7 +102,14 @@ def make_program(
             kinds[-1] = "one loss"  # it reduces what the others have left
         limit = draw.choice([None, None, "norm", "value"]) if kinds[-1] != "no backward" else None
         windows.append(
-            WindowPlan(tuple(before), tuple(kinds), limit, edits and draw.random() < 0.15, is_dropped)
+            WindowPlan(
+                form=draw_form.choice(["accumulate", "accumulate", "windows", "items"]),
+                before=tuple(before),
+                micro_batches=tuple(kinds),
+                limit=limit,
+                halves_gradients=edits and draw.random() < 0.15,
+                is_dropped=is_dropped,
+            )
         )
     return Program(
         seed=seed,
@@ -169,11 +180,29 @@ class _Prepared:
         self.model, *others = accelerator.prepare(model, *optimizers, *schedulers)
         self.optimizers, self.schedulers = others[: len(optimizers)], others[len(optimizers) :]
         topology = accelerator.run.topology
-        self.ranks, begin = topology.readers, topology.reader * ROWS
-        self.rows = slice(begin, begin + ROWS)
+        self.ranks, self.rank = topology.readers, topology.reader
 
-    def micro_batch(self) -> AbstractContextManager[Any]:
-        return self.accelerator.accumulate(self.model)
+    def micro_batches(self, form: str, items: list[list[int]]) -> Iterator[int]:
+        """Give the number of each micro-batch of a window, inside its context."""
+        places: Iterable[int] = range(len(items))
+        if form == "accumulate":
+            for place in places:
+                with self.accelerator.accumulate(self.model):
+                    yield place
+            return
+        count = (lambda place: items[place][self.rank]) if form == "items" else None
+        for window in self.accelerator.windows(places, self.model, items=count, size=len(items)):
+            yield from window
+
+    def rows(self, batch: Tensor) -> Tensor:
+        """Return this rank's rows of a batch of all ranks."""
+        begin = self.rank * ROWS
+        return batch[begin : begin + ROWS]
+
+    def loss(self, values: Tensor, items: list[int] | None) -> Tensor:
+        """Return the mean of this rank's values, times its items."""
+        mean = values.mean()
+        return mean if items is None else mean * items[self.rank]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.model(x)  # type: ignore[no-any-return]
@@ -210,7 +239,7 @@ class _Plain:
     calls_always = False
 
     def __init__(self, program: Program, ranks: int, precision: str) -> None:
-        self.size, self.ranks, self.rows = program.size, ranks, slice(None)
+        self.size, self.ranks, self.divisor = program.size, ranks, program.size
         self.dtype = program.dtype
         self.model, optimizers, self.schedulers = _objects(program)
         scales = precision == "fp16"
@@ -219,8 +248,19 @@ class _Plain:
         self.half = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
         self.saved: Any = None
 
-    def micro_batch(self) -> AbstractContextManager[Any]:
-        return nullcontext()
+    def micro_batches(self, form: str, items: list[list[int]]) -> Iterator[int]:
+        sizes = {"accumulate": self.size, "windows": len(items)}
+        self.divisor = sizes.get(form) or sum(map(sum, items)) or 1
+        yield from range(len(items))
+
+    def rows(self, batch: Tensor) -> Tensor:
+        return batch
+
+    def loss(self, values: Tensor, items: list[int] | None) -> Tensor:
+        if items is None:
+            return values.mean()
+        parts = zip(values.chunk(self.ranks), items, strict=True)
+        return torch.stack([part.mean() * count for part, count in parts]).sum()
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=self.half, enabled=self.half is not None):
@@ -228,7 +268,7 @@ class _Plain:
         return made.to(self.dtype)
 
     def backward(self, loss: Tensor) -> None:
-        self.scaler.scale(loss / self.size).backward()
+        self.scaler.scale(loss / self.divisor).backward()
 
     def limit(self, by: str) -> None:
         self.unscale()
@@ -305,24 +345,45 @@ def _run(program: Program, trainer: _Prepared | _Plain) -> list[dict[str, Tensor
     for number, window in enumerate(program.windows):
         for what in window.before:
             _act(trainer, what, len(window.micro_batches))
-        for place, kind in enumerate(window.micro_batches):
-            with trainer.micro_batch():
-                if program.clears in ("before", "both") and (trainer.calls_always or place == 0):
-                    _clear(trainer)
-                clears = place == 0 and program.clears == "after forward"
-                _learn(trainer, kind, seed=(program.seed * 100 + number) * 10 + place, clears=clears)
-                is_last = place == len(window.micro_batches) - 1
-                if is_last:
-                    _change_gradients(trainer, window)
-                if not window.is_dropped and (trainer.calls_always or is_last):
-                    for each in (*trainer.optimizers, *trainer.schedulers):
-                        each.step()
-                if program.clears == "of the model" and is_last:
-                    trainer.model.zero_grad()
-                if program.clears in ("after", "both", "in place") and (trainer.calls_always or is_last):
-                    _clear(trainer, set_to_none=program.clears != "in place")
+        seeds = [(program.seed * 100 + number) * 10 + place for place in range(len(window.micro_batches))]
+        items = [_items(seed, trainer.ranks) for seed in seeds]
+        for place in trainer.micro_batches(window.form, items):
+            counted = items[place] if window.form == "items" else None
+            _micro_batch(program, trainer, window, place, seed=seeds[place], items=counted)
         found.append(trainer.end_window())
     return found
+
+
+def _items(seed: int, ranks: int) -> list[int]:
+    """Return how many items each rank has in a micro-batch."""
+    draw = random.Random(seed)  # noqa: S311  no secret
+    return [draw.choice([0, 1, 3, 10]) for _ in range(ranks)]
+
+
+def _micro_batch(
+    program: Program,
+    trainer: _Prepared | _Plain,
+    window: WindowPlan,
+    place: int,
+    *,
+    seed: int,
+    items: list[int] | None,
+) -> None:
+    is_last = place == len(window.micro_batches) - 1
+    is_called = trainer.calls_always or is_last
+    if program.clears in ("before", "both") and (trainer.calls_always or place == 0):
+        _clear(trainer)
+    clears = place == 0 and program.clears == "after forward"
+    _learn(trainer, window.micro_batches[place], seed, items, clears=clears)
+    if is_last:
+        _change_gradients(trainer, window)
+    if not window.is_dropped and is_called:
+        for each in (*trainer.optimizers, *trainer.schedulers):
+            each.step()
+    if program.clears == "of the model" and is_last:
+        trainer.model.zero_grad()
+    if program.clears in ("after", "both", "in place") and is_called:
+        _clear(trainer, set_to_none=program.clears != "in place")
 
 
 def _act(trainer: _Prepared | _Plain, what: str, size: int) -> None:
@@ -365,7 +426,12 @@ def _evaluate(trainer: _Prepared | _Plain) -> None:
     trainer.model.train()
 
 
-def _learn(trainer: _Prepared | _Plain, kind: str, seed: int, clears: bool) -> None:
+def _learn(
+    trainer: _Prepared | _Plain, kind: str, seed: int, items: list[int] | None, *, clears: bool
+) -> None:
+    def loss_of(made: Tensor) -> Tensor:
+        return trainer.loss((made - 1).pow(2), items)
+
     x = _rows(trainer, seed)
     if kind == "evaluation":
         _evaluate(trainer)
@@ -373,18 +439,14 @@ def _learn(trainer: _Prepared | _Plain, kind: str, seed: int, clears: bool) -> N
     if clears:
         trainer.model.zero_grad()
     if kind == "two losses":
-        trainer.backward(_loss(made) / 2)
-        trainer.backward(_loss(trainer.forward(x.flip(1))) / 2)
+        trainer.backward(loss_of(made) / 2)
+        trainer.backward(loss_of(trainer.forward(x.flip(1))) / 2)
     elif kind == "two forwards":
-        trainer.backward(_loss(made + trainer.forward(x.flip(1))))
+        trainer.backward(loss_of(made + trainer.forward(x.flip(1))))
     elif kind == "other loss":
-        trainer.backward(made.abs().mean() * 3)
+        trainer.backward(trainer.loss(made.abs(), items) * 3)
     elif kind != "no backward":
-        trainer.backward(_loss(made))
-
-
-def _loss(made: Tensor) -> Tensor:
-    return (made - 1).pow(2).mean()
+        trainer.backward(loss_of(made))
 
 
 def _rows(trainer: _Prepared | _Plain, seed: int) -> Tensor:
@@ -394,4 +456,4 @@ def _rows(trainer: _Prepared | _Plain, seed: int) -> Tensor:
     """
     generator = torch.Generator().manual_seed(seed)
     batch = torch.randn(trainer.ranks * ROWS, 6, generator=generator, dtype=torch.float64)
-    return batch[trainer.rows].to(trainer.dtype)
+    return trainer.rows(batch).to(trainer.dtype)
