@@ -258,6 +258,60 @@ def placed(batch, buffers):
     return found
 
 
+def ragged(length=LENGTH):
+    """Samples of which few tokens count, and in some parts of sequences none."""
+    rows = samples(length)
+    for number, row in enumerate(rows):
+        row["targets"] = row["targets"].clone()  # shares memory with the inputs
+        row["targets"][: number % length] = -100
+    return rows
+
+
+def sum_of(model, batch):
+    logits = model(batch["input_ids"], batch.get("position_ids"))
+    return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum")
+
+
+def plain_of_tokens():
+    """(losses a token, norms, weight) of means over the tokens of eight samples, in float64."""
+    model = Gpt().double()
+    optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.3), [], []
+    for batch in DataLoader(ragged(), 8):
+        loss = sum_of(model, batch) / (batch["targets"] != -100).sum()
+        loss.backward()
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, norms, model.head.weight.detach().clone()
+
+
+def ours_of_tokens(batch_size, form, **options):
+    """The same in windows of two micro-batches, whose tokens each rank counts in its parts."""
+    accelerator = accelerator_of(**options)
+    model = Gpt().double()
+    optimizer, losses, norms = torch.optim.SGD(model.parameters(), lr=0.3), [], []
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(ragged(), batch_size))
+    for window in accelerator.windows(loader, model, items=lambda b: (b["targets"] != -100).sum(), size=2):
+        total = window.items[1]
+        if form == "forward_backward":
+            output = accelerator.forward_backward(model, window, lambda m, b: (sum_of(m, b), None))
+            losses.append(accelerator.reduce(output.loss, "mean").item())
+        else:
+            mine = torch.zeros((), dtype=torch.float64)
+            for batch in window:
+                loss = sum_of(model, batch)
+                accelerator.backward(loss)
+                mine += loss.detach()
+            losses.append((accelerator.reduce(mine, "sum") / total).item())
+        norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    weight = accelerator.get_state_dict(model)["head.weight"].detach().clone()
+    accelerator.end_training()
+    return losses, norms, weight
+
+
 def llama(shared):
     """Losses of a transformers model on its own loss, whose tokens are counted over all ranks."""
     import warnings

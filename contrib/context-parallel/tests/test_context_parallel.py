@@ -118,6 +118,19 @@ def test_a_pipeline_that_attends_nowhere_is_noticed(run_processes):
         assert "never called torch.nn.functional.scaled_dot_product_attention" in said
 
 
+@pytest.mark.needs("accel-ddp")
+@pytest.mark.parametrize("form", ["loop", "forward_backward"])
+@pytest.mark.parametrize(("world", "rows"), [(2, 4), pytest.param(4, 2, marks=pytest.mark.full)])
+def test_sums_are_divided_by_the_tokens_of_all_parts(world, rows, form, run_processes):
+    wanted = cp_problem.plain_of_tokens()
+    for found in run_processes(of_tokens, rows, form, world=world):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def of_tokens(rows, form):
+    return cp_problem.ours_of_tokens(rows, form, size=2)
+
+
 def alone():
     return cp_problem.ours(strategy="single")
 
