@@ -14,7 +14,6 @@ from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError, ConfigError
 from accel_core.training import step
 from accel_core.training.accumulation import Accumulation, units_of
-from accel_core.training.windows import CountedWindow, windows
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from accel_core.contract.config import AutocastKwargs
     from accel_core.contract.unit import StepOutput, Unit
     from accel_core.contract.window import Window
+    from accel_core.training.windows import CountedWindow
     from accel_core.runtime.run import Run
 
 
@@ -140,6 +140,8 @@ class Training:
                 f"windows: size is {size!r:.80}, and a window has at least 1 micro-batch\n"
                 "leave it out for gradient_accumulation_steps"
             )
+        from accel_core.training.windows import windows  # late: start-up need not wait for it
+
         return windows(Accumulation(self.run, models), batches, items, size)
 
     def maybe_context_parallel(
@@ -279,7 +281,7 @@ class Training:
     def forward_backward(
         self,
         model: nn.Module,
-        batches: Iterable[Any],
+        batches: Iterable[Any] | CountedWindow,
         forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]],
         *,
         microbatches: int | None = None,
@@ -316,8 +318,8 @@ class Training:
                 "leave it out for gradient_accumulation_steps, or what the strategy says"
             )
         extent = None
-        if isinstance(batches, CountedWindow):
-            batches, microbatches, extent = batches.whole()
+        if (whole := getattr(batches, "whole", None)) is not None:
+            batches, microbatches, extent = whole()
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
         self.run.use_windows([unit.window])

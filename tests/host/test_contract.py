@@ -57,7 +57,7 @@ def test_steps_that_do_nothing_are_none():
     class Base:
         @hookspecs.implements(hookspecs.reduce_gradients)
         @no_op
-        def reduce_gradients(self, unit, num_items): ...
+        def reduce_gradients(self, unit): ...
 
     binder = Binder()
     steps = Steps(binder.hooks([binder.register(Base(), name="base", slot="base")]))

@@ -43,11 +43,10 @@ class Grid:
         return self.dims
 
     @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit, num_items):
+    def reduce_gradients(self, unit):
         group = self.run.collectives(self.run.topology.loss_dim)
         for parameter in unit.named_parameters().values():
             group.all_reduce(parameter.grad, "mean")
-        self.below.reduce_gradients(unit, num_items)
 
 
 def described(mesh):
@@ -117,9 +116,10 @@ def items():
     weight, optimizer = accelerator.prepare(weight, torch.optim.SGD(weight.parameters(), lr=1.0))
     mine = LENGTHS.chunk(topology.readers)[topology.reader]
     mine = mine.chunk(mesh.size("cp"))[mesh.index("cp")]
-    with accelerator.accumulate(weight, items=mine.sum()):
-        accelerator.backward((weight(mine[:, None]) * mine[:, None]).sum())
-        optimizer.step()
+    for window in accelerator.windows([mine], weight, items=torch.sum):
+        for part in window:
+            accelerator.backward((weight(part[:, None]) * part[:, None]).sum())
+            optimizer.step()
     accelerator.end_training()
     return weight.weight.item()
 

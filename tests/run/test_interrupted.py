@@ -89,9 +89,7 @@ class Script:
             "garbage collection": gc.isenabled(),
             "operation": current_operation.get(),
             "active loaders": list(run.active_loaders),
-            "units": [
-                (unit.step_state.no_sync_depth, unit.step_state.allows_uneven_inputs) for unit in run.units
-            ],
+            "units": [(unit.step_state.quiet, unit.step_state.uneven) for unit in run.units],
             "shardings": [loader._plan.sharding for loader in run.prepared.loaders],
             "training": [module.training for module in self.model.modules()],
             "hooks": [list(module._forward_pre_hooks) for module in self.model.modules()],
@@ -120,9 +118,9 @@ def accumulate(script, leave):
             script.optimizer.zero_grad()
 
 
-def items(script, leave):
-    for (batch,) in script.loader:
-        with script.accelerator.accumulate(script.model, items=len(batch)):
+def windows(script, leave):
+    for window in script.accelerator.windows(script.loader, script.model, items=lambda batch: len(batch[0])):
+        for (batch,) in window:
             leave()
             script.accelerator.backward(script.model(batch).sum())
             script.optimizer.step()
@@ -238,7 +236,7 @@ def train(script, leave):
 
 
 SCENARIOS = [
-    accumulate, items, autocast, no_sync, join, profile, full_parameters, local_sgd, ranks, collectives,
+    accumulate, windows, autocast, no_sync, join, profile, full_parameters, local_sgd, ranks, collectives,
     sequences, loader, by_hand, skipped, whole_window, weights, save, save_behind, load, save_model, train,
 ]  # fmt: skip
 
@@ -396,11 +394,11 @@ def interrupted(script, scenario, at) -> list[str]:
     return left + check(script, f"interrupted in {interruption.where} (place {at})")
 
 
-def places_of(script, micro_batch, items) -> int:
+def places_of(script, micro_batch, batch) -> int:
     for _ in range(2):
         script.accelerator.run.units[0].begin_anew()
         with Interruption() as counted:
-            micro_batch(items, nothing)
+            micro_batch(batch, nothing)
     return counted.count
 
 
@@ -422,14 +420,14 @@ def test_ctrl_c_within_our_own_code_leaves_nothing(script, scenario):
 
 def test_after_ctrl_c_at_any_place_of_accumulate_its_loop_can_go_on_without_a_load(script):
     def micro_batch(script, leave):
-        with script.accelerator.accumulate(script.model, items=1):
+        with script.accelerator.accumulate(script.model):
             leave()
 
     accelerator, problems = script.accelerator, []
     for at in range(1, places(script, micro_batch) + 1):
         with contextlib.suppress(KeyboardInterrupt), Interruption(at) as interruption:
             micro_batch(script, nothing)
-        with accelerator.accumulate(items=1):  # of all models, so another one
+        with accelerator.accumulate():  # of all models, so another one
             inside = accelerator.run.accumulation
         problems += [interruption.where] * (inside is None or accelerator.run.accumulation is not None)
         accelerator.run.units[0].begin_anew()
@@ -450,24 +448,24 @@ def test_after_ctrl_c_at_any_place_of_accumulate_the_next_window_reduces_its_gra
     (unit,) = script.accelerator.run.units
     monkeypatch.setattr(unit.steps, "no_sync", no_sync)
 
-    def micro_batch(items, leave):
-        with script.accelerator.accumulate(items=items):
+    def micro_batch(batch, leave):
+        with script.accelerator.accumulate(batch=batch):
             leave()
 
     problems, raised = [], []  # a notebook keeps what was raised too, and all frames below it
-    for items in (1, None):
+    for batch in (1, None):
         script.accelerator._accumulations.clear()
-        for at in range(1, places_of(script, micro_batch, items) + 1):
+        for at in range(1, places_of(script, micro_batch, batch) + 1):
             unit.begin_anew()
             try:
                 with Interruption(at) as interruption:
-                    micro_batch(items, nothing)
+                    micro_batch(batch, nothing)
             except KeyboardInterrupt as error:
                 raised.append(error)
-            with script.accelerator.accumulate(items=items):
+            with script.accelerator.accumulate(batch=batch):
                 script.accelerator.sync_gradients = True
-                problems += [f"{items}: {interruption.where}"] * bool(quiet)
-            problems += [f"{items}: after {interruption.where}"] * bool(quiet)
+                problems += [f"{batch}: {interruption.where}"] * bool(quiet)
+            problems += [f"{batch}: after {interruption.where}"] * bool(quiet)
             quiet.clear()
     script.accelerator._accumulations.clear()
     unit.begin_anew()

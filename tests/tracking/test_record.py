@@ -440,8 +440,8 @@ def metered(folder):
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(Slow(), 2))
-    for batch in loader:
-        with accelerator.accumulate(model, items=len(batch)):
+    for window in accelerator.windows(loader, model, items=len):
+        for batch in window:
             accelerator.backward(model(batch).square().sum())
             optimizer.step()
             optimizer.zero_grad()
@@ -493,8 +493,8 @@ def used(folder, precision, dtype, counts, more=None):
     model, optimizer, loader = accelerator.prepare(
         model, optimizer, DataLoader(torch.ones(8, 4, dtype=dtype[0]), 2)
     )
-    for batch in loader:
-        with accelerator.accumulate(model, items=3):
+    for window in accelerator.windows(loader, model, items=lambda batch: 3):
+        for batch in window:
             accelerator.backward(model(batch).float().sum())
             optimizer.step()
             optimizer.zero_grad()
@@ -610,9 +610,10 @@ def train_on_items(folder):
     )
     model = nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    for _ in range(4):
-        with accelerator.accumulate(model, items=3 + 2 * accelerator.process_index):
-            accelerator.backward(model(torch.ones(1, 2)).sum())
+    batches, count = [torch.ones(1, 2)] * 4, 3 + 2 * accelerator.process_index
+    for window in accelerator.windows(batches, model, items=lambda batch: count):
+        for batch in window:
+            accelerator.backward(model(batch).sum())
             optimizer.step()
             optimizer.zero_grad()
     accelerator.end_training()
@@ -642,8 +643,9 @@ def waits_on_a_device(folder):
         inputs, waits = torch.ones(1, 2).to("sim"), []
         for _ in range(12):
             before = module.waits
-            with accelerator.accumulate(model, items=1):
-                loss = model(inputs).sum()
+            (window,) = accelerator.windows([inputs], model, items=len)
+            for batch in window:
+                loss = model(batch).sum()
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
