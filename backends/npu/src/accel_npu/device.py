@@ -91,11 +91,13 @@ class NpuDevice:
     ) -> Sequence[str]:
         if not (self._saturates() and optimizers):
             return ()
-        if isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler):
+        is_vendors = isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler)
+        if is_vendors and unit.hooks.overflow_dim(unit) is None:
             return ()
+        why = "has ranks agree on overflows, which it cannot" if is_vendors else "has its own"
         reason = (
             "fp16: overflow saturates on this NPU, which torch_npu's loss scaler alone sees; strategy"
-            f" {unit.strategy!r} has its own\nuse mixed_precision bf16 or 'no', or strategy ddp"
+            f" {unit.strategy!r} {why}\nuse mixed_precision bf16 or 'no', or strategy ddp"
         )
         return [reason]
 
