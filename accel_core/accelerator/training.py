@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from accel_core.contract.config import AutocastKwargs
     from accel_core.contract.unit import StepOutput, Unit
     from accel_core.contract.window import Window
-    from accel_core.training.windows import CountedWindow
     from accel_core.runtime.run import Run
+    from accel_core.training.windows import CountedWindow
 
 
 class UnownedError(AccelError):

@@ -81,7 +81,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
-        _check_batches(run, units)
+        _check_ranks(run, units)
     owner = units[0] if len(units) == 1 else _owner(run, units)
     if accumulation is not None:
         units = (*units, *accumulation.beside)
@@ -112,10 +112,25 @@ def _is_partial(unit: Unit) -> bool:
     )
 
 
-def _check_batches(run: Run, units: Iterable[Unit]) -> None:
-    """Raise where another rank has no batch for this backward."""
+def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
+    """Raise where another rank has no batch for this backward, or nothing will reduce its gradients."""
     for unit in units:
         check_unit(run, unit, "backward", trains=True)
+        if not unit.optimizers and run.topology.losses > 1:
+            _refuse_unprepared(unit)
+
+
+def _refuse_unprepared(unit: Unit) -> None:
+    """Refuse to train a unit without optimizers where its gradients stay unreduced."""
+    is_in_window = unit.steps.no_sync is not None and not unit.step_state.quiet and _is_partial(unit)
+    if not (is_in_window or unit.steps.reduce_gradients is not None):
+        return
+    if any(parameter.requires_grad for parameter in unit.named_parameters().values()):
+        raise AccelError(
+            f"backward: no prepared optimizer steps unit {unit.name!r}, and its gradients are reduced when one"
+            " does: each rank would train a model of its own\n"
+            "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
 
 
 def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
