@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -487,36 +486,6 @@ def test_one_of_two_optimizers_may_drop_its_gradients_within_a_window(run_proces
     for found in run_processes(all_dropped_in_part, cases):
         for (each, way), weights in zip(cases, found, strict=True):
             assert distance(weights, dropped_in_part(None, way)) < 1e-6, (each, way)
-
-
-def edits_told(version: int, edits: bool) -> list[str]:
-    """What fp16 says of a program with a forward between backward and step, that edits gradients or not."""
-    said: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("accel_core").addHandler(handler)
-    run = accelerator(plugin("mlp", version), mixed_precision="fp16")
-    model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
-    for step in range(2):
-        run.backward(loss_of(model, *batch("mlp", step, 1)))
-        with torch.no_grad():
-            model(batch("mlp", step, 1)[0])
-        for parameter in model.parameters() if edits else ():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-    run.end_training()
-    return said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("edits", [False, True])
-def test_fp16_tells_of_edits_of_scaled_gradients_alone(version: int, edits: bool, run_processes) -> None:
-    """Version 1 makes other views of gradients in the forward; version 2 has them in DTensors."""
-    first, _ = run_processes(edits_told, version, edits)
-    assert ["was changed between backward and the step" in said for said in first] == [True] * edits
 
 
 def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dict[str, Tensor]:
