@@ -169,12 +169,13 @@ class Training:
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
         """Give a context in which gradients of this model are not reduced.
 
-        It changes nothing where the strategy reduces at a window's end, or never. `accumulate` does it by
-        itself. Raises AccelError for a model that is not prepared.
+        `accumulate` does it by itself. A step inside it applies gradients of this rank alone.
+
+        Raises AccelError for a model that is not prepared.
         """
         (unit,) = units_of(self.run, [model])
         _, number = unit.run.prepared.place_of(model)
-        return step.quiet(unit, [unit.wrapped[number]])
+        return unit.without_reduction([unit.wrapped[number]])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
         """Return the stack's autocast, for code outside a prepared model's forward.
@@ -353,7 +354,7 @@ class Training:
         _require_joinable(joinables, even_batches)
         units = units_of(self.run, joinables)
         if not (self.run.config.data.even_batches if even_batches is None else even_batches):
-            refuse_another(self.run, "join_uneven_inputs", units)
+            refuse_another(self.run, units)
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.run.prepared.loaders:
@@ -362,7 +363,7 @@ class Training:
                 of_one = [unit for unit in units if unit.strategy == strategy]
                 stack.enter_context(of_one[0].hooks.join(of_one, even_batches))
             for unit in units:
-                stack.enter_context(unit.step_state.in_uneven("join_uneven_inputs"))
+                stack.enter_context(unit.step_state.uneven_inputs())
             yield
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:

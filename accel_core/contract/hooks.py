@@ -502,7 +502,8 @@ def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextMan
 def average_parameters(unit: Unit) -> None:
     """Average trainable parameters over the topology's `loss_dim`. Collective.
 
-    For `LocalSGD`, between steps. base: one all_reduce per dtype. A strategy without whole weights raises.
+    For `LocalSGD`, between steps. base: one all_reduce per dtype. Only strategies whose card
+    offers `local_sgd` are asked.
     """
 
 

@@ -180,6 +180,16 @@ class Unit:
         """True inside a context in which gradients are not reduced, `accumulate` aside."""
         return bool(self.step_state.quiet)
 
+    @contextmanager
+    def without_reduction(self, models: Sequence[nn.Module] | None = None) -> Iterator[None]:
+        """Leave the gradients of these models (wrapped; default: all of the unit) to this rank.
+
+        Also where the strategy reduces at a step: one inside applies what is there.
+        """
+        no_sync, models = self.steps.no_sync, self.wrapped if models is None else models
+        with nullcontext() if no_sync is None else no_sync(self, models), self.step_state.without_reduction():
+            yield
+
     def use_scaler(self, scaler: GradScaler | None) -> None:
         """Scale losses by this scaler from now on."""
         self.scaler = scaler

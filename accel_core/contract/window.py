@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, eq=False)
 class Extent:
-    """What is known of a window before its first micro-batch.
+    """A window as it is known before its first micro-batch.
 
     size: its micro-batches. divisor: of each micro-batch's loss; a tensor (0-dim) where items were counted.
     items: those of this rank and of all ranks, where losses are sums over items.
@@ -29,7 +29,7 @@ class Extent:
 
 
 _STATE: Final = ("awaits_backward", "boundary", "divisor", "index", "items", "number", "size")
-"""What a snapshot of a window holds."""
+"""The attributes in a snapshot of a window."""
 
 
 class Window:

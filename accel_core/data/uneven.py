@@ -28,7 +28,7 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
     if not run.active_loaders or not (loader := run.active_loaders[-1]).is_unshared:
         return
     waits = (what == "forward" and unit.forward_is_collective) or (trains and _waits_in_training(run, unit))
-    if not waits or unit.step_state.uneven == "join_uneven_inputs":
+    if not waits or unit.step_state.uneven:
         return
     raise AccelError(
         f"{what}{loader.place} of the dataloader of {type(loader.dataset).__name__}: not all of"
@@ -40,34 +40,29 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
 
 
 def refuse_items(units: Iterable[Unit]) -> None:
-    """Refuse to count items where ranks may run out of batches.
-
-    Counts are added up over all ranks. One that has run out shadows the strategy's collectives only in
-    join_uneven_inputs, and takes part in averages only in LocalSGD.
-    """
+    """Refuse to count items where ranks have no gradients together."""
     for unit in units:
-        where = unit.step_state.uneven
-        if where is not None and unit.run.world.size > 1:
+        state = unit.step_state
+        if unit.run.world.size > 1 and (state.uneven or state.quiet):
+            where = "join_uneven_inputs" if state.uneven else "LocalSGD or no_sync"
             raise AccelError(
-                f"items inside {where}: a rank that has run out of batches has no items to add, and"
-                " the others would wait for them\n"
-                "leave join_uneven_inputs out and data.even_batches on, or take losses that are means"
+                f"windows(items=...) inside {where}: items are those of all ranks, and a rank may have run"
+                " out of batches, or keep its gradients to itself\n"
+                "leave items out, and take losses that are means"
             )
 
 
-def refuse_another(run: Run, what: str, joined: Collection[Unit] = ()) -> None:
+def refuse_another(run: Run, joined: Collection[Unit]) -> None:
     """Refuse a second context in which ranks may run out of batches.
 
     A rank that has run out would take a collective of the outer one for one of the inner one.
     """
     for unit in run.units:
-        context = unit.step_state.uneven
-        is_another = context == "LocalSGD" or (context is not None and unit not in joined)
-        if is_another and run.world.size > 1:
+        if unit.step_state.uneven and unit not in joined and run.world.size > 1:
             raise AccelError(
-                f"{what} inside LocalSGD or join_uneven_inputs of {unit.name!r}: a rank that has run out of"
-                " batches (data.even_batches is off) cannot tell for which of the two the others wait\n"
-                "use one of the two (join_uneven_inputs takes several models), or leave data.even_batches on"
+                f"join_uneven_inputs inside that of {unit.name!r}: a rank that has run out of batches"
+                " (data.even_batches is off) cannot tell for which of the two the others wait\n"
+                "name all models in one join_uneven_inputs, or leave data.even_batches on"
             )
 
 

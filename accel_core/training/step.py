@@ -5,8 +5,8 @@ forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -23,14 +23,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit, UnitRun
     from accel_core.contract.window import Extent
-
-
-@contextmanager
-def quiet(unit: Unit, models: Sequence[nn.Module]) -> Iterator[None]:
-    """Keep these models of the unit from reducing gradients."""
-    no_sync = nullcontext() if unit.steps.no_sync is None else unit.steps.no_sync(unit, models)
-    with no_sync, unit.step_state.without_reduction():
-        yield
 
 
 # -- forward and backward -----------------------------------------------------------------------------
@@ -127,8 +119,8 @@ def _refuse_unprepared(unit: Unit) -> None:
         return
     if any(parameter.requires_grad for parameter in unit.named_parameters().values()):
         raise AccelError(
-            f"backward: no prepared optimizer steps unit {unit.name!r}, and its gradients are reduced when one"
-            " does: each rank would train a model of its own\n"
+            f"backward: no prepared optimizer steps unit {unit.name!r}, and its gradients are reduced when"
+            " one does: each rank would train a model of its own\n"
             "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
         )
 
@@ -163,7 +155,7 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
             "say whose loss this is: accelerator.backward(loss, model=...)"
         )
     for unit in units:
-        unit.step_state.shares_losses = True  # only the user knows which of them steps
+        unit.step_state.share()  # only the user knows which of them steps
     return owners[0] if owners else units[0]
 
 
@@ -193,7 +185,7 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
         )
     if asked == {Phase.FINISHED}:
         return
-    if unit.steps.reduce_gradients is not None:
+    if unit.steps.reduce_gradients is not None and not state.quiet:
         unit.steps.reduce_gradients(unit)
     if unit.steps.unscale is not None:
         for each in unit.optimizers:

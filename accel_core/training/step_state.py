@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """What was done to an optimizer's gradients; clean ones have no phase.
+    """State of an optimizer's gradients; clean ones have none.
 
     PARTIAL: a backward of core's has added to them, in which their strategy does not reduce.
     OPEN: it has, in one in which the strategy reduces, if it does so in backward.
@@ -37,14 +37,14 @@ class StepState:
 
     needs_finish: a step is more than torch's. phases: by optimizer; of None in a unit without. shares_losses:
     a loss of several units has opened them. quiet: how many contexts without reduction are entered.
-    uneven: the context in which ranks run out of batches at different times.
+    uneven: ranks run out of batches at different times.
     """
 
     needs_finish: bool
     phases: dict[Optimizer | None, Phase] = field(factory=dict)
     shares_losses: bool = False
     quiet: int = 0
-    uneven: Literal["join_uneven_inputs", "LocalSGD"] | None = None
+    uneven: bool = False
 
     @classmethod
     def of(cls, steps: Steps, mark_step: Callable[..., Any] | None, *, reduces: bool) -> StepState:
@@ -61,6 +61,10 @@ class StepState:
         phase = Phase.PARTIAL if partial else Phase.OPEN
         for each in optimizers or (None,):
             self.phases[each] = phase
+
+    def share(self) -> None:
+        """Note that other units share the loss."""
+        self.shares_losses = True
 
     def asked(self, optimizer: Optimizer | None) -> set[Phase]:
         """Return the phases of this optimizer's gradients, or of all."""
@@ -90,16 +94,10 @@ class StepState:
             self.quiet -= 1
 
     @contextmanager
-    def in_uneven(self, context: Literal["join_uneven_inputs", "LocalSGD"]) -> Iterator[None]:
+    def uneven_inputs(self) -> Iterator[None]:
         """Let ranks run out of batches at different times."""
-        before, self.uneven = self.uneven, context
+        self.uneven = True
         try:
             yield
         finally:
-            self.uneven = before
-
-
-def has_gradients(optimizers: Iterable[Optimizer | None]) -> bool:
-    """Return whether a parameter of these optimizers has a gradient."""
-    groups = [group for each in optimizers if each is not None for group in each.param_groups]
-    return any(parameter.grad is not None for group in groups for parameter in group["params"])
+            self.uneven = False

@@ -31,7 +31,7 @@ def windows(
     held, number = _held(batches), 0
     while True:
         taken = list(islice(held, size or run.accumulation_steps))
-        uneven = next((unit.step_state.uneven for unit in accumulation.units if unit.step_state.uneven), None)
+        alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
         if count is not None:
             refuse_items(accumulation.units)
         items = (
@@ -39,7 +39,7 @@ def windows(
             if count is None
             else _total([_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)])
         )
-        extent = _agreed(run, batches, len(taken), items, alone=uneven is not None)
+        extent = _agreed(run, batches, len(taken), items, alone=alone)
         if not taken:
             return
         yield CountedWindow(accumulation, taken, extent)

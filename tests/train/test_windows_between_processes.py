@@ -145,7 +145,7 @@ def in_joined(made, model, optimizer):
 def test_items_are_refused_where_ranks_may_run_out_of_batches(run_processes):
     """One rank would add up its items with what another sends in the strategy's place."""
     for told in run_processes(refused, in_joined):
-        assert "a rank that has run out of batches has no items to add" in told
+        assert "a rank may have run" in told
 
 
 def of_different_lengths(made, model, optimizer):

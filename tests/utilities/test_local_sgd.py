@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -12,7 +11,14 @@ from local_sgd_problem import TIMEOUT, batches, flat, net, ours, plainly, with_o
 from torch import nn
 from torch.nn import functional as F
 
-from accel_core import Accelerator, AccelError, ConfigError, GradScalerKwargs, LocalSGD, TorchDynamoPlugin
+from accel_core import (
+    Accelerator,
+    AccelError,
+    ConfigError,
+    DataLoaderConfiguration,
+    GradScalerKwargs,
+    LocalSGD,
+)
 from accel_core.distributed import collectives
 from accel_testing import ProcessError
 
@@ -210,85 +216,16 @@ def test_a_rank_that_raises_inside_does_not_wait_for_an_average(run_processes):
     assert caught.value.rank == 1
 
 
-def goes_on(error, **options):
-    """Weights after three steps inside, left by `error`, and one step outside."""
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT], **options)
-    model = net()
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-    pairs = batches(4, accelerator.process_index)
-
-    def train(x, y):
-        accelerator.backward(F.mse_loss(model(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with suppress(ZeroDivisionError), LocalSGD(accelerator, model, 2) as local:
-        for x, y in pairs[:3]:
-            train(x, y)
-            local.step()
-        if error:
-            raise ZeroDivisionError
-    if accelerator.process_index == 0:
-        with torch.no_grad():
-            model(pairs[0][0])  # no other rank comes to this one
-    train(*pairs[3])
-    found = flat(model)
-    accelerator.end_training()
-    return found
-
-
-@together
-def test_ranks_that_go_on_after_an_exception_do_so_from_the_average(run_processes):
-    (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on, error) for error in (False, True))
-
-    assert torch.equal(left_by_error, on_rank_1)
-    assert torch.equal(left_by_error, one)
-
-
-IN_PLACE = """
-from accel_core import Card, hooks, implements
-
-class Plugin:
-    def __init__(self, config, run):
-        self.run = run
-
-    @implements(hooks.reduce_gradients)
-    def reduce_gradients(self, unit):
-        for parameter in unit.named_parameters().values():
-            self.run.collectives("world").all_reduce(parameter.grad, "mean")
-
-CARD = Card(name="in-place", slot="strategy", summary="A toy.", api_version="1.0",
-            offers={"no_sync", "local_sgd", "whole_weights"}, implementation="toy_in_place:Plugin")
-"""
-"""A strategy whose wrapped model is the user's own, so that compiled code has its hooks in it."""
-
-
-def goes_on_compiled(error):
-    dynamo = TorchDynamoPlugin(backend="eager", fullgraph=True)
-    return goes_on(error, strategy="in-place", dynamo_plugin=dynamo)
-
-
-@pytest.mark.full
-def test_so_they_do_where_the_model_is_compiled_in_place(toy_plugin, run_processes):
-    toy_plugin("in-place", source=IN_PLACE)
-    (one, _), (left_by_error, on_rank_1) = (run_processes(goes_on_compiled, error) for error in (False, True))
-
-    assert torch.equal(left_by_error, on_rank_1)
-    assert torch.equal(left_by_error, one)
-
-
-def left_before_the_count(error):
+def left_before_the_count():
     """Weights after a context that is left between a step and its count, and one step outside."""
     accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
     model = net()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    with suppress(ZeroDivisionError), LocalSGD(accelerator, model, 2) as local:
+    with LocalSGD(accelerator, model, 2) as local:
         for number, (x, y) in enumerate(batches(3, accelerator.process_index)):
             accelerator.backward(F.mse_loss(model(x), y))
             optimizer.step()
             optimizer.zero_grad()
-            if number == 2 and error:
-                raise ZeroDivisionError
             if number == 2:
                 break
             local.step()
@@ -300,9 +237,8 @@ def left_before_the_count(error):
 
 
 @together
-@pytest.mark.parametrize("error", [True, False], ids=["exception", "break"])
-def test_its_end_averages_a_step_that_is_not_counted(error, run_processes):
-    one, two = run_processes(left_before_the_count, error)
+def test_its_end_averages_a_step_that_is_not_counted(run_processes):
+    one, two = run_processes(left_before_the_count)
 
     assert torch.equal(one, two)
 
@@ -348,6 +284,23 @@ def refused():
         return str(error)
     finally:
         accelerator.end_training()
+
+
+def refused_for_uneven_batches():
+    config = DataLoaderConfiguration(even_batches=False)
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT], dataloader_config=config)
+    try:
+        LocalSGD(accelerator, accelerator.prepare(net()), 2)
+    except ConfigError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
+
+
+@together
+def test_ranks_that_may_have_fewer_steps_are_refused(run_processes):
+    for found in run_processes(refused_for_uneven_batches):
+        assert "set data.even_batches: true" in found
 
 
 @together

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from accel_core import (
     Accelerator,
     AccelError,
+    ConfigError,
     DataLoaderConfiguration,
     GradientAccumulationPlugin,
     LocalSGD,
@@ -26,19 +27,13 @@ class Stream(IterableDataset[Any]):
         return iter((torch.full((6,), float(number)),) for number in range(2 * BATCHES))
 
 
-def made(
-    model: nn.Module,
-    *,
-    stream: bool = False,
-    kind: type[torch.optim.Optimizer] = torch.optim.SGD,
-    **options: Any,
-) -> tuple[Accelerator, Any, Any, Any]:
+def made(model: nn.Module, *, stream: bool = False, **options: Any) -> tuple[Accelerator, Any, Any, Any]:
     """With two ranks, rank 0 reads three batches of two samples, rank 1 two."""
     accumulation = options.pop("gradient_accumulation_plugin", None)
     configuration = DataLoaderConfiguration(even_batches=False, **options)
     run = accelerator(configuration, gradient_accumulation_plugin=accumulation)
     dataset = Stream() if stream else TensorDataset(torch.randn(2 * BATCHES, 6))
-    optimizer = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     return run, *run.prepare(model, optimizer, DataLoader(dataset, batch_size=2))
 
 
@@ -101,9 +96,6 @@ def test_a_model_in_evaluation_mode_is_refused_in_backward(run_processes) -> Non
 def legal(how: str) -> int:
     run, model, optimizer, loader = made(net() if how == "no_grad" else nn.Linear(6, 1))
     seen = 0
-    if how == "local sgd":
-        with LocalSGD(run, model, 4):
-            return trained(run, model, optimizer, loader)[0]
     if how == "joined":
         with run.join_uneven_inputs([model]):
             return trained(run, model, optimizer, loader)[0]
@@ -125,117 +117,37 @@ def legal(how: str) -> int:
     return seen
 
 
-@pytest.mark.parametrize("how", ["joined", "no_grad", "eval", "no_sync", "local sgd", "break"])
+@pytest.mark.parametrize("how", ["joined", "no_grad", "eval", "no_sync", "break"])
 def test_what_waits_for_nobody_is_left_alone(how: str, run_processes) -> None:
     assert run_processes(legal, how) == [3, 2]
 
 
-def averaged(every: int) -> tuple[int, list[float], list[Any]]:
-    torch.manual_seed(0)
-    run, model, optimizer, loader = made(nn.Linear(6, 1), kind=torch.optim.Adam)
-    steps = 0
-    with LocalSGD(run, model, every) as local:
-        for (x,) in loader:
-            run.backward(model(x).square().mean())
-            optimizer.step()
-            optimizer.zero_grad()
-            local.step()
-            steps += 1
-    weights = run.unwrap_model(model).weight.flatten().tolist()
-    state = [value.tolist() for each in optimizer.state_dict()["state"].values() for value in each.values()]
-    run.end_training()
-    return steps, weights, state
-
-
-@pytest.mark.parametrize("every", [1, 2, 3, 9])
-def test_ranks_with_fewer_steps_take_part_in_the_averages_of_the_others(every: int, run_processes) -> None:
-    (steps, weights, state), other = run_processes(averaged, every, timeout=60)
-
-    assert steps == 3
-    assert other == (2, weights, state)
-    assert state[0] == 3.0
-
-
-def scheduled() -> list[Any]:
-    run, model, optimizer, loader = made(nn.Linear(6, 1))
-    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    rates = []
-    with LocalSGD(run, model, 2) as local:
-        for (x,) in loader:
-            run.backward(model(x).square().mean())
-            optimizer.step()
-            scheduler.step()
-            optimizer.zero_grad()
-            local.step()
-    for _ in range(2):
-        rates += [optimizer.param_groups[0]["lr"], scheduler.last_epoch]
-        run.backward(model(torch.ones(2, 6)).square().mean())
-        optimizer.step()
-        scheduler.step()
-    run.end_training()
-    return rates
-
-
-def test_ranks_go_on_with_the_schedule_of_a_rank_with_the_most_steps(run_processes) -> None:
-    assert run_processes(scheduled) == [[0.01 / 8, 3, 0.01 / 16, 4]] * 2
-
-
-def scheduled_twice() -> int:
-    run, model, optimizer, _ = made(nn.Linear(6, 1))
-    scheduler = run.prepare(torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
-    local = LocalSGD(run, model, 2)
-    for steps in [(3, 1), (2, 3)]:
-        with local:
-            for _ in range(steps[run.process_index]):
-                run.backward(model(torch.ones(2, 6)).square().mean())
-                optimizer.step()
-                scheduler.step()
-                local.step()
-    found: int = scheduler.last_epoch
-    run.end_training()
-    return found
-
-
-def test_steps_of_a_block_before_do_not_choose_the_schedule(run_processes) -> None:
-    assert run_processes(scheduled_twice) == [3 + 3] * 2
-
-
-def told_of_items() -> str:
-    run, model, _, loader = made(nn.Linear(6, 1))
-    with LocalSGD(run, model, 2), pytest.raises(AccelError) as told:
-        next(run.windows(loader, model, items=lambda batch: len(batch[0])))
-    run.end_training()
-    return str(told.value)
-
-
-def test_items_of_local_sgd_are_refused(run_processes) -> None:
-    for told in run_processes(told_of_items):
-        assert told.startswith("items inside LocalSGD: a rank that has run out of batches")
-
-
-def told_of_two(how: str) -> str:
+def told_of_local_sgd() -> str:
     run, model, *_ = made(nn.Linear(6, 1))
-    second = LocalSGD(run, run.prepare(nn.Linear(6, 1)), 2)
-    around = run.join_uneven_inputs([model]) if how == "joined" else LocalSGD(run, model, 2)
-    with around, pytest.raises(AccelError) as told:
-        second.__enter__()
-    with second:
-        pass
+    with pytest.raises(ConfigError) as told:
+        LocalSGD(run, model, 2)
     run.end_training()
     return str(told.value)
 
 
-@pytest.mark.parametrize("how", ["local sgd", "joined"])
-def test_local_sgd_of_a_second_model_is_refused(how: str, run_processes) -> None:
-    for told in run_processes(told_of_two, how):
-        assert told.startswith("LocalSGD of 'unit1' inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
+def test_local_sgd_of_ranks_with_other_numbers_of_steps_is_refused(run_processes) -> None:
+    for told in run_processes(told_of_local_sgd):
+        assert told.startswith("LocalSGD: data.even_batches is off, so ranks may have fewer steps")
 
 
-def told_of_a_join(how: str) -> str:
+def test_items_where_ranks_run_out_of_batches_are_refused(run_processes) -> None:
+    for told in run_processes(told_of_items):
+        assert "inside join_uneven_inputs" in told
+
+
+def told_of_a_join() -> str:
     run, model, *_ = made(nn.Linear(6, 1))
     other = run.prepare(nn.Linear(6, 1))
-    around = run.join_uneven_inputs([model]) if how == "joined" else LocalSGD(run, model, 2)
-    with around, pytest.raises(AccelError) as told, run.join_uneven_inputs([other]):
+    with (
+        run.join_uneven_inputs([model]),
+        pytest.raises(AccelError) as told,
+        run.join_uneven_inputs([other]),
+    ):
         pass
     with run.join_uneven_inputs([model]), run.join_uneven_inputs([model]):
         pass
@@ -243,10 +155,9 @@ def told_of_a_join(how: str) -> str:
     return str(told.value)
 
 
-@pytest.mark.parametrize("how", ["local sgd", "joined"])
-def test_a_join_of_a_second_model_is_refused(how: str, run_processes) -> None:
-    for told in run_processes(told_of_a_join, how):
-        assert told.startswith("join_uneven_inputs inside LocalSGD or join_uneven_inputs of 'unit0': a rank")
+def test_a_join_of_a_second_model_is_refused(run_processes) -> None:
+    for told in run_processes(told_of_a_join):
+        assert told.startswith("join_uneven_inputs inside that of 'unit0': a rank")
 
 
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:

@@ -7,30 +7,40 @@ import torch
 from ddp_problem import accelerator, rank
 from torch import nn
 
-from accel_core import GradientAccumulationPlugin
+from accel_core import AccelError, GradientAccumulationPlugin
 
 
-def stepped(guarded: bool, each_batch: bool) -> float:
-    """The weight after two windows of two, in which the user's own optimizer steps."""
+def stepped(size: int, each_batch: bool) -> tuple[str, float]:
+    """What is said of windows in which the user's own optimizer steps, and the weight then."""
     ours = accelerator(
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=2, sync_each_batch=each_batch)
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=size, sync_each_batch=each_batch)
     )
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     model = ours.prepare(model)
     own = torch.optim.SGD(model.parameters(), lr=1.0)
+    said = ""
     for _ in range(4):
         with ours.accumulate(model):
-            ours.backward(model(torch.full((1, 1), rank() + 1.0)).sum())
-            if not guarded or ours.sync_gradients:
-                own.step()
-                own.zero_grad()
-    return ours.unwrap_model(model).weight.item()
+            try:
+                ours.backward(model(torch.full((1, 1), rank() + 1.0)).sum())
+            except AccelError as error:
+                said = str(error)
+            own.step()
+            own.zero_grad()
+    return said, ours.unwrap_model(model).weight.item()
 
 
-@pytest.mark.parametrize(("guarded", "each_batch"), [(True, False), (False, True)])
-def test_it_steps_where_gradients_are_reduced(guarded: bool, each_batch: bool, run_processes) -> None:
-    assert run_processes(stepped, guarded, each_batch) == [-3.0] * 2
+def test_in_the_middle_of_a_window_its_backward_is_an_error(run_processes) -> None:
+    for said, _ in run_processes(stepped, 2, False):
+        assert said.startswith("backward: no prepared optimizer steps unit 'unit0', and its gradients are")
+
+
+@pytest.mark.parametrize(("size", "each_batch", "weight"), [(1, False, -6.0), (2, True, -3.0)])
+def test_it_steps_where_gradients_are_reduced(
+    size: int, each_batch: bool, weight: float, run_processes
+) -> None:
+    assert run_processes(stepped, size, each_batch) == [("", weight)] * 2
 
 
 def stepped_beside_a_prepared_one() -> list[float]:

@@ -302,12 +302,6 @@ class DeepSpeed(SharedSequences, EngineState):
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         return None  # `step` does it
 
-    @implements(hooks.average_parameters)
-    def average_parameters(self, unit: Unit) -> None:
-        raise ConfigError(
-            "LocalSGD averages whole weights, and DeepSpeed's ranks step shares of them\nuse strategy ddp"
-        )
-
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> None:
         return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from accel_core import ConfigError, hooks, implements
+from accel_core import hooks, implements
 from accel_fsdp import alone, dims, meta
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
@@ -129,14 +129,6 @@ class FullyShardedDataParallel:
         for module in ignored(model, self.config):
             module.to(device)
         return model
-
-    @implements(hooks.average_parameters)
-    def average_parameters(self, unit: Unit) -> NoReturn:
-        raise ConfigError(
-            f"unit {unit.name!r} is sharded by strategy {unit.strategy!r}: ranks have parts of one set of"
-            " weights, and none of their own to train apart and average\n"
-            "train it with strategy ddp, or without LocalSGD"
-        )
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:

@@ -322,12 +322,6 @@ class Megatron(MegatronState):
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
         self.steppers[unit].drop()
 
-    @implements(hooks.average_parameters)
-    def average_parameters(self, unit: Unit) -> None:
-        raise ConfigError(
-            "LocalSGD averages whole weights, and megatron-core's ranks have parts of them\nuse strategy ddp"
-        )
-
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> None:
         return None
