@@ -286,6 +286,21 @@ def refused():
         accelerator.end_training()
 
 
+def counts_items():
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
+    model = accelerator.prepare(net())
+    with LocalSGD(accelerator, model, 2), pytest.raises(AccelError) as told:
+        next(accelerator.windows(batches(2, 0), model, items=len))
+    accelerator.end_training()
+    return str(told.value)
+
+
+@together
+def test_items_of_all_ranks_are_refused_where_ranks_keep_their_gradients(run_processes):
+    for told in run_processes(counts_items):
+        assert told.startswith("windows(items=...) inside LocalSGD or no_sync:")
+
+
 def refused_for_uneven_batches():
     config = DataLoaderConfiguration(even_batches=False)
     accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT], dataloader_config=config)

@@ -135,6 +135,14 @@ def test_local_sgd_of_ranks_with_other_numbers_of_steps_is_refused(run_processes
         assert told.startswith("LocalSGD: data.even_batches is off, so ranks may have fewer steps")
 
 
+def told_of_items() -> str:
+    run, model, _, loader = made(nn.Linear(6, 1))
+    with run.join_uneven_inputs([model]), pytest.raises(AccelError) as told:
+        next(run.windows(loader, model, items=lambda batch: len(batch[0])))
+    run.end_training()
+    return str(told.value)
+
+
 def test_items_where_ranks_run_out_of_batches_are_refused(run_processes) -> None:
     for told in run_processes(told_of_items):
         assert "inside join_uneven_inputs" in told
