@@ -73,7 +73,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
     units = trained if unit is None else (unit,)
     if run.world.size > 1:
-        _check_ranks(run, units)
+        _check_ranks(run, units or run.units)
     owner = units[0] if len(units) == 1 else _owner(run, units)
     if accumulation is not None:
         units = (*units, *accumulation.beside)

@@ -54,22 +54,27 @@ def test_plugins_by_name_make_units_that_share_a_loss(tmp_path: Path, run_proces
         assert stages == ["student", "teacher"]
 
 
-def trained_late(stage: int) -> bool:
-    """Whether an optimizer trains that is prepared after its model, and after a backward."""
+def without_an_optimizer(stage: int) -> tuple[str, bool]:
+    """What is said of a backward, and whether an optimizer trains that is prepared then."""
     ours, (x, y) = accelerator(DeepSpeedPlugin(zero_stage=stage)), data()[0:8]
     model = ours.prepare(network())
-    ours.backward(mse_loss(model(x), y))
+    with pytest.raises(AccelError) as told:
+        ours.backward(mse_loss(model(x), y))
     late = ours.prepare(sgd(ours.unwrap_model(model).parameters()))
     before = whole_weights(ours, model)
     ours.backward(mse_loss(model(x), y))
     late.step()
-    return whole_weights(ours, model) != before
+    return str(told.value), whole_weights(ours, model) != before
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.by_default
-def test_an_optimizer_that_is_prepared_later_trains(stage: int, run_processes) -> None:
-    assert run_processes(trained_late, stage) == [True, True]
+def test_a_backward_without_a_prepared_optimizer_is_refused_before_each_rank_trains_alone(
+    stage: int, run_processes
+) -> None:
+    for said, trains in run_processes(without_an_optimizer, stage):
+        assert said.startswith("backward: no prepared optimizer steps unit 'unit0', and its gradients are")
+        assert trains
 
 
 def weights_of_a_part(stage: int) -> bool | str:

@@ -20,7 +20,6 @@ from accel_core import (
     CheckpointContents,
     CheckpointError,
     ConfigError,
-    DataLoaderConfiguration,
     LocalSGD,
     whole,
 )
@@ -78,42 +77,6 @@ def _local_sgd() -> tuple[torch.Tensor, torch.Tensor]:
         found = own.weight.detach().clone()
     assert average is not None
     return found, average
-
-
-@pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("update_after", [0, 2])
-def test_a_rank_without_a_step_of_its_own_goes_on_with_the_average_of_the_others(
-    update_after: int, run_processes
-) -> None:
-    one, two = run_processes(_one_steps_alone, update_after, world=2)
-    assert one == two
-    assert len({*one}) == len(one)
-
-
-def _one_steps_alone(update_after: int) -> list[float]:
-    """The weights in the end, and the average before each step that ranks share."""
-    uneven = DataLoaderConfiguration(even_batches=False)
-    config = EMAConfig(update_after=update_after)
-    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[config], dataloader_config=uneven)
-    torch.manual_seed(0)
-    own = nn.Linear(3, 2, bias=False)
-    model, optimizer = accelerator.prepare(own, torch.optim.SGD(own.parameters(), lr=0.1))
-
-    def step() -> None:
-        accelerator.backward(model(torch.ones(1, 3)).square().sum())
-        optimizer.step()
-        optimizer.zero_grad()
-
-    with LocalSGD(accelerator, model, local_sgd_steps=2) as local:
-        for _ in range(0 if accelerator.process_index else 3):
-            step()
-            local.step()
-    found = []
-    for _ in range(3):
-        with averaged(model):
-            found.append(own.weight.sum().item())
-        step()
-    return [own.weight.sum().item(), *found]
 
 
 def _accumulated() -> dict[str, object]:
