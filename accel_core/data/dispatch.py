@@ -8,7 +8,7 @@ from __future__ import annotations
 import io
 import pickle
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
 
@@ -16,7 +16,7 @@ import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
-from accel_core.data.position import Drawn, Progress, Streams
+from accel_core.data.position import Drawn, Progress
 from accel_core.data.sharding import NO_PADDING, batched
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.tensor_bytes import bytes_of, name_of, tensor_from
@@ -35,49 +35,35 @@ class Round:
     """The batches that readers take together.
 
     batches: of each reader that has one; packed, while the round travels. real_samples: those that are not
-    padding, or NO_PADDING. following: readers that have a batch in the next round. drawn, streams: as in
-    `Progress`.
+    padding, or NO_PADDING. following: readers that have a batch in the next round. drawn: as in `Position`,
+    in an iteration's first round.
     """
 
     batches: Sequence[Any] = ()
     real_samples: int = NO_PADDING
     following: int = 0
     drawn: Drawn = None
-    streams: Sequence[Streams] = ()
     failure: str | None = None
 
 
-def rounds_of_samples(
-    batches: Iterator[Callable[[], Any]], progress: Progress, readers: int
-) -> Iterator[Round]:
-    """Yield the rounds of map-style data.
-
-    batches: of all readers in turn, as `keep` gives them.
-    """
-    first = progress.count + 1
-    for number, kept in enumerate(batched(batches, readers), start=first):
-        group = [each() for each in kept]
+def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
+    """Yield the rounds of map-style data. batches: of all readers in turn."""
+    for number, group in enumerate(batched(batches, readers), start=1):
         following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
         real_samples = progress.padded.get(number, NO_PADDING)
-        told = (progress.drawn, progress.streams) if number == first else (None, ())
-        yield Round(group, real_samples, following, *told)
+        yield Round(group, real_samples, following, progress.drawn if number == 1 else None)
 
 
-def rounds_of_iterable(
-    stated: Iterator[tuple[Any, Any]], progress: Progress, keep: Callable[[Any], Callable[[], Any]]
-) -> Iterator[Round]:
+def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Round]:
     """Yield an iterable dataset's rounds from (shares, loader state after them).
 
     Its end is known only by reading one ahead.
     """
-    read = ((keep(shares), len(shares[0]), state) for shares, state in stated)
-    end: Any = (None, 0, None)
-    first = progress.count + 1
-    for number, now_and_next in enumerate(pairwise(chain(read, [end])), start=first):
-        (kept, _, progress.state), (_, following, _) = now_and_next
-        batches, real_samples = kept()
-        streams = progress.streams if number == first else ()
-        yield Round(batches, real_samples, following, streams=streams)
+    end: Any = (((), NO_PADDING), None)
+    for number, ((shares, state), (following, _)) in enumerate(pairwise(chain(stated, [end])), start=1):
+        if state is not None:
+            progress.states[number] = state
+        yield Round(*shares, len(following[0]))
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
@@ -89,8 +75,8 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
     Raises:
         CollectiveError: on those ranks.
     """
-    reader, number, following = run.topology.reader, progress.count, run.topology.readers
-    dealt = 0
+    reader, following = run.topology.reader, run.topology.readers
+    number = dealt = 0
     while following:
         # Ranks in different loops would deal out a mixture: the words of their calls differ.
         operation = f"the next batch (dispatch_batches), round {dealt} of epoch {progress.epoch}"
@@ -98,11 +84,12 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         current = _receive(run, operation) if rounds is None else _read(run, rounds, operation)
         following = current.following
         progress.drawn = progress.drawn if current.drawn is None else current.drawn
-        progress.streams = current.streams or progress.streams
-        if reader >= len(current.batches):
+        has_batch = reader < len(current.batches)
+        number += has_batch
+        if not following:
+            progress.ends = number
+        if not has_batch:
             continue  # this reader has run out, others may not have
-        number += 1
-        progress.following = following
         if current.real_samples != NO_PADDING:
             progress.padded[number] = current.real_samples
         if reader >= following:

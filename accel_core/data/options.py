@@ -12,11 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
-from accel_core.data.process_streams import ProcessStreams
-from accel_core.data.sampler import PinnableCollate, ShardedSampler, ShareCollate, ShareWorker
+from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
-from accel_core.data.shuffling import Shuffle
-from accel_core.data.stateful import ShardedIterable, is_stateful, only_counts, stateful
+from accel_core.data.shuffling import MODULUS, Shuffle
+from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
 from accel_core.distributed.exchange import collective_call
 from accel_core.errors import ConfigError
 
@@ -38,7 +37,8 @@ class LoaderPlan:
     sampler: what took the place of its (batch) sampler, for map-style data. One for the loader's life:
         workers that persist keep the first that they were given.
     dispatches: one process reads for all. reads: this process reads, for itself or for all.
-    reads_ahead: it reads a batch before it hands out the one before, without workers too.
+    seed_workers: returns this rank's seed of an epoch's workers, given the one that it has drawn; None where
+        the drawn one is taken. Collective where ranks read the same samples.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
     compare_epoch: compares the number of the epoch that begins with that of the other ranks, for data whose
         order follows from it; None if there is nothing to compare.
@@ -51,7 +51,7 @@ class LoaderPlan:
     sampler: ShardedSampler | None
     dispatches: bool
     reads: bool
-    reads_ahead: bool
+    seed_workers: Callable[[int], int] | None
     synchronized: tuple[str, ...]
     compare_epoch: Callable[[int], None] | None
 
@@ -93,12 +93,8 @@ class LoaderPlan:
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
-        dataset: Any = self.inner.dataset
-        if name == "collate_fn":
-            if self.is_sharded_iterable:
-                value = ShareCollate(value, single=not batches)
-                dataset.hold = value.hold
-            return PinnableCollate(value) if isinstance(self.inner.collate_fn, PinnableCollate) else value
+        if self.is_sharded_iterable and name == "collate_fn":
+            return ShareCollate(value, single=not batches)
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
     def check_unchanged(self, loader: DataLoader[Any]) -> None:
@@ -133,21 +129,13 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     dispatches = wanted and control.size > 1
     _check(loader, data, topology.readers, iterable=iterable, dispatches=dispatches)
     sharding = _sharding(loader, data, topology, iterable=iterable)
-    accelerates = data.order == "accelerate" and not iterable and not dispatches
-    if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
-        _draw_seed(loader)
     inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
-    streams = ProcessStreams(read=run.hooks.rng_state, write=run.hooks.set_rng_state)
-    kind = _kind(loader, inner, streams)
-    reads_ahead = accelerates and not loader.num_workers and kind != "stateful"
+    kind = _kind(loader, inner)
     shuffle = Shuffle(
         items=_items(loader),
-        streams=streams,
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
-        follows=control.rank > 0,
         seedable=data.use_seedable_sampler,
-        data_seed=torch.initial_seed() if accelerates and data.data_seed is None else data.data_seed,
-        as_read=reads_ahead,
+        data_seed=data.data_seed,
     )
     sampler = None
     if not iterable:
@@ -163,7 +151,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         sampler=sampler,
         dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
-        reads_ahead=reads_ahead,
+        seed_workers=None if shuffle.agree is None else _worker_seeds(loader, shuffle, topology, control.size),
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
         compare_epoch=None if dispatches or control.size == 1 else _epoch_comparison(run, loader),
@@ -177,12 +165,10 @@ def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]
     return inner
 
 
-def _kind(loader: DataLoader[Any], inner: DataLoader[Any], streams: ProcessStreams) -> Kind:
+def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
     """Return the way in which the position of `inner`, made from `loader`, is told."""
-    if is_stateful(inner) and not only_counts(inner, streams):
-        return "stateful"
     if isinstance(loader.dataset, IterableDataset):
-        return "replay"
+        return "stateful" if is_stateful(inner) else "replay"
     return "indexed" if _batch_sampler(loader) is None or _cuts(loader) else "batches"
 
 
@@ -208,15 +194,6 @@ def _items(loader: DataLoader[Any]) -> Any:
     if batches is None:
         return loader.sampler
     return batches.sampler if _cuts(loader) else batches
-
-
-def _draw_seed(loader: DataLoader[Any]) -> None:
-    """Give the sampler a generator of its own, as Accelerate does."""
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if sampler is not None and getattr(sampler, "generator", sampler) is None:
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)
 
 
 def _sharding(
@@ -262,6 +239,19 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
     return agree
 
 
+def _worker_seeds(
+    loader: DataLoader[Any], shuffle: Shuffle, topology: Topology, ranks: int
+) -> Callable[[int], int] | None:
+    """Return `LoaderPlan.seed_workers` of a loader that several ranks read."""
+    if not loader.num_workers:
+        return None
+    if isinstance(loader.dataset, IterableDataset):  # each rank reads all of it, in an order of the workers
+        return shuffle.agreed
+    reader = topology.reader
+    is_shared = ranks > topology.readers
+    return lambda drawn: ((shuffle.agreed(drawn) if is_shared else drawn) + reader) % MODULUS
+
+
 def _epoch_comparison(run: Run, loader: DataLoader[Any]) -> Callable[[int], None] | None:
     """Return a function that raises CollectiveError where ranks begin other epochs."""
     if not hasattr(loader.dataset, "set_epoch"):
@@ -280,15 +270,12 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     """Return the attributes that give an iterable loader this reader's share."""
     dataset: Any = loader.dataset
     size = loader.batch_size or 1
-    shares = ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful)
-    collate = ShareCollate(loader.collate_fn, single=loader.batch_size is None)
-    shares.hold = collate.hold
     return {
-        "dataset": shares,
+        "dataset": ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful),
         "batch_size": None,
         "batch_sampler": None,
         "drop_last": False,
-        "collate_fn": collate,
+        "collate_fn": ShareCollate(loader.collate_fn, single=loader.batch_size is None),
         "worker_init_fn": ShareWorker(loader.worker_init_fn),
     }
 
