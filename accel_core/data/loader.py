@@ -5,9 +5,10 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+import operator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain, islice
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,7 +19,7 @@ from accel_core.data.dispatch import dispatched, rounds_of_iterable, rounds_of_s
 from accel_core.data.fingerprint import fingerprint
 from accel_core.data.held import HostBatches
 from accel_core.data.options import plan_loader
-from accel_core.data.position import Cursor, Position, Progress, decode, encode, number_of_epoch
+from accel_core.data.position import Cursor, Position, Progress, decode, encode
 from accel_core.data.prefetch import placement_of
 from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.shuffling import drawn_seed
@@ -26,7 +27,7 @@ from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
-from accel_core.errors import AccelError, CheckpointError
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -35,12 +36,6 @@ _logger = get_logger(__name__)
 
 _OWN = frozenset({"_run", "_plan", "_cursor", "_skip", "_skipped", "_placement", "_has_begun", "_is_told"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
-
-
-class _Loop(chain[Any]):
-    """A loop over a prepared loader: its batches, then what follows them."""
-
-    close: Callable[[], None]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -154,7 +149,7 @@ class PreparedLoader(DataLoader[Any]):
         Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
         starts at its beginning.
         """
-        number = number_of_epoch(epoch)
+        number = operator.index(epoch)  # a position holds it as JSON
         if number != self.epoch:
             self._cursor.plan(Progress(epoch=number))
 
@@ -175,7 +170,7 @@ class PreparedLoader(DataLoader[Any]):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position at the next iteration. All ranks.
 
-        A loop over this loader that is running raises AccelError when it asks for its next batch.
+        A loop over this loader that is running goes on as it is.
 
         Raises:
             CheckpointError: the loader has changed, and the error names how. Nothing is changed then.
@@ -184,10 +179,6 @@ class PreparedLoader(DataLoader[Any]):
         for role, generator in self._plan.generators.items():
             if role in position.generators:
                 generator.set_state(decode(position.generators[role]))
-        cursor.cut_off(
-            "load_state has moved the dataloader that this loop reads\nleave the loop (break) after loading,"
-            " and begin a new one: it goes on where the checkpoint was taken"
-        )
         if position.is_over(self._plan.sharding):  # the next loop is that of the next epoch
             cursor.plan(Progress(epoch=position.following))
         else:
@@ -212,9 +203,6 @@ class PreparedLoader(DataLoader[Any]):
         """
         here = self._position()
         position = Position.from_json(state, here)
-        for role, generator in self._plan.generators.items():
-            if role in position.generators:  # torch raises where it is no state
-                torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
         if midway and position.sampler != here.sampler:
             raise CheckpointError(
@@ -248,10 +236,7 @@ class PreparedLoader(DataLoader[Any]):
         progress, batches = self._begin()
         if self._placement is not None:
             batches = self._placement.all(batches)
-        handed_out = self._hand_out(self._timed(batches, progress), progress)
-        loop = _Loop(handed_out, self._refuse_rest(progress))
-        loop.close = handed_out.close
-        return loop
+        return self._hand_out(self._timed(batches, progress), progress)
 
     def host_batches(self) -> HostBatches:
         """Begin an iteration whose batches stay on the host until they are placed one by one.
@@ -262,23 +247,15 @@ class PreparedLoader(DataLoader[Any]):
         placement = self._placement
         if placement is not None and placement.reads:
             batches, placement = placement.all(batches), None
-        batches = chain(self._timed(batches, progress), self._refuse_rest(progress))
+        batches = self._timed(batches, progress)
         return HostBatches(self, progress, batches, None if placement is None else placement.one)
 
     def _begin(self) -> tuple[Progress, Iterator[Any]]:
         """Begin the next iteration. Return its progress, and this reader's batches on the host."""
         plan, cursor = self._plan, self._cursor
-        plan.check_unchanged(self)
         skipped, self._skip = self._skip, 0
         self._skipped = skipped
-        if plan.kind == "stateful" or plan.persists:
-            cursor.cut_off(
-                "this dataloader was begun anew while this loop over it was running, and its workers (or its"
-                " state) serve one loop only\nset persistent_workers=False, or prepare a second DataLoader"
-            )
         progress = cursor.begin(skipped * plan.units_per_round)
-        if plan.compare_epoch is not None:
-            plan.compare_epoch(progress.epoch)
         if not progress.begun:
             synchronize_rng_states(plan.synchronized, run=self._run)
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
@@ -292,20 +269,6 @@ class PreparedLoader(DataLoader[Any]):
     def _timed(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
         done = progress.start // self._plan.units_per_round - self._skipped
         return self._run.record.reads(batches, self, done)
-
-    def _refuse_rest(self, progress: Progress) -> Iterator[Any]:
-        """Raise where a loop is asked for more after an error, which ends no epoch.
-
-        torch's loader would give the next batch, but a generator cannot go on.
-        """
-        if progress.is_broken:
-            raise AccelError(
-                f"batch {progress.count + 1} of epoch {progress.epoch} of the dataloader of"
-                f" {type(self.dataset).__name__} could not be given, and the loop was asked for the next one:"
-                " a prepared dataloader cannot leave a batch out\n"
-                "catch the error in the dataset, or begin a new loop"
-            )
-        yield from ()
 
     def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not read.
@@ -385,7 +348,6 @@ class PreparedLoader(DataLoader[Any]):
         active, cursor, finished = self._run.active_loaders, self._cursor, False
         windows = self._enter(progress)
         try:
-            cursor.check(progress)
             for batch in batches:
                 progress.count += 1
                 if progress.states:
@@ -397,14 +359,7 @@ class PreparedLoader(DataLoader[Any]):
                         yield batch
                 else:
                     yield batch
-                if progress.term != cursor.term:
-                    cursor.check(progress)
             finished = True
-            if 0 < progress.count != progress.total:
-                self._tell_of_other_batches(progress.count)
-        except BaseException as error:
-            progress.is_broken = not isinstance(error, GeneratorExit)
-            raise
         finally:  # on `break` too: the generator is closed, or collected
             self._leave(progress, windows, finished=finished)
 
@@ -437,15 +392,6 @@ class PreparedLoader(DataLoader[Any]):
             if active[index] is self:
                 del active[index]
                 return
-
-    def _tell_of_other_batches(self, count: int) -> None:
-        _logger.warning(
-            "%s has an __iter__ of its own, which gave %d batches, not those of its sampler: neither the last"
-            " batch, nor padding, nor the position can be told; leave batches out, or add them, in the"
-            " sampler or the dataset",
-            type(self._plan.inner).__name__,
-            count,
-        )
 
     # -- its position -----------------------------------------------------------------------------
 

@@ -40,8 +40,6 @@ class LoaderPlan:
     seed_workers: returns this rank's seed of an epoch's workers, given the one that it has drawn; None where
         the drawn one is taken. Collective where ranks read the same samples.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
-    compare_epoch: compares the number of the epoch that begins with that of the other ranks, for data whose
-        order follows from it; None if there is nothing to compare.
     """
 
     kind: Kind
@@ -53,7 +51,6 @@ class LoaderPlan:
     reads: bool
     seed_workers: Callable[[int], int] | None
     synchronized: tuple[str, ...]
-    compare_epoch: Callable[[int], None] | None
 
     @property
     def sharding(self) -> Sharding:
@@ -97,24 +94,6 @@ class LoaderPlan:
             return ShareCollate(value, single=not batches)
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
-    def check_unchanged(self, loader: DataLoader[Any]) -> None:
-        """Refuse a batch sampler that was changed after `prepare` had read it."""
-        if not _cuts(loader):
-            return
-        prepared = {
-            "batch_size": self.sharding.batch_size,
-            "drop_last": self.sharding.drop_last,
-            "sampler": self.shuffle.items,
-        }
-        for name, value in prepared.items():
-            now = getattr(_batch_sampler(loader), name)
-            if now is not value and (name == "sampler" or now != value):
-                raise ConfigError(
-                    f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and"
-                    f" is {now!r} now: that has no effect\n"
-                    f"set {name} before prepare, or prepare a DataLoader that has the new one"
-                )
-
 
 def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     """Return the plan by which this rank reads the loader. All ranks.
@@ -129,7 +108,9 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     dispatches = wanted and control.size > 1
     _check(loader, data, topology.readers, iterable=iterable, dispatches=dispatches)
     sharding = _sharding(loader, data, topology, iterable=iterable)
-    inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
+    wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
+    inner = stateful(loader) if wants_torchdata else copy.copy(loader)
+    inner.__dict__["_iterator"] = None
     kind = _kind(loader, inner)
     shuffle = Shuffle(
         items=_items(loader),
@@ -139,7 +120,14 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     )
     sampler = None
     if not iterable:
-        sampler = _sampler(loader, sharding, shuffle, everyone=dispatches)
+        batches = _batch_sampler(loader)
+        sampler = ShardedSampler(
+            shuffle=shuffle,
+            sharding=sharding,
+            batch_size=1 if batches is None else batches.batch_size if _cuts(loader) else None,
+            single=batches is None,
+            everyone=dispatches,
+        )
         inner.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
@@ -154,15 +142,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         seed_workers=None if shuffle.agree is None else _worker_seeds(loader, shuffle, topology, control.size),
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
-        compare_epoch=None if dispatches or control.size == 1 else _epoch_comparison(run, loader),
     )
-
-
-def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]:
-    """Return a copy of the user's loader, or torchdata's in its place."""
-    inner = stateful(loader) if wants_torchdata and not is_stateful(loader) else copy.copy(loader)
-    inner.__dict__["_iterator"] = None
-    return inner
 
 
 def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
@@ -211,22 +191,6 @@ def _sharding(
     )
 
 
-def _sampler(
-    loader: DataLoader[Any], sharding: Sharding, shuffle: Shuffle, *, everyone: bool
-) -> ShardedSampler:
-    """Return its (batch) sampler's replacement; `everyone`: it reads for all."""
-    batches = _batch_sampler(loader)
-    single = batches is None
-    size = batches.batch_size if _cuts(loader) else None
-    return ShardedSampler(
-        shuffle=shuffle,
-        sharding=sharding,
-        batch_size=1 if single else size,
-        single=single,
-        everyone=everyone,
-    )
-
-
 def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
     """Return a function that gives the bytes of the world's first rank."""
     leads = run.collectives("control").rank == 0  # not the object: it would keep the process group alive
@@ -250,20 +214,6 @@ def _worker_seeds(
     reader = topology.reader
     is_shared = ranks > topology.readers
     return lambda drawn: ((shuffle.agreed(drawn) if is_shared else drawn) + reader) % MODULUS
-
-
-def _epoch_comparison(run: Run, loader: DataLoader[Any]) -> Callable[[int], None] | None:
-    """Return a function that raises CollectiveError where ranks begin other epochs."""
-    if not hasattr(loader.dataset, "set_epoch"):
-        return None
-    dataset = type(loader.dataset).__name__
-
-    def compare(epoch: int) -> None:
-        operation = f"epoch {epoch} of the dataloader of {dataset}"
-        with collective_call(run, "world", operation, None, objects=True) as call:
-            call.all_objects(None)
-
-    return compare
 
 
 def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stateful: bool) -> dict[str, Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import operator
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -12,7 +11,7 @@ from attrs import Factory, asdict, define, field, frozen
 from torch import Tensor
 
 from accel_core.data.sharding import LAST_ROUND, PARTIAL_ROUND, Sharding
-from accel_core.errors import AccelError, CheckpointError, ConfigError
+from accel_core.errors import CheckpointError
 
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
@@ -120,7 +119,6 @@ class Progress:
     states: number of a batch that was read, and not counted yet -> state of a `stateful` loader after it.
     readers_with_batch: number of a round -> readers that have a batch in it, where not all do and this
         process reads for all.
-    term: as in `Cursor`. is_broken: it ended with an error.
     """
 
     epoch: int = 0
@@ -135,8 +133,6 @@ class Progress:
     padded: dict[int, int] = field(factory=dict)
     states: dict[int, Any] = field(factory=dict)
     readers_with_batch: dict[int, int] = field(factory=dict)
-    term: int = 0
-    is_broken: bool = False
 
     @property
     def counted(self) -> int:
@@ -175,15 +171,12 @@ class Cursor:
         last, or the planned one. planned: the iteration that begins next, if it is known.
     running: iterations that go on, the one that handed out the last batch at the end.
     following: number of the next epoch.
-    term: iterations of an earlier term cannot go on, because of `ended_by`.
     """
 
     progress: Progress = field(factory=Progress)
     planned: Progress | None = field(default=Factory(lambda self: self.progress, takes_self=True))
     running: list[Progress] = field(factory=list)
     following: int = 0
-    term: int = 0
-    ended_by: str = ""
 
     @property
     def epoch(self) -> int:
@@ -200,7 +193,7 @@ class Cursor:
     def begin(self, skip: int) -> Progress:
         """Begin the next iteration, from its unit `skip` on if that is not 0."""
         progress, self.planned = self.planned or Progress(epoch=self.following), None
-        progress.start, progress.term = skip or progress.start, self.term
+        progress.start = skip or progress.start
         self.following = max(self.following, progress.epoch + 1)
         self.progress = progress
         return progress
@@ -222,30 +215,6 @@ class Cursor:
             self.progress = self.running[-1]
         elif finished:
             self.progress = self.planned = self.planned or Progress(epoch=self.following)
-
-    def cut_off(self, reason: str) -> None:
-        """End all iterations that go on; asked for a batch, they raise with this reason."""
-        self.term, self.ended_by = self.term + 1, reason
-        self.running.clear()
-
-    def check(self, progress: Progress) -> None:
-        """Raise AccelError if this iteration cannot go on."""
-        if progress.term != self.term:
-            raise AccelError(self.ended_by)
-
-
-def number_of_epoch(epoch: Any) -> int:
-    """Return an epoch's number as Python's own, which a position can hold as JSON.
-
-    Raises:
-        ConfigError: it is not a whole number.
-    """
-    try:
-        return operator.index(epoch)
-    except TypeError as error:
-        raise ConfigError(
-            f"set_epoch: {epoch!r:.80} is not the number of an epoch\ngive a whole number, such as 0"
-        ) from error
 
 
 def encode(state: Tensor) -> str:

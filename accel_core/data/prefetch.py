@@ -66,9 +66,7 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
     if not moves and mark is None and refine is None:
         return None
     non_blocking = run.config.data.non_blocking or pinned
-    move: Callable[[Any], Any] | None = None
-    if moves:
-        move = partial(_move, run.hooks.move, device, non_blocking)
+    move = partial(_move, run.hooks.move, device, non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology

@@ -85,7 +85,6 @@ class Sharding:
         self, rounds: Iterator[list[Sequence[T]]], head: Sequence[T], own: slice
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
         for group, last in with_last(rounds):
-            self._check(group)
             shares, real_samples = self._slices(group[0]) if self.split else group, NO_PADDING
             if (last or self.split) and not self._is_complete(group):
                 if self.drop_last:
@@ -117,14 +116,6 @@ class Sharding:
         """Samples that one reader takes of a complete round."""
         assert self.batch_size is not None
         return self.batch_size // self.readers if self.split else self.batch_size
-
-    def _check(self, group: Sequence[Sequence[T]]) -> None:
-        if self.split and self.batch_size is not None and len(group[0]) > self.batch_size:
-            raise ValueError(
-                f"data.split_batches=True: the batch sampler states batch_size={self.batch_size}, but gave a"
-                f" batch of {len(group[0])} samples\n"
-                "let it state the largest size, or leave split_batches unset"
-            )
 
     def _is_complete(self, group: Sequence[Sequence[T]]) -> bool:
         return len(group) == self.batches and (self.batch_size is None or len(group[-1]) == self.batch_size)

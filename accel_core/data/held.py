@@ -1,0 +1,83 @@
+"""Batches of a prepared loader that are read before the loop trains on them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from accel_core.data.uneven import checking_forwards
+
+if TYPE_CHECKING:
+    from accel_core.data.loader import PreparedLoader
+    from accel_core.data.position import Progress
+
+
+class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
+    """One iteration over a prepared loader: pairs of a batch on the host, and a function that hands it out.
+
+    `hand_out()` returns the batch on the device, and makes the loader's place that of this batch: `last`,
+    `remainder`, `place`, and what `gather_for_metrics` leaves out. Called again, it does the same again. In
+    between, the loader's place is that of the batch handed out last, whatever was read since.
+
+        with closing(loader.host_batches()) as batches:
+            while window := [*islice(batches, 4)]:
+                items = sum(count(batch) for batch, _ in window)
+                for _, hand_out in window:
+                    train(hand_out(), items)
+                batches.settle()
+
+    A save counts the batches that were handed out before the last `settle`: one inside a window resumes at the
+    window's start. Reading takes from the data what a plain loop takes for as many batches. The loader is the
+    run's active one from the first batch that is read until `close`, which ends the epoch if all its batches
+    were read and settled, and leaves it where it is if not, as `break` leaves a loop.
+
+    Batches are on the device already where the device's plugin reads the loader itself (`wrap_dataloader`).
+    """
+
+    def __init__(
+        self,
+        loader: PreparedLoader,
+        progress: Progress,
+        batches: Iterator[Any],
+        place: Callable[[Any], Any] | None,
+    ) -> None:
+        self._loader, self._progress, self._batches, self._place = loader, progress, batches, place
+        self._windows: dict[Any, Any] | None = None
+        """None until the first batch is read, and after the end."""
+        self._read, self._is_exhausted = 0, False
+        self._checks = ExitStack()
+        progress.settled = 0
+
+    def __next__(self) -> tuple[Any, Callable[[], Any]]:
+        if self._windows is None:
+            self._windows = self._loader._enter(self._progress)
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._is_exhausted = True
+            raise
+        self._read += 1
+        return batch, partial(self._hand_out, self._read, batch)
+
+    def settle(self) -> None:
+        """Have saves from now on count the batches up to the one handed out last."""
+        self._progress.settle()
+
+    def close(self) -> None:
+        """End the iteration."""
+        self._checks.close()
+        if self._windows is not None:
+            windows, self._windows = self._windows, None
+            finished = self._is_exhausted and self._progress.settled == self._read
+            self._loader._leave(self._progress, windows, finished=finished)
+
+    def _hand_out(self, number: int, batch: Any) -> Any:
+        loader, progress = self._loader, self._progress
+        loader._hold(progress)
+        self._checks.close()
+        progress.count = number
+        if progress.is_unshared:
+            self._checks.enter_context(checking_forwards(loader._run))
+        return batch if self._place is None else self._place(batch)
