@@ -55,7 +55,7 @@ def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) ->
     for number, ((shares, state), (following, _)) in enumerate(pairwise(chain(stated, [end])), start=1):
         if state is not None:
             progress.states[number] = state
-        yield Round(*shares, len(following[0]))
+        yield Round(shares[0], shares[1], len(following[0]))
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
@@ -72,7 +72,7 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         # Ranks in different loops would deal out a mixture: the words of their calls differ.
         operation = f"the next batch (dispatch_batches), round {dealt} of epoch {progress.epoch}"
         dealt += 1
-        current = _exchange(run, rounds, operation)
+        current: Round = _exchange(run, rounds, operation)
         following = current.following
         progress.drawn = progress.drawn if current.drawn is None else current.drawn
         has_batch = reader < len(current.batches)
@@ -89,7 +89,7 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         yield recursively_apply(Tensor.pin_memory, batch) if pin and rounds is None else batch
 
 
-def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Round:
+def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Any:
     """Return the next round, which the rank that has `rounds` reads. Collective."""
     current, failure = Round(), None
     try:
@@ -100,5 +100,4 @@ def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Round
         with call.local():
             if failure is not None:
                 raise failure
-        received: Round = call.one_object(current, SOURCE)
-        return received
+        return call.one_object(current, SOURCE)

@@ -28,10 +28,10 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
                     train(hand_out(), items)
                 batches.settle()
 
-    A save counts the batches that were handed out before the last `settle`: one inside a window resumes at the
-    window's start. Reading takes from the data what a plain loop takes for as many batches. The loader is the
-    run's active one from the first batch that is read until `close`, which ends the epoch if all its batches
-    were read and settled, and leaves it where it is if not, as `break` leaves a loop.
+    A save counts the batches that were handed out before the last `settle`: one inside a window resumes at
+    the window's start. Reading takes from the data what a plain loop takes for as many batches. The loader is
+    the run's active one from the first batch that is read until `close`. That ends the epoch if all its
+    batches were read and settled, and leaves the epoch as `break` does if not.
 
     Batches are on the device already where the device's plugin reads the loader itself (`wrap_dataloader`).
     """

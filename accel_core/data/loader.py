@@ -160,8 +160,8 @@ class PreparedLoader(DataLoader[Any]):
             self._is_told = True
             _logger.warning(
                 "the dataset %s has no state: a resume in the middle of its epoch reads it again from its"
-                " start and leaves %d batches out, which loses samples, and repeats others, where its order is"
-                " random; give it state_dict and load_state_dict, and set data.use_stateful_dataloader",
+                " start and leaves %d batches out, which loses and repeats samples where its order is random;"
+                " give it state_dict and load_state_dict, and set data.use_stateful_dataloader",
                 type(self.dataset).__name__,
                 position.consumed,
             )
@@ -266,7 +266,7 @@ class PreparedLoader(DataLoader[Any]):
         assert batches is not None
         return progress, batches
 
-    def _timed(self, batches: Iterator[Any], progress: Progress) -> Iterator[Any]:
+    def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
         done = progress.start // self._plan.units_per_round - self._skipped
         return self._run.record.reads(batches, self, done)
 
@@ -280,7 +280,7 @@ class PreparedLoader(DataLoader[Any]):
             batches   the user's batches       its batches      before they are read, likewise
             replay    batches of the dataset   its batches      after they are read: rounds here, single
                                                                 batches by the dataset of this reader's share
-            stateful  rounds                   1                by the loader's state; `skipped` rounds as above
+            stateful  rounds                   1                by the loader's state; `skipped` ones as above
         """
         plan, inner, share = self._plan, self._plan.inner, self._plan.sharding.batches
         dataset: Any = inner.dataset

@@ -83,10 +83,7 @@ class LoaderPlan:
     @property
     def length(self) -> int | None:
         """Items of the order per epoch, where known."""
-        try:
-            return len(self.shuffle.items) if self.sampler is not None else None
-        except TypeError:  # a sampler without a length
-            return None
+        return None if self.sampler is None else self.shuffle.length
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
@@ -139,7 +136,9 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         sampler=sampler,
         dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
-        seed_workers=None if shuffle.agree is None else _worker_seeds(loader, shuffle, topology, control.size),
+        seed_workers=None
+        if shuffle.agree is None
+        else _worker_seeds(loader, shuffle, topology, control.size),
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
     )

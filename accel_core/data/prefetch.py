@@ -22,8 +22,8 @@ Mover = Callable[[Iterator[Any]], Iterator[Any]]
 class Placement:
     """The way in which a loader's batches get to the run's device.
 
-    move: a batch to the device. start: a loop's batches to the device, perhaps before they are asked for; None
-    if they stay. reads: the device's plugin reads the loop's batches itself. refine, mark: the plugins'
+    move: a batch to the device. start: a loop's batches to the device, perhaps before they are asked for;
+    None if they stay. reads: the device's plugin reads the loop's batches itself. refine, mark: the plugins'
     `place_batch` and `mark_step`.
     """
 

@@ -2,8 +2,8 @@
 
 The source is recorded, and the order is drawn again on resume.
 
-Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order. An order is
-read as a whole when its epoch begins, so that nothing else draws between its items.
+Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order. An order
+is read as a whole when its epoch begins, so that nothing else draws between its items.
 """
 
 from __future__ import annotations
@@ -54,6 +54,14 @@ class Shuffle:
         return f"{type(self.items).__qualname__}{replaces}"
 
     @property
+    def length(self) -> int | None:
+        """Items of an epoch, where the sampler says so."""
+        try:
+            return len(self.items)
+        except (TypeError, NotImplementedError):
+            return None
+
+    @property
     def generator(self) -> torch.Generator | None:
         """The user's own generator that the order is drawn from, if any."""
         for holder in (self.items, getattr(self.items, "sampler", None)):
@@ -82,12 +90,8 @@ class Shuffle:
 
         A sampler may have no length, or no end.
         """
-        try:
-            length = len(self.items)
-        except (TypeError, NotImplementedError):
-            length = 0
         items = iter(self.items)
-        return chain([*islice(items, length + 1)], items)
+        return chain([*islice(items, (self.length or 0) + 1)], items)
 
     def _seeded(self, progress: Progress) -> Iterable[int]:
         if progress.drawn is None:

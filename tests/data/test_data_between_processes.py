@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError, DataLoaderConfiguration
 

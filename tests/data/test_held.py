@@ -185,7 +185,7 @@ def test_the_loader_is_active_until_it_is_closed():
 def metrics(dispatch, size):
     options = DataLoaderConfiguration(dispatch_batches=dispatch)
     accelerator = Accelerator(cpu=True, dataloader_config=options)
-    model, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.arange(10.0), 1))
+    _, loader = accelerator.prepare(nn.Linear(1, 1), DataLoader(torch.arange(10.0), 1))
     gathered = []
     for window in windows(loader, size):
         for hand_out in window:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from dataclasses import dataclass
 from itertools import chain, islice
 
-import numpy as np
 import pytest
 import torch
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds, world
@@ -23,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_core import AccelError, ConfigError, RunConfig, skip_first_batches
+from accel_core import ConfigError, RunConfig, skip_first_batches
 from accel_core.data import loader as loader_module
 from accel_core.data.loader import PreparedLoader, prepare_loader
 
@@ -555,7 +553,7 @@ def test_an_iterator_that_lives_to_the_interpreters_end_is_collected_without_a_w
     (loader,) = prepared(numbers(9))
     loop = iter(loader)
     next(loop)
-    for name in ("_remove", "_OWN"):  # Python clears the modules before what their functions still hold
+    # Python clears the modules before what their functions still hold.
+    for name in [name for name in vars(loader_module) if not name.startswith("__")]:
         monkeypatch.setattr(loader_module, name, None)
-
     loop.close()

@@ -1,4 +1,4 @@
-"""Samplers of the user's own: an order is read as a whole when its epoch begins, and goes on after a resume."""
+"""Samplers of the user's own: an order is read as a whole when its epoch begins; a resume goes on in it."""
 
 from __future__ import annotations
 

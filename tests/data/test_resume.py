@@ -12,11 +12,9 @@ from hypothesis import strategies as st
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
 from torch.utils.data import (
     DataLoader,
-    Dataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
-    random_split,
 )
 
 from accel_core import CheckpointError, skip_first_batches
@@ -344,7 +342,12 @@ def sampled(sampler, **options):
         (position_of(lambda _: DataLoader(Stream(8))), lambda _: DataLoader(Stream(8), 4), 1, "batch size"),
         (position_of(numbers(8)), numbers(8, seed=1), 1, "of SequentialSampler, and here .* RandomSampler\n"),
         (position_of(numbers(8, seed=1)), numbers(8), 3, "of RandomSampler, and here .* SequentialSampler\n"),
-        (position_of(sampled(RandomSampler)), sampled(SubsetRandomSampler), 1, "that of SubsetRandomSampler\n"),
+        (
+            position_of(sampled(RandomSampler)),
+            sampled(SubsetRandomSampler),
+            1,
+            "that of SubsetRandomSampler\n",
+        ),
         (position_of(sampled(RandomSampler)), sampled(RandomSampler, replacement=True), 3, "replacement\n"),
     ],
 )
@@ -401,7 +404,7 @@ def test_a_save_in_the_middle_of_data_without_a_state_says_once_what_a_resume_do
     saved(loader)
     for _ in loader:
         saved(loader)
-    assert caplog.text.count("the dataset Stream has no state: a resume in the middle of its epoch reads") == 1
+    assert caplog.text.count("the dataset Stream has no state: a resume in the middle of its epoch") == 1
     assert "leaves 1 batches out" in caplog.text
     assert "give it state_dict and load_state_dict" in caplog.text
 

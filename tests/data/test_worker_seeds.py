@@ -69,7 +69,7 @@ def test_workers_of_ranks_that_share_samples_draw_alike():
 def test_workers_of_readers_that_read_all_of_a_stream_draw_alike():
     """Each of them keeps its share: they must read it in one order."""
     one, other = of_readers(Mixed(8))
-    assert sorted(index for index, in [*one, *other]) == list(range(8))
+    assert sorted(index for (index,) in [*one, *other]) == list(range(8))
 
 
 def lives(data, stop):

@@ -1,9 +1,9 @@
 """Accelerate's random order, to compare a migrated program with its old numbers, digit for digit.
 
-`ACCEL_COMPAT_ORDER=accelerate` asks for it. Several processes then shuffle as Accelerate does: `prepare` draws
-a seed for each sampler, and gives the sampler a generator of its own. Without workers each batch is read before
-the one before it is handed out, so that random numbers of the dataset and of the forward are drawn in turns
-that are Accelerate's.
+`ACCEL_COMPAT_ORDER=accelerate` asks for it. Several processes then shuffle as Accelerate does: `prepare`
+draws a seed for each sampler, and gives the sampler a generator of its own. Without workers each batch is
+read before the one before it is handed out, so that random numbers of the dataset and of the forward are
+drawn in Accelerate's turns.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def draw_seeds(things: Iterable[Any], run: Run) -> None:
         if not isinstance(loader, DataLoader) or isinstance(loader, PreparedLoader):
             continue
         batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        sampler = getattr(batches, "sampler", None)
+        sampler: Any = getattr(batches, "sampler", None)
         lacks_generator = sampler is not None and getattr(sampler, "generator", sampler) is None
         if lacks_generator and not isinstance(loader.dataset, IterableDataset):
             seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
