@@ -5,6 +5,7 @@ Batches may be anything that pickles.
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Iterator, Sequence
 from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any, Final
@@ -16,6 +17,7 @@ from accel_core.data.position import Drawn, Progress
 from accel_core.data.sharding import NO_PADDING, batched
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.nested import recursively_apply
+from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -36,6 +38,7 @@ class Round:
     real_samples: int = NO_PADDING
     following: int = 0
     drawn: Drawn = None
+    failure: str = ""
 
 
 def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
@@ -91,13 +94,21 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
 
 def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Any:
     """Return the next round, which the rank that has `rounds` reads. Collective."""
-    current, failure = Round(), None
+    current, error = Round(), None
     try:
         current = next(rounds, current) if rounds is not None else current
-    except Exception as error:
-        failure = error
+    except BaseException as raised:  # Ctrl-C too: the other ranks wait to be told
+        # A worker's error carries its traceback in its text: the last line says what it was.
+        told = "".join(traceback.format_exception_only(raised)).strip()
+        current, error = Round(failure=told.splitlines()[-1]), raised
     with collective_call(run, "world", operation, None, objects=True) as call:
-        with call.local():
-            if failure is not None:
-                raise failure
-        return call.one_object(current, SOURCE)
+        current = call.one_object(current, SOURCE)
+    if error is not None:
+        raise error
+    if current.failure:
+        raise CollectiveError(
+            f"dispatch_batches: rank {SOURCE}, which reads for all, has failed with {current.failure}\n"
+            f"see the traceback of rank {SOURCE}",
+            operation="dispatch_batches",
+        )
+    return current

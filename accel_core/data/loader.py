@@ -175,25 +175,17 @@ class PreparedLoader(DataLoader[Any]):
         Raises:
             CheckpointError: the loader has changed, and the error names how. Nothing is changed then.
         """
-        position, cursor = self.check_state_dict(state), self._cursor
+        saved, cursor = self.check_state_dict(state), self._cursor
         for role, generator in self._plan.generators.items():
-            if role in position.generators:
-                generator.set_state(decode(position.generators[role]))
-        if position.is_over(self._plan.sharding):  # the next loop is that of the next epoch
-            cursor.plan(Progress(epoch=position.following))
+            if role in saved.generators:
+                generator.set_state(decode(saved.generators[role]))
+        if saved.is_over(self._plan.sharding):  # the next loop is that of the next epoch
+            cursor.plan(Progress(epoch=saved.following))
         else:
-            cursor.plan(
-                Progress(
-                    epoch=position.epoch,
-                    start=position.consumed,
-                    begun=position.begun,
-                    drawn=position.drawn,
-                    state=position.state,
-                )
-            )
-            cursor.following = position.following
+            cursor.plan(Progress(saved.epoch, saved.consumed, saved.begun, saved.drawn, saved.state))
+            cursor.following = saved.following
         self._plan.inner.__dict__["_iterator"] = None  # workers start anew
-        self._has_begun = position.begun or position.epoch > 0
+        self._has_begun = saved.begun or saved.epoch > 0
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
         """Return the position that was saved. Nothing is changed.
@@ -267,8 +259,9 @@ class PreparedLoader(DataLoader[Any]):
         return progress, batches
 
     def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
-        done = progress.start // self._plan.units_per_round - self._skipped
-        return self._run.record.reads(batches, self, done)
+        return self._run.record.reads(
+            batches, self, done=progress.start // self._plan.units_per_round - self._skipped
+        )
 
     def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not read.

@@ -103,7 +103,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     # Iterables by default: each process might read another random one.
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
-    _check(loader, data, topology.readers, iterable=iterable, dispatches=dispatches)
+    _check(loader, data, topology.readers, iterable=iterable)
     sharding = _sharding(loader, data, topology, iterable=iterable)
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
@@ -229,9 +229,7 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     }
 
 
-def _check(
-    loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool, dispatches: bool
-) -> None:
+def _check(loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool) -> None:
     """Refuse settings that do not work with this loader."""
     batches = _batch_sampler(loader)
     for sampler in (batches, getattr(batches, "sampler", loader.sampler)):
@@ -252,12 +250,6 @@ def _check(
         raise ConfigError(
             "this dataloader has in_order=False: batches that come in any order can neither be counted for a"
             " resume nor told from padding\nleave in_order unset, or use the DataLoader without preparing it"
-        )
-    if dispatches and iterable and loader.num_workers > 1 and not data.even_batches:
-        raise ConfigError(
-            "data.even_batches=False: several workers each read this iterable dataset for all processes, and"
-            " none knows which batch is a process's last\n"
-            "give the DataLoader one worker, or set data.even_batches or data.dispatch_batches=False"
         )
     if not data.split_batches or readers == 1:
         return

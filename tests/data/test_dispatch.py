@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from accel_core import Accelerator, CollectiveError, ConfigError, DataLoaderConfiguration
+from accel_core import Accelerator, CollectiveError, DataLoaderConfiguration
 
 
 class OfSize(BatchSampler):
@@ -147,11 +147,6 @@ def test_ranks_seeded_alike_stay_alike():
         return found
 
     assert len({*streams(False), *streams(True)}) == 1
-
-
-def test_several_workers_cannot_tell_a_ranks_last_batch_of_an_uneven_iterable():
-    with pytest.raises(ConfigError, match="even_batches=False"):
-        prepared(lambda _: DataLoader(Stream(9), 2, num_workers=2), 2, even_batches=False)
 
 
 # -- in real processes ------------------------------------------------------------------------------
