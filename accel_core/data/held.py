@@ -7,13 +7,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from attrs import define, field
+
+from accel_core.data.position import Progress
 from accel_core.data.uneven import checking_forwards
 
 if TYPE_CHECKING:
-    from accel_core.data.loader import PreparedLoader
-    from accel_core.data.position import Progress
+    from accel_core.contract.run import Run
 
 
+@define(eq=False)
 class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
     """One iteration over a prepared loader: pairs of a batch on the host, and a function that hands it out.
 
@@ -34,25 +37,26 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
     batches were read and settled, and leaves the epoch as `break` does if not.
 
     Batches are on the device already where the device's plugin reads the loader itself (`wrap_dataloader`).
+
+    place: a batch to the device. enter, hold, leave: the loader's own, as a plain loop calls them.
     """
 
-    def __init__(
-        self,
-        loader: PreparedLoader,
-        progress: Progress,
-        batches: Iterator[Any],
-        place: Callable[[Any], Any] | None,
-    ) -> None:
-        self._loader, self._progress, self._batches, self._place = loader, progress, batches, place
-        self._windows: dict[Any, Any] | None = None
-        """None until the first batch is read, and after the end."""
-        self._read, self._is_exhausted = 0, False
-        self._checks = ExitStack()
-        progress.settled = 0
+    _run: Run
+    _progress: Progress
+    _batches: Iterator[Any]
+    _place: Callable[[Any], Any] | None
+    _enter: Callable[[Progress], dict[Any, Any]]
+    _hold: Callable[[Progress], None]
+    _leave: Callable[..., None]
+    _windows: dict[Any, Any] | None = field(default=None, init=False)
+    """None until the first batch is read, and after the end."""
+    _read: int = field(default=0, init=False)
+    _is_exhausted: bool = field(default=False, init=False)
+    _checks: ExitStack = field(factory=ExitStack, init=False)
 
     def __next__(self) -> tuple[Any, Callable[[], Any]]:
         if self._windows is None:
-            self._windows = self._loader._enter(self._progress)
+            self._windows = self._enter(self._progress)
         try:
             batch = next(self._batches)
         except StopIteration:
@@ -71,13 +75,12 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
         if self._windows is not None:
             windows, self._windows = self._windows, None
             finished = self._is_exhausted and self._progress.settled == self._read
-            self._loader._leave(self._progress, windows, finished=finished)
+            self._leave(self._progress, windows, finished=finished)
 
     def _hand_out(self, number: int, batch: Any) -> Any:
-        loader, progress = self._loader, self._progress
-        loader._hold(progress)
         self._checks.close()
-        progress.count = number
-        if progress.is_unshared:
-            self._checks.enter_context(checking_forwards(loader._run))
+        self._hold(self._progress)
+        self._progress.count = number
+        if self._progress.is_unshared:
+            self._checks.enter_context(checking_forwards(self._run))
         return batch if self._place is None else self._place(batch)

@@ -239,8 +239,10 @@ class PreparedLoader(DataLoader[Any]):
         placement = self._placement
         if placement is not None and placement.reads:
             batches, placement = placement.all(batches), None
-        batches = self._timed(batches, progress)
-        return HostBatches(self, progress, batches, None if placement is None else placement.one)
+        progress.settled = 0
+        place = None if placement is None else placement.one
+        own = self._enter, self._hold, self._leave
+        return HostBatches(self._run, progress, self._timed(batches, progress), place, *own)
 
     def _begin(self) -> tuple[Progress, Iterator[Any]]:
         """Begin the next iteration. Return its progress, and this reader's batches on the host."""
@@ -259,9 +261,8 @@ class PreparedLoader(DataLoader[Any]):
         return progress, batches
 
     def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
-        return self._run.record.reads(
-            batches, self, done=progress.start // self._plan.units_per_round - self._skipped
-        )
+        done = progress.start // self._plan.units_per_round - self._skipped
+        return self._run.record.reads(batches, self, done)
 
     def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not read.
