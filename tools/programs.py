@@ -35,7 +35,7 @@ SIDES: Final = ("incumbent", "ours")
 EQUAL: Final = "equal"
 OFFLINE: Final = {
     "ACCELERATE_USE_CPU": "true",
-    "ACCEL__DATA__ORDER": "accelerate",
+    "ACCEL_COMPAT_ORDER": "accelerate",
     "HF_DATASETS_OFFLINE": "1",
     "HF_HUB_OFFLINE": "1",
     "OMP_NUM_THREADS": "1",

@@ -162,13 +162,7 @@ class DataLoaderConfiguration(Remembering):
     data_seed: int | None = option(
         None, only_with="use_seedable_sampler", help="Seed of the seedable sampler (only); unset: torch's."
     )
-    order: str = option(
-        "pytorch",
-        choices=("pytorch", "accelerate"),
-        help="Random order on several processes: that of one process, or Accelerate's from the same seed.",
-    )
     non_blocking: bool = option(False, help="Copy batches without waiting, pinned or not; pinned: always.")
-    pin_memory: bool = option(True, help="Pin what workers read for an accelerator, in a thread.")
     use_stateful_dataloader: bool = option(
         False, help="Use torchdata's loader, whose datasets may know their own position."
     )

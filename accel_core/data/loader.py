@@ -5,44 +5,37 @@ It has a position that can be saved.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+import operator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import chain
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
 from torch.utils.data import DataLoader
 
-from accel_core.data.ahead import keep
-from accel_core.data.dispatch import dispatched
-from accel_core.data.epoch import EpochSource
-from accel_core.data.fingerprint import choice, fingerprint
+from accel_core.data.dispatch import dispatched, rounds_of_iterable, rounds_of_samples
+from accel_core.data.fingerprint import fingerprint
+from accel_core.data.held import HostBatches
 from accel_core.data.options import plan_loader
-from accel_core.data.position import Cursor, Position, Progress, number_of_epoch
-from accel_core.data.prefetch import batch_mover
-from accel_core.data.process_streams import decode, encode
-from accel_core.data.sampler import PinnableCollate
+from accel_core.data.position import Cursor, Position, Progress, decode, encode
+from accel_core.data.prefetch import placement_of
 from accel_core.data.sharding import NO_PADDING, with_last
+from accel_core.data.shuffling import drawn_seed
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
-from accel_core.errors import AccelError, CheckpointError
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 _logger = get_logger(__name__)
 
-_OWN = frozenset({"_run", "_plan", "_cursor", "_source", "_skip", "_skipped", "_move", "_choice"})
+_OWN = frozenset({"_run", "_plan", "_cursor", "_skip", "_skipped", "_placement", "_has_begun", "_is_told"})
 """Attributes that the user's loader has no use for; all others are set on it too."""
-
-
-class _Loop(chain[Any]):
-    """A loop over a prepared loader: its batches, then what follows them."""
-
-    close: Callable[[], None]
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -60,15 +53,11 @@ class PreparedLoader(DataLoader[Any]):
         self._plan = plan
         self._cursor = Cursor()
         self._skip = self._skipped = 0
-        self._choice: str | None = None  # until it is asked for
-        self._source = EpochSource(plan)
+        self._has_begun = False  # any epoch: workers that persist have drawn their only seed
+        self._is_told = False  # of data without a state
         # Reading ahead in this very process would draw random numbers before their time.
-        ahead = loader.num_workers > 0 and plan.kind != "stateful"
-        if ahead and device_placement and run.config.data.pin_memory and can_pin(run.device):
-            self.pin_memory = True  # on the user's loader too, which does so in a thread
-            plan.inner.__dict__["collate_fn"] = PinnableCollate(plan.inner.collate_fn)
-        pinned, read_here = bool(self.pin_memory) and can_pin(run.device), not loader.num_workers
-        self._move = batch_mover(run, moves=device_placement, ahead=ahead, pinned=pinned, read_here=read_here)
+        ahead, pinned = loader.num_workers > 0, bool(self.pin_memory) and can_pin(run.device)
+        self._placement = placement_of(run, moves=device_placement, ahead=ahead, pinned=pinned)
 
     # -- what the user and core ask ---------------------------------------------------------------
 
@@ -160,57 +149,43 @@ class PreparedLoader(DataLoader[Any]):
         Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
         starts at its beginning.
         """
-        number = number_of_epoch(epoch)
+        number = operator.index(epoch)  # a position holds it as JSON
         if number != self.epoch:
             self._cursor.plan(Progress(epoch=number))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position (`Position`) as JSON values; valid at any moment."""
-        return self._position().to_json()
+        position = self._position()
+        if position.kind == "replay" and position.consumed and not (position.ended or self._is_told):
+            self._is_told = True
+            _logger.warning(
+                "the dataset %s has no state: a resume in the middle of its epoch reads it again from its"
+                " start and leaves %d batches out, which loses and repeats samples where its order is random;"
+                " give it state_dict and load_state_dict, and set data.use_stateful_dataloader",
+                type(self.dataset).__name__,
+                position.consumed,
+            )
+        return position.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from a saved position at the next iteration. All ranks.
 
-        A loop over this loader that is running raises AccelError when it asks for its next batch.
+        A loop over this loader that is running goes on as it is.
 
         Raises:
             CheckpointError: the loader has changed, and the error names how. Nothing is changed then.
         """
-        position = self.check_state_dict(state)
+        saved, cursor = self.check_state_dict(state), self._cursor
         for role, generator in self._plan.generators.items():
-            if role in position.generators:
-                generator.set_state(decode(position.generators[role]))
-        midway, now = position.consumed > 0, self._position()
-        cursor, over = self._cursor, position.is_over(self._plan.sharding)
-        if over or not midway:
-            self._tell_of_dataset(position, now)
-        cursor.cut_off(
-            "load_state has moved the dataloader that this loop reads\nleave the loop (break) after loading,"
-            " and begin a new one: it goes on where the checkpoint was taken"
-        )
-        if over:  # the next loop is that of the next epoch, as it would have been
-            cursor.plan(Progress(epoch=position.following, draws=-1 if position.left else position.draws))
+            if role in saved.generators:
+                generator.set_state(decode(saved.generators[role]))
+        if saved.is_over(self._plan.sharding):  # the next loop is that of the next epoch
+            cursor.plan(Progress(epoch=saved.following))
         else:
-            same = position.dealt == now.dealt
-            cursor.plan(
-                Progress(
-                    epoch=position.epoch,
-                    start=position.consumed,
-                    drawn=position.drawn,
-                    draws=position.draws,
-                    resumed=midway or position.drawn is not None or bool(position.streams),
-                    # Other workers may draw the order as they start, which must not be undone.
-                    opened=position.opened and position.dealt[-1] == self.num_workers,
-                    workers=position.workers if same or position.kind == "replay" else None,
-                    streams=position.streams,
-                    first=tuple(position.first) if same else (),
-                    state=position.state,
-                )
-            )
-            cursor.following = position.following
-            if midway:
-                self._tell(position)
-        self._source.restart(position)
+            cursor.plan(Progress(saved.epoch, saved.consumed, saved.begun, saved.drawn, saved.state))
+            cursor.following = saved.following
+        self._plan.inner.__dict__["_iterator"] = None  # workers start anew
+        self._has_begun = saved.begun or saved.epoch > 0
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
         """Return the position that was saved. Nothing is changed.
@@ -220,16 +195,12 @@ class PreparedLoader(DataLoader[Any]):
         """
         here = self._position()
         position = Position.from_json(state, here)
-        for role, generator in self._plan.generators.items():
-            if role in position.generators:  # torch raises where it is no state
-                torch.Generator(generator.device).set_state(decode(position.generators[role]))
         midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
-        if midway and position.sampler not in ("", here.sampler):
+        if midway and position.sampler != here.sampler:
             raise CheckpointError(
                 "a dataloader was saved in the middle of an epoch in the order of"
                 f" {position.sampler}, and here the order is that of {here.sampler}\n"
-                "resume with the sampler and the samples that it was saved with (give what splits data a"
-                " seed), or at the start of an epoch"
+                "resume with the sampler that it was saved with, or at the start of an epoch"
             )
         if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
             raise CheckpointError(
@@ -254,189 +225,184 @@ class PreparedLoader(DataLoader[Any]):
     # -- iterating --------------------------------------------------------------------------------
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        progress, batches = self._begin()
+        if self._placement is not None:
+            batches = self._placement.all(batches)
+        return self._hand_out(self._timed(batches, progress), progress)
+
+    def host_batches(self) -> HostBatches:
+        """Begin an iteration whose batches stay on the host until they are placed one by one.
+
+        For loops that must look at several batches before they train on the first one.
+        """
+        progress, batches = self._begin()
+        placement = self._placement
+        if placement is not None and placement.reads:
+            batches, placement = placement.all(batches), None
+        progress.settled = 0
+        place = None if placement is None else placement.one
+        own = self._enter, self._hold, self._leave
+        return HostBatches(self._run, progress, self._timed(batches, progress), place, *own)
+
+    def _begin(self) -> tuple[Progress, Iterator[Any]]:
+        """Begin the next iteration. Return its progress, and this reader's batches on the host."""
         plan, cursor = self._plan, self._cursor
-        plan.check_unchanged(self)
         skipped, self._skip = self._skip, 0
-        self._skipped, self._choice = skipped, None
-        if plan.kind == "stateful" or plan.persists:
-            cursor.cut_off(
-                "this dataloader was begun anew while this loop over it was running, and its workers (or its"
-                " state) serve one loop only\nset persistent_workers=False, or prepare a second DataLoader"
-            )
+        self._skipped = skipped
         progress = cursor.begin(skipped * plan.units_per_round)
-        if plan.compare_epoch is not None:
-            plan.compare_epoch(progress.epoch)
-        if not (progress.resumed or progress.opened):
+        if not progress.begun:
             synchronize_rng_states(plan.synchronized, run=self._run)
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
-        if plan.kind == "stateful":  # the loader's own state says where to go on
-            progress.count, progress.start = progress.start, 0
-        if plan.reads_ahead:
-            batches: Any = self._read_ahead(progress, skipped)
-        else:
-            batches = self._source.open(progress, skipped)
+        batches = self._read(progress, skipped)
         if plan.dispatches:
             pin = self.pin_memory and torch.accelerator.is_available()
             batches = dispatched(self._run, progress, batches, pin=pin)
-        if self._move is not None:
-            batches = self._move(batches)
-        done = progress.count + progress.start // plan.units_per_round - skipped
-        batches = self._run.record.reads(batches, self, done)
-        handed_out = self._hand_out(batches, progress)
-        loop = _Loop(handed_out, self._refuse_rest(progress))
-        loop.close = handed_out.close
-        return loop
+        assert batches is not None
+        return progress, batches
 
-    def _refuse_rest(self, progress: Progress) -> Iterator[Any]:
-        """Raise where a loop is asked for more after an error, which ends no epoch.
+    def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
+        done = progress.start // self._plan.units_per_round - self._skipped
+        return self._run.record.reads(batches, self, done)
 
-        torch's loader would give the next batch, but a generator cannot go on.
+    def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
+        """Return this reader's batches, rounds if it reads for all, None if it does not read.
+
+        An epoch that does not start at its beginning leaves batches out, by the kind of the plan:
+
+            kind      position counts          units per round  batches are left out
+            indexed   samples of the order     its samples      before they are read: the order starts later
+            batches   the user's batches       its batches      before they are read, likewise
+            replay    batches of the dataset   its batches      after they are read: rounds here, single
+                                                                batches by the dataset of this reader's share
+            stateful  rounds                   1                by the loader's state; `skipped` ones as above
         """
-        if progress.is_broken:
-            raise AccelError(
-                f"batch {progress.count + 1} of epoch {progress.epoch} of the dataloader of"
-                f" {type(self.dataset).__name__} could not be given, and the loop was asked for the next one:"
-                " a prepared dataloader cannot leave a batch out\n"
-                "catch the error in the dataset, or begin a new loop"
-            )
-        yield from ()
+        plan, inner, share = self._plan, self._plan.inner, self._plan.sharding.batches
+        dataset: Any = inner.dataset
+        draws = not (progress.begun or (plan.persists and self._has_begun))
+        progress.begun = self._has_begun = True
+        if not plan.reads:  # draw as the process that reads does: streams seeded alike stay alike
+            if draws:
+                drawn_seed(inner.generator)
+            if plan.sampler is not None:
+                plan.shuffle.open(progress, 0)
+            return None
+        if plan.sampler is not None:
+            plan.sampler.progress = progress
+            batches = self._iterate_inner(draws)
+            return rounds_of_samples(batches, progress, plan.sharding.readers) if plan.dispatches else batches
+        left_out = progress.start // share
+        if plan.kind == "stateful":
+            left_out = skipped
+            if progress.state is not None and not skipped:
+                inner.load_state_dict(progress.state)  # type: ignore[attr-defined]
+        elif plan.is_sharded_iterable:
+            dataset.skip = progress.start % share
+        items = islice(self._iterate_inner(draws), left_out, None)
+        stated = ((item, self._inner_state()) for item in items)
+        return rounds_of_iterable(stated, progress) if plan.dispatches else self._own_share(stated, progress)
 
-    def _read_ahead(self, progress: Progress, skipped: int) -> Iterator[Any]:
-        """Yield a batch once the next one is read.
+    def _iterate_inner(self, draws: bool) -> Iterator[Any]:
+        """Begin an epoch of the inner loader. draws: the seed of its workers is drawn now."""
+        inner, seed_workers = self._plan.inner, self._plan.seed_workers
+        if draws and seed_workers is None:
+            return iter(inner)  # draws it
+        own, private = inner.generator, torch.Generator()
+        if draws and seed_workers is not None:
+            private.manual_seed(seed_workers(drawn_seed(own)))
+        else:
+            private.set_state((own or torch.default_generator).get_state())
+        inner.generator = private
+        try:
+            return iter(inner)
+        finally:
+            inner.generator = own
 
-        The epoch begins with the first, as Accelerate's does.
+    def _inner_state(self) -> Any:
+        """Return the own state of a stateful loader."""
+        inner: Any = self._plan.inner
+        return inner.state_dict() if self._plan.kind == "stateful" else None
+
+    def _own_share(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
+        """Yield an iterable dataset's batches; reading one ahead finds the end.
+
+        stated: (item of the inner loader, the loader's state after that).
         """
-        source: Any = self._source.open(progress, skipped)
-        for kept, _ in with_last(map(keep, source)):
-            yield kept()
+        sharded = self._plan.is_sharded_iterable
+        for number, ((item, state), last) in enumerate(with_last(stated), start=1):
+            (batch,), real_samples = item if sharded else ((item,), NO_PADDING)
+            if real_samples != NO_PADDING:
+                progress.padded[number] = real_samples
+            if last:
+                progress.total = number
+            if state is not None:
+                progress.states[number] = state
+            yield batch
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Generator[Any]:
-        active, cursor = self._run.active_loaders, self._cursor
-        finished, remove = False, _remove  # a name of its own: globals are gone at the interpreter's end
-        first = progress.count
+        active, cursor, finished = self._run.active_loaders, self._cursor, False
+        self._enter(progress)
         try:
-            active.append(self)
-            cursor.hold(progress)
-            cursor.check(progress)
             for batch in batches:
                 progress.count += 1
-                if active[-1] is not self:  # the user holds several iterators, and others went on meanwhile
-                    _remove(active, self)
-                    active.append(self)
-                if cursor.progress is not progress:
-                    cursor.hold(progress)
+                if progress.states:
+                    progress.state = progress.states.pop(progress.count)
+                if active[-1] is not self or cursor.progress is not progress:
+                    self._hold(progress)  # the user holds several iterators, and others went on meanwhile
                 if progress.padded and progress.is_unshared:
                     with checking_forwards(self._run):
                         yield batch
                 else:
                     yield batch
-                if progress.term != cursor.term:
-                    cursor.check(progress)
             finished = True
-            if first < progress.count != progress.total:
-                self._tell_of_other_batches(progress.count)
-            self._plan.shuffle.catch_up(progress)  # a process that reads for all stops at the last round
-        except BaseException as error:
-            progress.is_broken = not isinstance(error, GeneratorExit)
-            raise
         finally:  # on `break` too: the generator is closed, or collected
-            try:
-                remove(active, self)
-            except BaseException:  # Ctrl-C came before anything was removed
-                remove(active, self)
-                raise
-            finally:
-                self.__dict__["_skipped"] = 0  # `__setattr__` needs globals too
-                cursor.leave(progress, finished=finished)
+            self._leave(progress, finished=finished)
 
-    def _tell_of_other_batches(self, count: int) -> None:
-        _logger.warning(
-            "%s has an __iter__ of its own, which gave %d batches, not those of its sampler: neither the last"
-            " batch, nor padding, nor the position can be told; leave batches out, or add them, in the"
-            " sampler or the dataset",
-            type(self._plan.inner).__name__,
-            count,
-        )
+    def _enter(self, progress: Progress) -> None:
+        """Begin to hand out batches."""
+        self._run.active_loaders.append(self)
+        self._cursor.hold(progress)
+
+    def _hold(self, progress: Progress) -> None:
+        """Make this the loader, and the iteration, that has handed out the latest batch."""
+        active = self._run.active_loaders
+        if active[-1] is not self:
+            self._remove()
+            active.append(self)
+        self._cursor.hold(progress)
+
+    def _leave(self, progress: Progress, *, finished: bool) -> None:
+        """End what `_enter` has begun. No globals: they are gone at the interpreter's end."""
+        self._remove()
+        self.__dict__["_skipped"] = 0
+        self._cursor.leave(progress, finished=finished)
+
+    def _remove(self) -> None:
+        """Take the last mention of this loader out of the active ones."""
+        active = self._run.active_loaders
+        for index in reversed(range(len(active))):
+            if active[index] is self:
+                del active[index]
+                return
 
     # -- its position -----------------------------------------------------------------------------
 
     def _position(self) -> Position:
-        cursor, length = self._cursor, self._plan.length
-        progress = cursor.progress
-        consumed = progress.start + progress.count * self._plan.units_per_round
-        plan, state = self._plan, progress.state
-        if plan.sampler is not None and plan.reads and progress.count:
-            state = self._source.state()
+        plan, cursor = self._plan, self._cursor
+        progress, length, sharding = cursor.progress, plan.length, plan.sharding
+        consumed = progress.start + progress.counted * plan.units_per_round
         return Position(
             kind=plan.kind,
             epoch=progress.epoch,
-            consumed=consumed if length is None else min(consumed, length),
-            sampler=self._order_in_words() if plan.kind in ("indexed", "batches") else "",
-            drawn=progress.drawn,
-            draws=progress.draws,
-            workers=progress.workers,
-            streams=progress.streams,
-            first=progress.first,
-            generators={
-                role: encode(generator.get_state()) for role, generator in self._plan.generators.items()
-            },
-            length=length,
-            dealt=(self._plan.sharding.batches, self.batch_size or 1, self.num_workers),
-            state=state,
             following=max(cursor.following, progress.epoch + 1),
-            ended=progress.count > 0 and self._is_over(progress),
-            left=not cursor.running,
-            opened=progress.opened,
-            begun=self._source.begun,
-            dataset=self._source.untouched(),
-        )
-
-    def _order_in_words(self) -> str:
-        if self._choice is None:  # in an epoch it stays, and indices may be many
-            self._choice = choice(self.dataset, self._plan.shuffle.items)
-        return f"{self._plan.shuffle.name}{self._choice}"
-
-    def _is_over(self, progress: Progress) -> bool:
-        """Return whether this reader knows that no reader gets another batch."""
-        if self._plan.dispatches:
-            return progress.following == 0
-        sharding = self._plan.sharding
-        alike = sharding.even or sharding.drop_last or sharding.readers == 1 or progress.is_unshared
-        # Each of several workers shares out its own stream, and knows the end of that stream only.
-        alike = alike or (progress.is_last_of_all and self.num_workers <= 1)
-        return alike and progress.count == progress.total
-
-    def _tell_of_dataset(self, position: Position, now: Position) -> None:
-        """Warn of a dataset that may not begin the epoch to come at its beginning."""
-        if position.begun and now.consumed and not now.ended and self._source.keeps_its_place:
-            _logger.warning(
-                "the dataset %s keeps its own state, and that of the start of an epoch was not saved: the"
-                " next epoch may go on where this process has read to; load in a new process, or reset the"
-                " dataset",
-                type(self.dataset).__name__,
-            )
-
-    def _tell(self, position: Position) -> None:
-        """Warn of an epoch that was left early, or may go on in another order."""
-        begun_with = position.workers if self.num_workers else position.streams
-        if position.kind == "replay" and self._plan.reads and not begun_with:
-            _logger.warning(
-                "the dataloader of %s has no random state that this epoch was begun with: where its order is"
-                " random, samples are lost or repeated; resume with the number of workers it was saved with,"
-                " without persistent_workers",
-                type(self.dataset).__name__,
-            )
-        if not position.left:
-            return
-        done, length = position.consumed, position.length
-        where = f"after {done} of {length}" if length is not None else f"after {done}"
-        _logger.warning(
-            "the dataloader of %s was saved after its loop had been left: its next loop goes on %s samples or"
-            " batches of epoch %d; loader.set_epoch(%d) begins the next epoch instead",
-            type(self.dataset).__name__,
-            where,
-            position.epoch,
-            position.following,
+            consumed=consumed if length is None else min(consumed, length),
+            length=length,
+            dealt=(sharding.batches, self.batch_size or 1, self.num_workers),
+            sampler="" if plan.sampler is None else plan.shuffle.name,
+            drawn=progress.drawn,
+            generators={role: encode(generator.get_state()) for role, generator in plan.generators.items()},
+            state=progress.state,
+            begun=progress.begun,
+            ended=progress.is_last_of_all(sharding, self.num_workers),
         )
 
 
@@ -456,11 +422,3 @@ def _set_epoch(epoch: int, *holders: Any) -> None:
         if hasattr(holder, "set_epoch") and not any(holder is other for other in told):
             told.append(holder)
             holder.set_epoch(epoch)
-
-
-def _remove(active: list[Any], loader: object) -> None:
-    """Take the last mention of `loader` out of the list."""
-    for index in reversed(range(len(active))):
-        if active[index] is loader:
-            del active[index]
-            return

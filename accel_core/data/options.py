@@ -12,11 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
-from accel_core.data.process_streams import ProcessStreams
-from accel_core.data.sampler import PinnableCollate, ShardedSampler, ShareCollate, ShareWorker
+from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
-from accel_core.data.shuffling import Shuffle
-from accel_core.data.stateful import ShardedIterable, is_stateful, only_counts, stateful
+from accel_core.data.shuffling import MODULUS, Shuffle
+from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
 from accel_core.distributed.exchange import collective_call
 from accel_core.errors import ConfigError
 
@@ -38,10 +37,9 @@ class LoaderPlan:
     sampler: what took the place of its (batch) sampler, for map-style data. One for the loader's life:
         workers that persist keep the first that they were given.
     dispatches: one process reads for all. reads: this process reads, for itself or for all.
-    reads_ahead: it reads a batch before it hands out the one before, without workers too.
+    seed_workers: returns this rank's seed of an epoch's workers, given the one that it has drawn; None where
+        the drawn one is taken. Collective where ranks read the same samples.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
-    compare_epoch: compares the number of the epoch that begins with that of the other ranks, for data whose
-        order follows from it; None if there is nothing to compare.
     """
 
     kind: Kind
@@ -51,9 +49,8 @@ class LoaderPlan:
     sampler: ShardedSampler | None
     dispatches: bool
     reads: bool
-    reads_ahead: bool
+    seed_workers: Callable[[int], int] | None
     synchronized: tuple[str, ...]
-    compare_epoch: Callable[[int], None] | None
 
     @property
     def sharding(self) -> Sharding:
@@ -86,38 +83,13 @@ class LoaderPlan:
     @property
     def length(self) -> int | None:
         """Items of the order per epoch, where known."""
-        try:
-            return len(self.shuffle.items) if self.sampler is not None else None
-        except TypeError:  # a sampler without a length
-            return None
+        return None if self.sampler is None else self.shuffle.length
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
-        dataset: Any = self.inner.dataset
-        if name == "collate_fn":
-            if self.is_sharded_iterable:
-                value = ShareCollate(value, single=not batches)
-                dataset.hold = value.hold
-            return PinnableCollate(value) if isinstance(self.inner.collate_fn, PinnableCollate) else value
+        if self.is_sharded_iterable and name == "collate_fn":
+            return ShareCollate(value, single=not batches)
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
-
-    def check_unchanged(self, loader: DataLoader[Any]) -> None:
-        """Refuse a batch sampler that was changed after `prepare` had read it."""
-        if not _cuts(loader):
-            return
-        prepared = {
-            "batch_size": self.sharding.batch_size,
-            "drop_last": self.sharding.drop_last,
-            "sampler": self.shuffle.items,
-        }
-        for name, value in prepared.items():
-            now = getattr(_batch_sampler(loader), name)
-            if now is not value and (name == "sampler" or now != value):
-                raise ConfigError(
-                    f"the {name} of this dataloader's batch sampler was {value!r} when it was prepared, and"
-                    f" is {now!r} now: that has no effect\n"
-                    f"set {name} before prepare, or prepare a DataLoader that has the new one"
-                )
 
 
 def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
@@ -131,27 +103,28 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     # Iterables by default: each process might read another random one.
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
-    _check(loader, data, topology.readers, iterable=iterable, dispatches=dispatches)
+    _check(loader, data, topology.readers, iterable=iterable)
     sharding = _sharding(loader, data, topology, iterable=iterable)
-    accelerates = data.order == "accelerate" and not iterable and not dispatches
-    if accelerates and sharding.readers > 1 and not data.use_seedable_sampler:
-        _draw_seed(loader)
-    inner = _inner(loader, wants_torchdata=data.use_stateful_dataloader)
-    streams = ProcessStreams(read=run.hooks.rng_state, write=run.hooks.set_rng_state)
-    kind = _kind(loader, inner, streams)
-    reads_ahead = accelerates and not loader.num_workers and kind != "stateful"
+    wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
+    inner = stateful(loader) if wants_torchdata else copy.copy(loader)
+    inner.__dict__["_iterator"] = None
+    kind = _kind(loader, inner)
     shuffle = Shuffle(
         items=_items(loader),
-        streams=streams,
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
-        follows=control.rank > 0,
         seedable=data.use_seedable_sampler,
-        data_seed=torch.initial_seed() if accelerates and data.data_seed is None else data.data_seed,
-        as_read=reads_ahead,
+        data_seed=data.data_seed,
     )
     sampler = None
     if not iterable:
-        sampler = _sampler(loader, sharding, shuffle, everyone=dispatches)
+        batches = _batch_sampler(loader)
+        sampler = ShardedSampler(
+            shuffle=shuffle,
+            sharding=sharding,
+            batch_size=1 if batches is None else batches.batch_size if _cuts(loader) else None,
+            single=batches is None,
+            everyone=dispatches,
+        )
         inner.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
@@ -163,26 +136,18 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         sampler=sampler,
         dispatches=dispatches,
         reads=not dispatches or control.rank == SOURCE,
-        reads_ahead=reads_ahead,
+        seed_workers=None
+        if shuffle.agree is None
+        else _worker_seeds(loader, shuffle, topology, control.size),
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
-        compare_epoch=None if dispatches or control.size == 1 else _epoch_comparison(run, loader),
     )
 
 
-def _inner(loader: DataLoader[Any], *, wants_torchdata: bool) -> DataLoader[Any]:
-    """Return a copy of the user's loader, or torchdata's in its place."""
-    inner = stateful(loader) if wants_torchdata and not is_stateful(loader) else copy.copy(loader)
-    inner.__dict__["_iterator"] = None
-    return inner
-
-
-def _kind(loader: DataLoader[Any], inner: DataLoader[Any], streams: ProcessStreams) -> Kind:
+def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
     """Return the way in which the position of `inner`, made from `loader`, is told."""
-    if is_stateful(inner) and not only_counts(inner, streams):
-        return "stateful"
     if isinstance(loader.dataset, IterableDataset):
-        return "replay"
+        return "stateful" if is_stateful(inner) else "replay"
     return "indexed" if _batch_sampler(loader) is None or _cuts(loader) else "batches"
 
 
@@ -210,15 +175,6 @@ def _items(loader: DataLoader[Any]) -> Any:
     return batches.sampler if _cuts(loader) else batches
 
 
-def _draw_seed(loader: DataLoader[Any]) -> None:
-    """Give the sampler a generator of its own, as Accelerate does."""
-    batches = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-    sampler = getattr(batches, "sampler", None)
-    if sampler is not None and getattr(sampler, "generator", sampler) is None:
-        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
-        sampler.generator = torch.Generator().manual_seed(seed)
-
-
 def _sharding(
     loader: DataLoader[Any], data: DataLoaderConfiguration, topology: Topology, *, iterable: bool
 ) -> Sharding:
@@ -234,22 +190,6 @@ def _sharding(
     )
 
 
-def _sampler(
-    loader: DataLoader[Any], sharding: Sharding, shuffle: Shuffle, *, everyone: bool
-) -> ShardedSampler:
-    """Return its (batch) sampler's replacement; `everyone`: it reads for all."""
-    batches = _batch_sampler(loader)
-    single = batches is None
-    size = batches.batch_size if _cuts(loader) else None
-    return ShardedSampler(
-        shuffle=shuffle,
-        sharding=sharding,
-        batch_size=1 if single else size,
-        single=single,
-        everyone=everyone,
-    )
-
-
 def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
     """Return a function that gives the bytes of the world's first rank."""
     leads = run.collectives("control").rank == 0  # not the object: it would keep the process group alive
@@ -262,40 +202,34 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
     return agree
 
 
-def _epoch_comparison(run: Run, loader: DataLoader[Any]) -> Callable[[int], None] | None:
-    """Return a function that raises CollectiveError where ranks begin other epochs."""
-    if not hasattr(loader.dataset, "set_epoch"):
+def _worker_seeds(
+    loader: DataLoader[Any], shuffle: Shuffle, topology: Topology, ranks: int
+) -> Callable[[int], int] | None:
+    """Return `LoaderPlan.seed_workers` of a loader that several ranks read."""
+    if not loader.num_workers:
         return None
-    dataset = type(loader.dataset).__name__
-
-    def compare(epoch: int) -> None:
-        operation = f"epoch {epoch} of the dataloader of {dataset}"
-        with collective_call(run, "world", operation, None, objects=True) as call:
-            call.all_objects(None)
-
-    return compare
+    if isinstance(loader.dataset, IterableDataset):  # each rank reads all of it, in an order of the workers
+        return shuffle.agreed
+    reader = topology.reader
+    is_shared = ranks > topology.readers
+    return lambda drawn: ((shuffle.agreed(drawn) if is_shared else drawn) + reader) % MODULUS
 
 
 def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stateful: bool) -> dict[str, Any]:
     """Return the attributes that give an iterable loader this reader's share."""
     dataset: Any = loader.dataset
     size = loader.batch_size or 1
-    shares = ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful)
-    collate = ShareCollate(loader.collate_fn, single=loader.batch_size is None)
-    shares.hold = collate.hold
     return {
-        "dataset": shares,
+        "dataset": ShardedIterable(dataset, sharding, size, everyone=everyone, stateful=stateful),
         "batch_size": None,
         "batch_sampler": None,
         "drop_last": False,
-        "collate_fn": collate,
+        "collate_fn": ShareCollate(loader.collate_fn, single=loader.batch_size is None),
         "worker_init_fn": ShareWorker(loader.worker_init_fn),
     }
 
 
-def _check(
-    loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool, dispatches: bool
-) -> None:
+def _check(loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool) -> None:
     """Refuse settings that do not work with this loader."""
     batches = _batch_sampler(loader)
     for sampler in (batches, getattr(batches, "sampler", loader.sampler)):
@@ -316,12 +250,6 @@ def _check(
         raise ConfigError(
             "this dataloader has in_order=False: batches that come in any order can neither be counted for a"
             " resume nor told from padding\nleave in_order unset, or use the DataLoader without preparing it"
-        )
-    if dispatches and iterable and loader.num_workers > 1 and not data.even_batches:
-        raise ConfigError(
-            "data.even_batches=False: several workers each read this iterable dataset for all processes, and"
-            " none knows which batch is a process's last\n"
-            "give the DataLoader one worker, or set data.even_batches or data.dispatch_batches=False"
         )
     if not data.split_batches or readers == 1:
         return

@@ -1,13 +1,13 @@
-"""Move batches to the device: the next one moves while the user holds this one."""
+"""Place batches on the device: the next one moves while the user holds this one."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import frozen
 
 from accel_core.data.sharding import with_last
 
@@ -18,42 +18,64 @@ Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
 
 
-def batch_mover(
-    run: Run, *, moves: bool, ahead: bool, pinned: bool = False, read_here: bool = False
-) -> Mover | None:
-    """Return the function that moves a loader's batches; None if they stay.
+@frozen(kw_only=True)
+class Placement:
+    """The way in which a loader's batches get to the run's device.
+
+    move: a batch to the device. start: a loop's batches to the device, perhaps before they are asked for;
+    None if they stay. reads: the device's plugin reads the loop's batches itself. refine, mark: the plugins'
+    `place_batch` and `mark_step`.
+    """
+
+    run: Run
+    move: Callable[[Any], Any] | None
+    start: Mover | None
+    reads: bool
+    refine: Callable[..., Any] | None
+    mark: Callable[[str], None] | None
+
+    def all(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return a loop's batches, placed."""
+        moved = batches if self.start is None else self.start(batches)
+        if self.refine is None and self.mark is None:
+            return moved
+        mark = None if "batch" in getattr(moved, "marks", ()) else self.mark
+        return map(partial(self._finish, mark), moved)
+
+    def one(self, batch: Any) -> Any:
+        """Return a batch, placed now. The caller keeps the batch."""
+        return self._finish(self.mark, batch if self.move is None else self.move(batch))
+
+    def _finish(self, mark: Callable[[str], None] | None, batch: Any) -> Any:
+        if self.refine is not None:
+            units = self.run.units
+            batch = self.refine(units[0] if len(units) == 1 else None, batch, self.run.device)
+        if mark is not None:
+            mark("batch")
+        return batch
+
+
+def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Placement | None:
+    """Return the placement of a loader's batches; None if nothing is done with them.
 
     moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: batches
     are in pinned memory, so that nothing waits for a copy (torch reuses that memory only after the copy).
-    read_here: in this process, so that the memory may be the user's own.
     """
     device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
-    moves, asked = moves and device.type != "cpu", run.config.data.non_blocking
-    waits = read_here and pinned and not asked and mark is None
-    non_blocking = asked or (pinned and (waits or not read_here))
+    moves = moves and device.type != "cpu"
+    if not moves and mark is None and refine is None:
+        return None
+    non_blocking = run.config.data.non_blocking or pinned
     move = partial(_move, run.hooks.move, device, non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
-    start: Callable[..., Any] | None
-    start = move and (partial(_ahead, move, stream) if stream is not None else partial(map, move))
-    start = partial(_in_turn, move, device) if move and waits and stream is None else start
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
+    start: Mover | None = None
     if wrap is not None:
         start = lambda batches: wrap(batches, topology)  # noqa: E731 - one of three
-    if mark is None and refine is None:
-        return start
-
-    def place(batches: Iterator[Any]) -> Iterator[Any]:
-        unit = run.units[0] if len(run.units) == 1 else None
-        moved = batches if start is None else start(batches)
-        mark_batch = None if "batch" in getattr(moved, "marks", ()) else mark
-        for batch in moved:
-            placed = batch if refine is None else refine(unit, batch, device)
-            if mark_batch is not None:
-                mark_batch("batch")
-            yield placed
-
-    return place
+    elif move is not None:
+        start = partial(map, move) if stream is None else partial(_ahead, move, stream)
+    return Placement(run=run, move=move, start=start, reads=wrap is not None, refine=refine, mark=mark)
 
 
 def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, batch: Any) -> Any:
@@ -68,39 +90,6 @@ def _stream(device: torch.device) -> torch.Stream | None:
         return torch.Stream(device)
     except RuntimeError:  # also NotImplementedError: devices without streams say it in either way
         return None
-
-
-def _in_turn(move: Callable[[Any], Any], device: torch.device, batches: Iterator[Any]) -> Iterator[Any]:
-    """Move each batch when it is asked for, and read the next one after its copy.
-
-    The next one, of any loader, may be read into the same memory, such as a buffer of the user's collate
-    function.
-    """
-    batches, wait_for_copies = iter(batches), _wait_for_copies  # globals are gone at the interpreter's end
-    while True:
-        wait_for_copies()
-        try:
-            batch = next(batches)
-        except StopIteration:
-            return
-        moved = [move(batch)]
-        _copies.append(torch.accelerator.current_stream(device).record_event())
-        del batch
-        try:
-            yield moved.pop()
-        finally:
-            wait_for_copies()
-
-
-_copies: Final[list[torch.Event]] = []
-"""Events after copies of pinned batches that were read here, of all loaders."""
-
-
-def _wait_for_copies(copies: list[torch.Event] = _copies) -> None:
-    for copied in [*copies]:
-        copied.synchronize()
-        with suppress(ValueError):  # a thread has waited for it too
-            copies.remove(copied)
 
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:

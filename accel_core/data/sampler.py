@@ -6,17 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-import torch
 from attrs import define, field, frozen
-from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from accel_core.data.ahead import keep
 from accel_core.data.position import Progress
 from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
-from accel_core.distributed.nested import recursively_apply, walk
 
 
 @define(eq=False, kw_only=True)
@@ -51,7 +47,6 @@ class ShardedSampler:
         head, batches = self._opened(progress, sharding)
         number = 0
         held: Sequence[Any] = ()
-        indices = (self.batch_size or 0) * sharding.batches
         everyone, single = self.everyone, self.single
         for shares, real_samples in sharding.shares(batches, head, everyone=everyone):
             number += 1
@@ -59,17 +54,11 @@ class ShardedSampler:
                 progress.padded[number] = real_samples
             if everyone and len(shares) < sharding.readers:
                 progress.readers_with_batch[number] = len(shares)
-            if held:
-                if progress.draws >= 0:
-                    self.shuffle.catch_up(progress, progress.start + (number - 1) * indices)
-                for share in held:  # noqa: UP028  `yield from` costs twice as much in each batch
-                    yield share
+            for share in held:  # noqa: UP028  `yield from` costs twice as much in each batch
+                yield share
             held = [share[0] for share in shares] if single else shares
         progress.total = number
-        if progress.draws >= 0:
-            self.shuffle.catch_up(progress, progress.start + number * indices)
         yield from held
-        self.shuffle.catch_up(progress)
 
     def _opened(self, progress: Progress, sharding: Sharding) -> tuple[list[Any], Iterator[Any]]:
         """Return (the items that padding is taken from, the batches of the order)."""
@@ -79,15 +68,6 @@ class ShardedSampler:
             return head, batched(items, size, drop_last=sharding.drop_last)
         head, batches = self.shuffle.open(progress, sharding.wanted and sharding.batches)
         return head if sharding.batch_size is None else list(chain(*head)), batches
-
-
-class Collated(list[Any]):
-    """Samples of a batch, with what the user's collate function makes of them.
-
-    collated: a function that gives it as it was made.
-    """
-
-    collated: Callable[[], Any]
 
 
 @frozen
@@ -100,48 +80,9 @@ class ShareCollate:
     collate: Callable[[Any], Any]
     single: bool
 
-    def hold(self, samples: Sequence[Any]) -> Collated:
-        """Return the samples of a batch, collated before others are read."""
-        held = Collated(samples)
-        held.collated = keep(self._collated(samples))
-        return held
-
     def __call__(self, found: Shares) -> Shares:
         shares, real = found
-        held = [
-            samples.collated if isinstance(samples, Collated) else keep(self._collated(samples))
-            for samples in shares
-        ]
-        return [collated() for collated in held], real
-
-    def _collated(self, samples: Sequence[Any]) -> Any:
-        return self.collate(samples[0] if self.single else samples)
-
-
-@frozen
-class PinnableCollate:
-    """Collate function for pinned batches: the user's, without expanded tensors.
-
-    torch pins no tensor of which several elements are one in memory.
-    """
-
-    collate: Callable[[Any], Any]
-
-    def __call__(self, samples: Any) -> Any:
-        batch = self.collate(samples)
-        if not any(_is_expanded(value) for _, value in walk(batch)):
-            return batch
-        return recursively_apply(_whole, batch, test_type=_is_expanded)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.contiguous()
-
-
-def _is_expanded(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.layout is not torch.strided or value.is_nested:
-        return False
-    return any(size > 1 and not step for size, step in zip(value.shape, value.stride(), strict=True))
+        return [self.collate(samples[0] if self.single else samples) for samples in shares], real
 
 
 @frozen

@@ -7,7 +7,7 @@ the order never depends on how many readers there are.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, cycle, islice, repeat
 from typing import Final, TypeVar
 
@@ -69,48 +69,23 @@ class Sharding:
         head: Sequence[T],
         *,
         everyone: bool = False,
-        hold: Callable[[Sequence[T]], Sequence[T]] | None = None,
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
         """Return ([this reader's batch], real samples in its round), round by round.
 
         everyone: the batches of all readers that take part, instead.
         head: the first `wanted` samples of the order (without a batch size: batches).
-        hold: takes each of those batches that is whole before the next one is read, with several readers.
         The second is NO_PADDING, PARTIAL_ROUND or LAST_ROUND, unless the round is padded.
         """
         if self.readers == 1:  # the way of each batch: no frame of ours is on it
             return zip(zip(batches, strict=True), repeat(NO_PADDING), strict=False)
         own = slice(None) if everyone else slice(self.reader, self.reader + 1)
-        return self._shares(self._rounds(batches, own, hold), head, own)
-
-    def _rounds(
-        self,
-        batches: Iterable[Sequence[T]],
-        own: slice,
-        hold: Callable[[Sequence[T]], Sequence[T]] | None,
-    ) -> Iterator[tuple[list[Sequence[T]], list[Sequence[T]]]]:
-        """Yield the batches of each round, and the shares that they are for the readers."""
-        if hold is not None and not self.split:
-            mine = range(self.batches)[own]
-            batches = (
-                hold(batch) if number in mine and len(batch) == self.batch_size else batch
-                for number, batch in zip(cycle(range(self.batches)), batches, strict=False)
-            )
-        for group in batched(batches, self.batches):
-            shares = self._slices(group[0]) if self.split else group
-            if hold is not None and self.split and self._is_complete(group):
-                shares[own] = map(hold, shares[own])
-            yield group, shares
+        return self._shares(batched(batches, self.batches), head, own)
 
     def _shares(
-        self,
-        rounds: Iterator[tuple[list[Sequence[T]], list[Sequence[T]]]],
-        head: Sequence[T],
-        own: slice,
+        self, rounds: Iterator[list[Sequence[T]]], head: Sequence[T], own: slice
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
-        for (group, parts), last in with_last(rounds):
-            self._check(group)
-            shares, real_samples = parts, NO_PADDING
+        for group, last in with_last(rounds):
+            shares, real_samples = self._slices(group[0]) if self.split else group, NO_PADDING
             if (last or self.split) and not self._is_complete(group):
                 if self.drop_last:
                     continue
@@ -142,14 +117,6 @@ class Sharding:
         assert self.batch_size is not None
         return self.batch_size // self.readers if self.split else self.batch_size
 
-    def _check(self, group: Sequence[Sequence[T]]) -> None:
-        if self.split and self.batch_size is not None and len(group[0]) > self.batch_size:
-            raise ValueError(
-                f"data.split_batches=True: the batch sampler states batch_size={self.batch_size}, but gave a"
-                f" batch of {len(group[0])} samples\n"
-                "let it state the largest size, or leave split_batches unset"
-            )
-
     def _is_complete(self, group: Sequence[Sequence[T]]) -> bool:
         return len(group) == self.batches and (self.batch_size is None or len(group[-1]) == self.batch_size)
 
@@ -160,15 +127,12 @@ class Sharding:
         """Return a batch for each reader, out of a round that is not complete.
 
         Where batches have a size, samples are added; else whole batches, from the start of the order, or
-        (where batches are larger than their sampler states) from the round itself. Without a head, they are
-        the last samples that were read: the memory of earlier ones may hold others by now.
+        (where batches are larger than their sampler states, and without a head) from the round itself.
         """
         samples, size = list(chain(*group)), self.batch_size
         if size is not None and len(samples) <= size * self.batches:
-            filling = cycle(head or samples[-size:])
-            shares = self._slices(list(islice(chain(samples, filling), size * self.batches)))
-            whole = 0 if self.split else len(samples) // self._slice
-            return group[:whole] + shares[whole:]  # these may be held
+            filling = cycle(head or samples)
+            return self._slices(list(islice(chain(samples, filling), size * self.batches)))
         more = head if self.samples is None else group
         return list(islice(chain(group, cycle(more)), self.readers))  # type: ignore[arg-type]
 

@@ -29,12 +29,6 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
             f"skip_first_batches: {num_batches!r:.80} batches cannot be left out\n"
             "give a whole number, 0 or more"
         )
-    given: Any = loader
-    if isinstance(given, type) or not (hasattr(given, "__iter__") and hasattr(given, "__dict__")):
-        raise ConfigError(
-            f"skip_first_batches: a {type(loader).__name__} is not a dataloader\n"
-            "give a DataLoader; of other batches itertools.islice leaves out the first"
-        )
     if isinstance(loader, PreparedLoader):
         view = copy.copy(loader)
         view._skip += number

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from inspect import isgeneratorfunction
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core.data.ahead import with_first_kept
-from accel_core.data.process_streams import ProcessStreams
 from accel_core.data.sharding import Sharding, batched, split_head
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import install_hint
@@ -46,35 +43,6 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
     made: DataLoader[Any] = StatefulDataLoader(())
     made.__dict__.update(loader.__dict__)
     return made
-
-
-def only_counts(loader: DataLoader[Any], streams: ProcessStreams) -> bool:
-    """Return whether torchdata's loader only counts its dataset's batches.
-
-    So it does where neither an iterable dataset nor its iterator has a state. On a resume it reads the
-    dataset again, without the random states that the epoch was begun with, and counts those batches twice if
-    it is saved once more.
-
-    streams: of the process. They are left as they are, and so is the dataset: a copy of it is begun, as an
-    iterator may draw its order, or read, when it is made.
-    """
-    dataset = loader.dataset
-    told_by = getattr(getattr(type(loader), "state_dict", None), "__module__", "")
-    if not told_by.startswith("torchdata."):
-        return False
-    if not isinstance(dataset, IterableDataset) or is_stateful(dataset):
-        return False
-    if isgeneratorfunction(type(dataset).__iter__):
-        return True
-    before = streams.states()
-    try:
-        probe = copy.deepcopy(dataset)
-    except Exception:  # whatever an attribute's class raises: a file or a generator has no copy
-        return True  # it is read again on a resume; nothing is lost if the iterator has a state
-    try:
-        return not is_stateful(iter(probe))
-    finally:
-        streams.restore(before)
 
 
 class StatefulShares(Iterator["Shares"]):
@@ -150,11 +118,8 @@ class ShardedIterable(IterableDataset[Any]):
 
     Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
     round for a process that reads for all; collated by `ShareCollate`.
-    skip: batches that the next iteration leaves out, of all readers. hold: as in `Sharding.shares`. A dataset
-    may give a few buffers again and again, as many as a batch has samples.
+    skip: batches that the next iteration leaves out, of all readers.
     """
-
-    hold: Callable[[Sequence[Any]], Sequence[Any]] | None = None
 
     def __init__(
         self,
@@ -173,11 +138,10 @@ class ShardedIterable(IterableDataset[Any]):
         source: Iterator[Any] = iter(self.dataset)
         if self.stateful and (is_stateful(self.dataset) or is_stateful(source)):
             return StatefulShares(self, source)
-        head, items = with_first_kept(source, self.sharding.wanted)
-        _, samples = split_head(items, 0, skip * self.batch_size)
+        head, samples = split_head(source, self.sharding.wanted, skip * self.batch_size)
         return self.share(samples, head)
 
     def share(self, samples: Iterable[Any], head: Sequence[Any]) -> Iterator[Shares]:
         """Return the shares of these samples."""
         batches = batched(samples, self.batch_size, drop_last=self.sharding.drop_last)
-        return self.sharding.shares(batches, head, everyone=self.everyone, hold=self.hold)
+        return self.sharding.shares(batches, head, everyone=self.everyone)

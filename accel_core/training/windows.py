@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from functools import partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -28,22 +29,24 @@ def windows(
     """Give the windows of these batches; `Accelerator.windows` has the words."""
     run = accumulation.run
     _tell_of_loaders_end(run)
-    held, number = _held(batches), 0
-    while True:
-        taken = list(islice(held, size or run.accumulation_steps))
-        alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
-        if count is not None:
-            refuse_items(accumulation.units)
-        items = (
-            None
-            if count is None
-            else _total([_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)])
-        )
-        extent = _agreed(run, batches, len(taken), items, alone=alone)
-        if not taken:
-            return
-        yield CountedWindow(accumulation, taken, extent)
-        number += len(taken)
+    number = 0
+    with closing(_held(batches)) as held:
+        settle = getattr(held, "settle", None)
+        while True:
+            taken = list(islice(held, size or run.accumulation_steps))
+            alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
+            if count is not None:
+                refuse_items(accumulation.units)
+            counted = (
+                [_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)] if count else None
+            )
+            extent = _agreed(
+                run, batches, len(taken), None if counted is None else _total(counted), alone=alone
+            )
+            if not taken:
+                return
+            yield CountedWindow(accumulation, taken, extent, settle)
+            number += len(taken)
 
 
 class CountedWindow:
@@ -53,9 +56,14 @@ class CountedWindow:
     """
 
     def __init__(
-        self, accumulation: Accumulation, batches: Sequence[tuple[Any, Callable[[], Any]]], extent: Extent
+        self,
+        accumulation: Accumulation,
+        batches: Sequence[tuple[Any, Callable[[], Any]]],
+        extent: Extent,
+        settle: Callable[[], object] | None,
     ) -> None:
-        self._accumulation, self._batches, self._extent = accumulation, batches, extent
+        self._accumulation, self._extent = accumulation, extent
+        self._batches, self._settle = batches, settle
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -67,8 +75,7 @@ class CountedWindow:
     def __iter__(self) -> Iterator[Any]:
         accumulation, last = self._accumulation, len(self) - 1
         try:
-            for number, (_, hand_out) in enumerate(self._batches):
-                batch = hand_out()
+            for number, batch in enumerate(self._handed_out()):
                 with accumulation.of(batch, self._extent, last=number == last):
                     yield batch
         finally:  # on `break` and after an error too: the generator is closed, or collected
@@ -78,13 +85,21 @@ class CountedWindow:
 
     def whole(self) -> tuple[Iterator[Any], int, Extent]:
         """Return what `forward_backward` takes: batches, their number, and what is known of them."""
-        return (hand_out() for _, hand_out in self._batches), len(self), self._extent
+        return self._handed_out(), len(self), self._extent
+
+    def _handed_out(self) -> Iterator[Any]:
+        for number, (_, hand_out) in enumerate(self._batches, 1):
+            batch = hand_out()
+            if number == len(self) and self._settle is not None:
+                self._settle()  # a save from now on counts the whole window, and one before none of it
+            yield batch
 
 
-def _held(batches: Iterable[Any]) -> Iterator[tuple[Any, Callable[[], Any]]]:
-    """Give each batch as it was read, and a function that hands it out."""
-    for batch in batches:
-        yield batch, partial(_same, batch)
+def _held(batches: Any) -> Any:
+    """Return an iterator over batches as they are read, each with a function that hands it out."""
+    if hasattr(batches, "host_batches"):
+        return batches.host_batches()
+    return ((batch, partial(_same, batch)) for batch in batches)
 
 
 def _same(batch: Any) -> Any:

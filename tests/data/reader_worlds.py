@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 from types import SimpleNamespace
 
-import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler
 
@@ -74,23 +71,6 @@ class Told:
         return torch.cat([self.broadcast(tensor.clone()), *[tensor] * (self.size - 1)])
 
 
-def rng_state():
-    """States of the process's streams, as the base's hook gives them."""
-    others = (random.getstate(), np.random.get_state(legacy=False))  # noqa: NPY002 - the global stream
-    python, numpy = (torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8) for state in others)
-    return {"python": python, "numpy": numpy, "torch": torch.get_rng_state()}
-
-
-def set_rng_state(streams):
-    """Restore those of these streams that are there."""
-    put = {"python": random.setstate, "numpy": np.random.set_state}
-    for name, state in streams.items():
-        if name == "torch":
-            torch.set_rng_state(state)
-        else:
-            put[name](pickle.loads(bytes(state.tolist())))
-
-
 def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_types=("generator",), **data):
     """One fake run for each reader. Readers must iterate in step, reader 0 first."""
     told, steps = [], {"wrap_dataloader": wrap}
@@ -103,9 +83,7 @@ def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_
             topology=Topology(reader=reader, readers=readers),
             world=SimpleNamespace(size=1),  # nobody trains here
             device=torch.device(device),
-            hooks=SimpleNamespace(
-                move=move, step=steps.get, rng_state=rng_state, set_rng_state=set_rng_state
-            ),
+            hooks=SimpleNamespace(move=move, step=steps.get),
             mark_step=mark_step,
             units=[],
             active_loaders=[],

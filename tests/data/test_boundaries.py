@@ -9,26 +9,12 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from reader_worlds import (
-    Numbers,
-    Ragged,
-    Stream,
-    numbers,
-    plain,
-    prepared,
-    real,
-    rng_state,
-    set_rng_state,
-    world,
-)
+from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, world
 from torch import nn
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, AccelError, ConfigError, Topology, skip_first_batches
+from accel_core import Accelerator, ConfigError, Topology, skip_first_batches
 from accel_core.data.loader import prepare_loader
-from accel_core.data.position import Progress
-from accel_core.data.process_streams import ProcessStreams, preserve_rng
-from accel_core.data.shuffling import Shuffle
 
 EPOCHS = 3
 ONE_BATCH = {"kind": "map", "length": 2, "dispatch": False, "even": False, "moment": 0}
@@ -196,20 +182,6 @@ def test_what_is_no_number_of_batches_cannot_be_skipped(number):
             skip_first_batches(loader, number)
 
 
-@pytest.mark.parametrize("loader", [None, 3, [1, 2], DataLoader, iter([1, 2])], ids=str)
-def test_what_is_no_dataloader_cannot_be_skipped(loader):
-    with pytest.raises(ConfigError, match=r"a \w+ is not a dataloader\ngive a DataLoader; of other"):
-        skip_first_batches(loader, 1)
-
-
-@pytest.mark.parametrize("epoch", ["x", None, 1.5, [1], torch.tensor(1.0)], ids=str)
-def test_what_is_no_number_of_an_epoch_is_refused(epoch):
-    (loader,) = prepared(numbers(4))
-    with pytest.raises(ConfigError, match="set_epoch: .* is not the number of an epoch\ngive a whole number"):
-        loader.set_epoch(epoch)
-    assert list(loader) == [[0, 1], [2, 3]]
-
-
 @pytest.mark.parametrize("epoch", [np.uint8(255), torch.tensor(255)], ids=repr)
 def test_the_number_of_an_epoch_may_be_one_of_numpy_or_torch(epoch):
     (loader,) = prepared(numbers(4))
@@ -244,26 +216,6 @@ def test_a_window_closes_with_the_loader_that_a_second_iteration_reads_too():
             boundaries.append(accelerator.sync_gradients)
     accelerator.end_training()
     assert boundaries == [False, True, False, True, True]
-
-
-def test_a_loop_whose_loader_is_loaded_ends_with_a_sentence_at_its_next_batch():
-    (loader,) = prepared(numbers(10))
-    iterator = iter(loader)
-    next(iterator)
-    state = loader.state_dict()
-    next(iterator)
-    loader.load_state_dict(state)
-    with pytest.raises(AccelError, match="load_state has moved the dataloader"):
-        next(iterator)
-    assert list(loader) == [[2, 3], [4, 5], [6, 7], [8, 9]]
-
-
-def test_a_second_loop_over_workers_that_persist_ends_the_first_with_a_sentence():
-    (loader,) = prepared(numbers(10, num_workers=1, persistent_workers=True))
-    first = iter(loader)
-    next(first), next(iter(loader))
-    with pytest.raises(AccelError, match="persistent_workers=False"):
-        next(first)
 
 
 OPS = st.sampled_from(["whole", "uneven", "view", "old view", "broken", "loaded"])
@@ -319,37 +271,6 @@ def reference(ops):
 @given(ops=st.lists(OPS, min_size=1, max_size=5))
 def test_every_way_to_begin_reads_the_iteration_that_was_begun(ops, options):
     assert history(ops, **options) == reference(ops)
-
-
-def test_a_loop_that_was_left_before_the_save_is_told_of_at_load(caplog):
-    (loader,) = prepared(numbers(8))
-    for _ in loader:
-        within = loader.state_dict()
-        break
-    (again,) = prepared(numbers(8))
-    again.load_state_dict(within)
-    assert caplog.text == ""
-    again.load_state_dict(loader.state_dict())
-    assert "goes on after 2 of 8" in caplog.text
-    assert "loader.set_epoch(1) begins the next epoch instead" in caplog.text
-
-
-def test_a_sampler_that_raises_leaves_the_generators_as_they_were():
-    class Broken(Sampler):
-        def __iter__(self):
-            torch.rand(3)
-            raise RuntimeError("no samples")
-
-        def __len__(self):
-            return 3
-
-    streams = ProcessStreams(read=rng_state, write=set_rng_state)
-    before = torch.get_rng_state()
-    with pytest.raises(RuntimeError, match="no samples"):
-        Shuffle(items=Broken(), streams=streams, seedable=True, data_seed=1).open(Progress(), 0)
-    with pytest.raises(RuntimeError, match="no samples"), preserve_rng({}):
-        next(iter(Broken()))
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_positions_are_of_the_cpus_generators_whatever_the_default_device_is():

@@ -7,7 +7,7 @@ import signal
 
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from accel_core import Accelerator, AccelError, CheckpointError, CollectiveError, DataLoaderConfiguration
 
@@ -80,39 +80,6 @@ def test_one_rank_that_peeks_at_a_batch_is_named_on_all(run_processes):
     for message in run_processes(peeked, world=2):
         assert "rank 0: the order of the next epoch (dataloader of list)" in message
         assert "rank 1: gather" in message
-
-
-class ShuffledByEpoch(torch.utils.data.IterableDataset):
-    """A dataset that all processes read, in an order that follows from the epoch's number."""
-
-    def set_epoch(self, epoch):
-        self.epoch = epoch
-
-    def __iter__(self):
-        yield from torch.randperm(12, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-
-
-def read_after_a_peek(peeks):
-    options = DataLoaderConfiguration(dispatch_batches=False)
-    accelerator = Accelerator(cpu=True, dataloader_config=options)
-    loader = accelerator.prepare(DataLoader(ShuffledByEpoch(), 2))
-    if peeks and accelerator.is_main_process:
-        next(iter(loader))
-    try:
-        read = [sample for batch in loader for sample in batch.tolist()]
-        accelerator.wait_for_everyone()
-    except CollectiveError as error:
-        return str(error)
-    return read
-
-
-def test_one_rank_that_peeks_does_not_read_another_order_than_the_others(run_processes):
-    first, second = run_processes(read_after_a_peek, False, world=2)
-    assert sorted(first + second) == list(range(12))
-    for message in run_processes(read_after_a_peek, True, world=2):
-        assert (
-            "  rank 0: epoch 1 of the dataloader of ShuffledByEpoch\n  rank 1: wait_for_everyone" in message
-        )
 
 
 def loaded(folder):
@@ -250,54 +217,3 @@ def test_a_batch_sampler_in_the_place_of_a_sampler_is_shared_by_samples(
     if drop_last and not options.get("split_batches"):
         alone = [epoch[:16] for epoch in alone]  # rounds of two batches
     assert run_processes(gathered_of_batch_sampler, kind, drop_last, options, world=2) == [alone] * 2
-
-
-class Shuffled(IterableDataset):
-    """Draws its order from the process's stream, without workers."""
-
-    def __iter__(self):
-        yield from torch.randperm(21).tolist()
-
-
-def trained(stop_after, folder, *, resume=False):
-    """(samples read, results of dropout) until `stop_after` steps, or from there on."""
-    accelerator = Accelerator(cpu=True)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(Shuffled(), batch_size=3)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    torch.manual_seed(5 + accelerator.process_index + 1000 * resume)
-    if resume:
-        accelerator.load_state(folder)
-    samples, losses = [], []
-    while loader.epoch < 2:
-        for batch in loader:
-            loss = model(batch[:, None].float()).sum()
-            accelerator.backward(loss)
-            optimizer.step()
-            optimizer.zero_grad()
-            samples.append(accelerator.gather_for_metrics(batch).tolist())
-            losses.append(loss.item())
-            if len(samples) == stop_after:
-                accelerator.save_state(folder)
-                accelerator.end_training()
-                return samples, losses
-    accelerator.end_training()
-    return samples, losses
-
-
-def trained_on(folder):
-    return trained(None, folder, resume=True)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("world", [1, 2])
-def test_a_random_iterable_dataset_goes_on_beside_dropout(tmp_path, world, run_processes):
-    whole = run_processes(trained, None, None, world=world)
-    rounds = len(whole[0][0]) // 2
-    for stop in (1, rounds, rounds + 2):
-        folder = str(tmp_path / f"{stop}")
-        before = run_processes(trained, stop, folder, world=world)
-        after = run_processes(trained_on, folder, world=world)
-        for old, new, (samples, losses) in zip(before, after, whole, strict=True):
-            assert (old[0] + new[0], old[1] + new[1]) == (samples, losses)

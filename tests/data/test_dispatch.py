@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
-from accel_core import Accelerator, CollectiveError, ConfigError, DataLoaderConfiguration
+from accel_core import Accelerator, CollectiveError, DataLoaderConfiguration
 
 
 class OfSize(BatchSampler):
@@ -149,11 +149,6 @@ def test_ranks_seeded_alike_stay_alike():
     assert len({*streams(False), *streams(True)}) == 1
 
 
-def test_several_workers_cannot_tell_a_ranks_last_batch_of_an_uneven_iterable():
-    with pytest.raises(ConfigError, match="even_batches=False"):
-        prepared(lambda _: DataLoader(Stream(9), 2, num_workers=2), 2, even_batches=False)
-
-
 # -- in real processes ------------------------------------------------------------------------------
 
 
@@ -212,33 +207,6 @@ def test_whatever_pickles_arrives_as_it_was_read(world, run_processes):
     assert run_processes(structures, True, world=world) == run_processes(structures, False, world=world)
 
 
-class OneBuffer:
-    """Collate into one buffer, which each batch overwrites."""
-
-    def __init__(self):
-        self.memory = torch.zeros(2)
-
-    def __call__(self, samples):
-        self.memory[: len(samples)] = torch.tensor(samples).float()
-        return self.memory[: len(samples)]
-
-
-def read_into_one_buffer(data):
-    configuration = DataLoaderConfiguration(dispatch_batches=True)
-    accelerator = Accelerator(cpu=True, dataloader_config=configuration)
-    loader = accelerator.prepare(DataLoader(data, 2, collate_fn=OneBuffer()))
-    return [batch.tolist() for batch in loader]
-
-
-@pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("kind", [Numbers, Stream])
-def test_each_rank_gets_its_own_batch_of_those_that_are_read_into_one_buffer(kind, run_processes):
-    """All ranks got the one that was read last."""
-    own, other = run_processes(read_into_one_buffer, kind(12))
-    assert own == [[0, 1], [4, 5], [8, 9]]
-    assert other == [[2, 3], [6, 7], [10, 11]]
-
-
 def metrics(options):
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(**options))
     found = []
@@ -294,41 +262,6 @@ def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers, run_process
     assert "sample 5 is damaged" in reader[2]
     assert "rank 0, which reads for all, has failed with ValueError: sample 5 is damaged" in other[2]
     assert reader[0] == other[0] == another[0]
-
-
-class Interrupted(Stream):
-    """Ctrl-C comes while its sixth sample is read, once."""
-
-    came = False
-
-    def __iter__(self):
-        yield from range(5)
-        if not Interrupted.came:
-            Interrupted.came = True
-            raise KeyboardInterrupt
-        yield from range(5, 9)
-
-
-def interrupted():
-    accelerator = Accelerator(cpu=True)
-    loader = accelerator.prepare(DataLoader(Interrupted(9), 1))
-    try:
-        for _ in loader:
-            pass
-    except BaseException as error:
-        return type(error), str(error)
-    finally:
-        accelerator.end_training()
-    return "it did not fail"
-
-
-@pytest.mark.full
-@pytest.mark.needs("accel-ddp")
-def test_ctrl_c_where_it_is_read_is_told_to_all_ranks(run_processes):
-    reader, other = run_processes(interrupted)
-    assert reader[0] is KeyboardInterrupt
-    assert other[0] is CollectiveError
-    assert "rank 0, which reads for all, has failed with KeyboardInterrupt" in other[1]
 
 
 def leaving_for_the_next_epoch():

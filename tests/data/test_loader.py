@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 import random
-from dataclasses import dataclass
 from itertools import chain, islice
 
-import numpy as np
 import pytest
 import torch
 from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds, world
@@ -23,7 +21,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from accel_core import AccelError, ConfigError, RunConfig, skip_first_batches
+from accel_core import ConfigError, RunConfig, skip_first_batches
 from accel_core.data import loader as loader_module
 from accel_core.data.loader import PreparedLoader, prepare_loader
 
@@ -68,67 +66,6 @@ def test_one_process_sees_what_plain_pytorch_sees(kind, own_generator):
         return found, torch.get_rng_state().tolist(), state
 
     assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
-
-
-SAMPLERS = {
-    "random": lambda g: RandomSampler(range(11), generator=g),
-    "more": lambda g: RandomSampler(range(11), num_samples=30, generator=g),
-    "fewer": lambda g: RandomSampler(range(30), num_samples=10, generator=g),
-    "replacement": lambda g: RandomSampler(range(11), replacement=True, num_samples=70, generator=g),
-    "replacement, whole draws": lambda g: RandomSampler(
-        range(11), replacement=True, num_samples=64, generator=g
-    ),
-    "subset": lambda g: SubsetRandomSampler(range(11), generator=g),
-}
-
-
-def left_early(kind, lengths, prepare, between=lambda generator: None, **options):
-    """Orders of epochs that are left after so many batches, and the generator after each."""
-    generator = torch.Generator().manual_seed(5)
-    loader = DataLoader(
-        Numbers(30), 2, sampler=SAMPLERS[kind](generator), generator=generator, collate_fn=plain, **options
-    )
-    loader, found = prepare(loader), []
-    for length in lengths:
-        for batch in itertools.islice(loader, length):
-            found.append(batch)
-            between(generator)
-        found.append(generator.get_state().tolist())
-    return found
-
-
-@pytest.mark.parametrize("lengths", [(1, None), (2, 1, None), (5, None), (6, None, 3, None), (17, 32, None)])
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", SAMPLERS)
-def test_epochs_that_are_left_early_leave_the_users_generator_where_plain_pytorch_does(
-    kind, workers, lengths
-):
-    def epochs(prepare):
-        return left_early(kind, lengths, prepare, num_workers=workers)
-
-    assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
-
-
-def test_what_others_draw_from_the_generator_meanwhile_counts_as_in_plain_pytorch():
-    def epochs(prepare):
-        def draw(generator):
-            torch.rand(3, generator=generator)
-
-        return left_early("random", (2, None, 5, None), prepare, draw)
-
-    assert epochs(lambda loader: prepared(lambda _: loader)[0]) == epochs(lambda loader: loader)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("batch_size", 3), ("drop_last", True), ("sampler", RandomSampler(range(8)))]
-)
-def test_a_batch_sampler_that_is_changed_after_prepare_is_refused(name, value):
-    (loader,) = prepared(numbers(20))
-    setattr(loader.batch_sampler, name, value)
-    with pytest.raises(
-        ConfigError, match=f"the {name} of this dataloader's batch sampler was .* has no effect"
-    ):
-        iter(loader)
 
 
 def test_epochs_reshuffle_by_themselves():
@@ -292,131 +229,6 @@ def test_workers_may_divide_an_iterable_dataset_between_them():
 def test_an_iterable_without_a_batch_size_deals_its_items():
     found, _ = rounds(prepared(lambda _: DataLoader(Stream(5), batch_size=None), readers=2))
     assert [batches for batches, _, _ in found] == [[0, 1], [2, 3], [4, 0]]
-
-
-@dataclass
-class Box:
-    """A batch of a class of the user's own."""
-
-    x: torch.Tensor
-
-
-class Buffered:
-    """Collate into one buffer, which each batch overwrites."""
-
-    def __init__(self):
-        self.memory, self.batch, self.count = np.zeros(4, dtype=np.float32), {}, 0
-
-    def __call__(self, samples):
-        self.memory[: len(samples)] = samples
-        return self.made(torch.from_numpy(self.memory)[: len(samples)], samples)
-
-    def made(self, part, samples):
-        """The batch, of this part of the buffer."""
-        return {"x": [part], "first": samples[0]}
-
-
-class Boxed(Buffered):
-    def made(self, part, samples):
-        return Box(part), (part[:1],)
-
-
-class Arrays(Buffered):
-    def made(self, part, samples):
-        return part.numpy(), part[:0], part[:1].expand(2, 1), torch.ones(4, 4)[::4, ::4]
-
-
-class OneDict(Buffered):
-    """The batch itself is used again."""
-
-    def made(self, part, samples):
-        self.batch["first"] = str(samples[0])
-        return self.batch
-
-
-class Later(Buffered):
-    """The buffer is used from the second batch on, as one is that grows."""
-
-    def made(self, part, samples):
-        self.count += 1
-        return part if self.count > 1 else part.clone()
-
-
-@pytest.mark.parametrize("collate", [Buffered, Boxed, Arrays, OneDict, Later])
-@pytest.mark.parametrize(("data", "options"), [(Stream(19), {}), (Numbers(19), {"order": "accelerate"})])
-def test_batches_that_are_read_into_one_buffer_are_handed_out_before_the_next_is_read(data, options, collate):
-    """The end of a stream is found by reading one ahead, which overwrote the batch before."""
-    plain_loader = DataLoader(data, 4, collate_fn=collate())
-    (loader,) = prepared(lambda _: DataLoader(data, 4, collate_fn=collate()), **options)
-    for _ in range(2):
-        assert [*map(repr, loader)] == [*map(repr, plain_loader)]
-
-
-class Ring(Stream):
-    """Samples in as many buffers as a batch needs, which those of the next batch overwrite."""
-
-    def __init__(self, length, size):
-        super().__init__(length)
-        self.size = size
-
-    def __iter__(self):
-        memory = [np.zeros(2) for _ in range(self.size)]
-        for number in range(self.length):
-            sample = memory[number % self.size]
-            sample[:] = number
-            yield sample
-
-
-def first_column(samples):
-    return [int(sample[0]) for sample in samples]
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("options", [{}, {"even_batches": False}, {"split_batches": True}])
-@pytest.mark.parametrize(("size", "length"), [(1, 7), (2, 13), (4, 19)])
-def test_readers_share_out_samples_that_the_next_batch_overwrites(size, length, options, dispatch):
-    """All batches of a round were read before the first was collated."""
-    size = max(size, 2) if options.get("split_batches") else size
-    options = {"dispatch_batches": dispatch, **options}
-    made = [DataLoader(Ring(length, size), size, collate_fn=first_column) for _ in range(2)]
-    found, _ = rounds(prepared(made.__getitem__, 2, **options))
-    assert real(found) == list(range(length))
-
-
-class OfItsOwn(Ring):
-    """The same samples, each in memory of its own."""
-
-    def __iter__(self):
-        return map(np.copy, super().__iter__())
-
-
-@pytest.mark.parametrize("dispatch", [False, True])
-@pytest.mark.parametrize("options", [{}, {"split_batches": True}])
-@pytest.mark.parametrize(("readers", "size", "length"), [(2, 2, 5), (2, 2, 6), (3, 3, 7), (2, 4, 9)])
-def test_rounds_are_filled_up_with_first_samples_that_later_ones_overwrite(
-    readers, size, length, options, dispatch
-):
-    """The start of the order was kept, but not as it was read."""
-    size = size * readers if options else size
-    found = []
-    for data in (Ring, OfItsOwn):
-        made = [DataLoader(data(length, size), size, collate_fn=first_column) for _ in range(readers)]
-        found.append(rounds(prepared(made.__getitem__, readers, dispatch_batches=dispatch, **options))[0])
-    assert found[0] == found[1]
-
-
-def test_rounds_are_filled_up_with_first_samples_that_the_loop_has_changed():
-    """Rank 0, which reads for all, has its own batches in the memory that it read them into."""
-    loaders = prepared(lambda _: DataLoader(OfItsOwn(7, 1), None), 2, dispatch_batches=True)
-    iterators = [*map(iter, loaders)]
-    found = []
-    for _ in range(4):
-        found.append([])
-        for each in iterators:
-            batch = next(each)
-            found[-1].append(batch.tolist())
-            batch += 100
-    assert found == [[[0, 0], [1, 1]], [[2, 2], [3, 3]], [[4, 4], [5, 5]], [[6, 6], [0, 0]]]
 
 
 def test_a_collate_function_that_is_set_later_collates_all_batches():
@@ -676,55 +488,6 @@ def test_a_loader_with_attributes_of_these_names_is_its_own():
     assert list(loader) == [[2, 3], [6, 7], [10, 11]]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_loop_that_goes_on_after_an_error_is_not_at_its_end(workers):
-    """torch's gives the next batch; here the epoch ended without a word."""
-
-    class Broken(Numbers):
-        def __getitem__(self, index):
-            if index == 3:
-                raise ValueError("sample 3")
-            return index
-
-    (loader,) = prepared(lambda _: DataLoader(Broken(8), 2, collate_fn=plain, num_workers=workers))
-    loop = iter(loader)
-    assert next(loop) == [0, 1]
-    with pytest.raises(ValueError, match="sample 3"):
-        next(loop)
-    with pytest.raises(AccelError, match="batch 2 of epoch 0 of the dataloader of Broken could not be given"):
-        next(loop)
-    assert next(iter(loader)) == [0, 1]
-
-
-class Halved(DataLoader):
-    """It leaves every second batch out."""
-
-    def __iter__(self):
-        return itertools.islice(super().__iter__(), 0, None, 2)
-
-
-class Cut(DataLoader):
-    """It ends early."""
-
-    def __iter__(self):
-        return itertools.islice(super().__iter__(), 2)
-
-
-class Same(DataLoader):
-    """It changes the batches."""
-
-    def __iter__(self):
-        return map(operator.neg, super().__iter__())
-
-
-@pytest.mark.parametrize(("kind", "count"), [(Halved, 3), (Cut, 2), (Same, 5)])
-def test_a_loader_that_gives_others_than_its_samplers_batches_is_told(kind, count, caplog):
-    """No batch was the last one, so that a short window was never stepped."""
-    (loader,) = prepared(lambda _: kind(Numbers(9), 2))
-    assert len(list(loader)) == count
-    assert (f"gave {count} batches" in caplog.text) == (kind is not Same)
-
-
 def test_skipping_in_a_world_skips_rounds_and_pads_from_the_start_of_the_epoch():
     readers = [skip_first_batches(loader, 1) for loader in prepared(numbers(7, 2), readers=2)]
     found, _ = rounds(readers)
@@ -790,7 +553,7 @@ def test_an_iterator_that_lives_to_the_interpreters_end_is_collected_without_a_w
     (loader,) = prepared(numbers(9))
     loop = iter(loader)
     next(loop)
-    for name in ("_remove", "_OWN"):  # Python clears the modules before what their functions still hold
+    # Python clears the modules before what their functions still hold.
+    for name in [name for name in vars(loader_module) if not name.startswith("__")]:
         monkeypatch.setattr(loader_module, name, None)
-
     loop.close()

@@ -176,105 +176,18 @@ def test_a_plugin_does_not_read_ahead_in_this_process():
 
 def test_nothing_is_done_on_a_cpu():
     (loader,) = prepared(lambda _: DataLoader(Numbers(4), 2, num_workers=1))
-    assert loader._move is None
-
-
-@pytest.mark.parametrize("asked", [{}, {"pin_memory": False}])
-def test_what_workers_read_for_a_device_that_torch_pins_for_is_pinned_and_not_waited_for(monkeypatch, asked):
-    waits = []
-    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
-    (run,) = world(
-        device="meta", move=lambda batch, device, non_blocking: waits.append(not non_blocking), **asked
-    )
-    loaders = [prepare_loader(DataLoader(Numbers(4), 2, num_workers=workers), run) for workers in (1, 0)]
-    assert [loader._plan.inner.pin_memory for loader in loaders] == [not asked, False]
-    for loader in loaders:
-        list(loader._move(iter(["batch"])))
-    assert waits == [bool(asked), True]
-
-
-@pytest.mark.parametrize(("asked", "waited"), [({}, ["copied"]), ({"non_blocking": True}, [])])
-def test_the_next_batch_is_read_here_once_a_pinned_one_is_copied(monkeypatch, asked, waited):
-    events = []
-
-    class Queue:
-        def record_event(self):
-            return self
-
-        def synchronize(self):
-            events.append("copied")
-
-    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Queue())
-
-    def move(batch, device, non_blocking):
-        events.append(f"moves {batch}, {non_blocking}")
-        return batch
-
-    def read():
-        for batch in range(2):
-            events.append(f"reads {batch}")
-            yield batch
-
-    (run,) = world(device="meta", move=move, **asked)
-    loader = prepare_loader(DataLoader(Numbers(4), 2, pin_memory=True), run)
-    assert list(loader._move(read())) == [0, 1]
-    assert events == ["reads 0", "moves 0, True", *waited, "reads 1", "moves 1, True", *waited]
-    first = loader._move(read())
-    next(first)
-    del first  # the next loop may read at once
-    assert events[-len(waited) - 2 :] == ["reads 0", "moves 0, True", *waited]
-
-
-def test_another_loader_reads_here_once_a_pinned_batch_is_copied(monkeypatch):
-    """They may have one collate function, with one buffer: an evaluation overwrote a batch of training."""
-    events = []
-
-    class Queue:
-        def record_event(self):
-            return self
-
-        def synchronize(self):
-            events.append("copied")
-
-    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Queue())
-    runs = [
-        *world(device="meta", move=lambda batch, *_: batch),
-        *world(device="meta", move=lambda batch, *_: batch),
-    ]
-
-    def read(name):
-        for number in range(2):
-            events.append(f"reads {name} {number}")
-            yield number
-
-    outer, inner = (prepare_loader(DataLoader(Numbers(4), 2, pin_memory=True), run)._move for run in runs)
-    for _ in outer(read("outer")):
-        for _ in inner(read("inner")):
-            pass
-    of_inner = ["reads inner 0", "copied", "reads inner 1", "copied"]
-    assert events == ["reads outer 0", "copied", *of_inner, "reads outer 1", "copied", *of_inner]
-
-
-def expanding(samples):
-    one = torch.tensor(samples)
-    return {"mask": [one[:, None].expand(-1, 3)], "turned": torch.ones(2, 3).t(), "words": ("a", 1)}
-
-
-def test_tensors_that_torch_does_not_pin_are_made_whole_by_workers(monkeypatch):
-    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
-    (run,) = world(device="meta", move=lambda batch, device, non_blocking: batch)
-    loader = prepare_loader(DataLoader(Numbers(4), 2, num_workers=1, collate_fn=expanding), run)
-    loader.pin_memory = False  # there is no device
-    for number, batch in enumerate(loader):
-        ((mask,), turned, words) = batch.values()
-        assert mask.tolist() == [[2 * number] * 3, [2 * number + 1] * 3]
-        assert (mask.stride(), turned.stride(), words) == ((3, 1), (1, 3), ("a", 1))
-    assert loader.collate_fn is expanding
-    loader.collate_fn = lambda samples: torch.zeros(1).expand(3)
-    assert loader._plan.inner.collate_fn([]).stride() == (1,)
+    assert loader._placement is None
 
 
 def test_nothing_is_pinned_for_a_device_that_is_not_torchs_accelerator():
     assert not can_pin(torch.device("meta"))
+
+
+def test_copies_of_pinned_batches_are_not_waited_for(monkeypatch):
+    waits = []
+    monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
+    (run,) = world(device="meta", move=lambda batch, device, non_blocking: waits.append(not non_blocking))
+    for pinned in (True, False):
+        loader = prepare_loader(DataLoader(Numbers(4), 2, pin_memory=pinned), run)
+        list(loader._placement.all(iter(["batch"])))
+    assert waits == [False, True]

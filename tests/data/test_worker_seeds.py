@@ -8,8 +8,11 @@ import random
 import numpy as np
 import pytest
 import torch
-from reader_worlds import Numbers, Stream, plain, prepared, rounds
+from reader_worlds import Numbers, Stream, plain, prepared, rounds, world
 from torch.utils.data import DataLoader
+
+from accel_core import Topology
+from accel_core.data.loader import prepare_loader
 
 
 def drawn():
@@ -22,45 +25,11 @@ class Augmented(Numbers):
         return (index, *drawn())
 
 
-class Noisy(Stream):
+class Mixed(Stream):
+    """(0, number), in an order that is drawn from the worker's stream."""
+
     def __iter__(self):
-        return ((each, *drawn()) for each in range(self.length))
-
-
-def resumed(data, persistent=False):
-    """(what was left of the epoch and all of the next one, the same after a resume)."""
-
-    def make():
-        torch.manual_seed(3)
-        user = DataLoader(data, 2, num_workers=2, collate_fn=plain, persistent_workers=persistent)
-        return prepared(lambda _: user)[0]
-
-    loader = make()
-    list(loader)
-    iterator = iter(loader)
-    before = [next(iterator) for _ in range(3)]
-    state, stream = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
-    expected = list(iterator), list(loader)
-    again = make()
-    torch.manual_seed(77)
-    again.load_state_dict(state)
-    torch.set_rng_state(stream)
-    return before, expected, (list(again), list(again))
-
-
-def test_iterable_datasets_repeat_their_random_numbers():
-    _, expected, found = resumed(Noisy(14))
-    assert found == expected
-
-
-def test_map_style_data_draws_anew_from_the_epochs_seed_and_as_ever_from_the_next_epoch_on():
-    before, (rest, following), (rest_again, following_again) = resumed(Augmented(14))
-    assert [[index for index, *_ in batch] for batch in rest_again] == [
-        [index for index, *_ in batch] for batch in rest
-    ]
-    assert following_again == following
-    # Two workers, three batches gone: the first two draw what these drew at the epoch's start.
-    assert [numbers for _, *numbers in rest_again[0]] == [numbers for _, *numbers in before[0]]
+        return iter([(0, index) for index in torch.randperm(self.length).tolist()])
 
 
 def test_plain_pytorch_draws_the_same():
@@ -69,6 +38,38 @@ def test_plain_pytorch_draws_the_same():
         return list(prepare(DataLoader(Augmented(8), 2, num_workers=2, collate_fn=plain)))
 
     assert batches(lambda loader: prepared(lambda _: loader)[0]) == batches(lambda loader: loader)
+
+
+def of_readers(data, *, share=False):
+    """The epoch of two ranks that are seeded alike; `share`: they read the same samples."""
+    loaders = []
+    for rank, run in enumerate(world(2, dispatch_batches=False)):
+        if share:
+            run.topology = Topology(reader=0, readers=1)
+        user = DataLoader(data, 2, num_workers=1, collate_fn=plain)
+        loaders.append(prepare_loader(user, run))
+        assert run.collectives("control").rank == rank
+    found = []
+    for loader in loaders:
+        torch.manual_seed(5)
+        found.append([numbers for batch in loader for _, *numbers in batch])
+    return found
+
+
+def test_workers_of_each_reader_draw_their_own_numbers():
+    one, other = of_readers(Augmented(8))
+    assert not set(map(tuple, one)) & set(map(tuple, other))
+
+
+def test_workers_of_ranks_that_share_samples_draw_alike():
+    one, other = of_readers(Augmented(8), share=True)
+    assert one == other
+
+
+def test_workers_of_readers_that_read_all_of_a_stream_draw_alike():
+    """Each of them keeps its share: they must read it in one order."""
+    one, other = of_readers(Mixed(8))
+    assert sorted(index for (index,) in [*one, *other]) == list(range(8))
 
 
 def lives(data, stop):
@@ -141,22 +142,3 @@ def test_who_follows_a_reader_whose_workers_persist_draws_what_it_draws():
     for _ in range(3):
         rounds([reads, follows])
         assert torch.equal(reads.generator.get_state(), follows.generator.get_state())
-
-
-def test_an_epoch_that_is_named_before_the_first_loop_finds_no_seed_of_workers_drawn():
-    def make():
-        user = DataLoader(
-            Numbers(8), 2, shuffle=True, num_workers=1, collate_fn=plain, persistent_workers=True
-        )
-        return prepared(lambda _: user)[0]
-
-    torch.manual_seed(3)
-    loader = make()
-    loader.set_epoch(3)
-    state, random = json.loads(json.dumps(loader.state_dict())), torch.get_rng_state()
-    expected = list(loader), torch.get_rng_state().tolist()
-
-    again = make()
-    again.load_state_dict(state)
-    torch.set_rng_state(random)
-    assert (list(again), torch.get_rng_state().tolist()) == expected

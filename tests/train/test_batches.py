@@ -152,4 +152,4 @@ def test_who_has_no_such_extension_pays_nothing(accelerator_with):
     (unit,) = accelerator.run.units
     assert unit.steps.step_context is None
     assert unit.steps.place_batch is None
-    assert prepared._move is None
+    assert prepared._placement is None

@@ -192,12 +192,12 @@ if state.is_main_process:
 @needs_accelerate
 @pytest.mark.parametrize("shares", ["batch_size=3", "batch_size=4, drop_last=True"])
 @pytest.mark.by_default
-def test_two_processes_train_on_accelerates_order_if_a_file_asks_for_it(
+def test_two_processes_train_on_accelerates_order_if_a_variable_asks_for_it(
     tmp_path: Path, monkeypatch, shares, run_processes
 ):
     monkeypatch.setenv("PYTEST_TMP", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "accel.yaml").write_text("data: {order: accelerate}\n")
+    monkeypatch.setenv("ACCEL_COMPAT_ORDER", "accelerate")
     code = """
 import json
 import torch

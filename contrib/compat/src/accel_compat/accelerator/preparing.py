@@ -14,6 +14,7 @@ import torch
 import accel_core
 from accel_compat.accelerator import deepspeed_engine as _engine
 from accel_compat.accelerator.prepared import AcceleratedOptimizer, AcceleratedScheduler
+from accel_compat.loaders.order import draw_seeds
 from accel_compat.loaders.prepared import wrap_loader
 from accel_compat.loaders.sharing import skip_first_batches
 from accel_compat.modeling.wrappers import extract_model_from_parallel
@@ -65,6 +66,7 @@ class Preparing(accel_core.Accelerator):
                 (usual if (place := places[number]) is None else place) and not self._is_spread(args[number])
                 for number in ours
             ]
+            draw_seeds((args[number] for number in ours), self.run)
             prepared = super().prepare(
                 *(args[number] for number in ours),
                 *(each.optimizer for each in adopted),

@@ -113,7 +113,7 @@ class ProfileKwargs(KwargsHandler):
         )
 
 
-@fields_of("accel_core:DataLoaderConfiguration", without=["order", "pin_memory"])
+@fields_of("accel_core:DataLoaderConfiguration")
 class DataLoaderConfiguration(Translated):
     """Options of prepared dataloaders."""
 

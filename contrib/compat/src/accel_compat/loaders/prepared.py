@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import types
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 from accel_compat import runs
+from accel_compat.loaders.order import is_accelerates, read_ahead
 from accel_compat.loaders.samplers import get_sampler
 from accel_compat.state.gradient_state import GradientState
 from accel_core import PreparedLoader
@@ -37,6 +38,11 @@ class AcceleratedLoader(PreparedLoader):
         if "_skips" in self.__dict__:  # in each epoch, as there
             self.__dict__["_skip"] = self._skips
         return super().__iter__()
+
+    def _read(self, progress: Any, skipped: int) -> Iterator[Any] | None:
+        read = partial(super()._read, progress, skipped)
+        is_here = self._plan.sampler is not None and not (self._plan.dispatches or self.num_workers)
+        return read_ahead(cast("Any", read)) if is_here and is_accelerates() else read()
 
     def __len__(self) -> int:
         return max(0, self._whole_length() - self._skips) if "_skips" in self.__dict__ else super().__len__()
