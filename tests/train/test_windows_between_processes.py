@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 import token_losses
 import torch
+from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import (
     Accelerator,
     AccelError,
+    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     GradScalerKwargs,
     InitProcessGroupKwargs,
@@ -193,3 +195,60 @@ def test_a_parameter_whose_gradient_would_not_be_reduced_is_refused(run_processe
     for told, groups in run_processes(a_parameter_that_comes_late):
         assert "its gradient would not be reduced" in told
         assert groups == 1
+
+
+def gathered(size, dispatches):
+    config = DataLoaderConfiguration(dispatch_batches=dispatches)
+    made = accelerator(dataloader_config=config)
+    loader = made.prepare(DataLoader(torch.arange(10.0), 2))
+    found = [
+        made.gather_for_metrics(x) for window in made.windows(loader, items=len, size=size) for x in window
+    ]
+    made.end_training()
+    return sorted(torch.cat(found).tolist())
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize(("size", "dispatches"), [(3, False), (4, False), (4, True)])
+def test_metrics_have_each_sample_once(size, dispatches, world, run_processes):
+    assert run_processes(gathered, size, dispatches, world=world) == [list(range(10))] * world
+
+
+def epoch_of(folder, *, saves_after=None, loads=False):
+    """The losses of an epoch of windows of two, from where a save has left it; None: of all of it."""
+    config = DataLoaderConfiguration(data_seed=3)
+    made = accelerator(dataloader_config=config, gradient_accumulation_steps=2)
+    torch.manual_seed(0)
+    model = torch.nn.Linear(1, 1)
+    data = DataLoader(TensorDataset(torch.linspace(-1, 1, 28)[:, None]), 2, shuffle=True)
+    model, optimizer, loader = made.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), data)
+    if loads:
+        made.load_state(str(folder))
+    losses = []
+    for number, window in enumerate(made.windows(loader, model, items=lambda batch: len(batch[0])), 1):
+        for (x,) in window:
+            loss = (model(x) - x.sin()).square().sum()
+            made.backward(loss)
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            if made.sync_gradients and number == saves_after:
+                made.save_state(str(folder))
+        if number == saves_after:
+            break
+    made.end_training()
+    return losses
+
+
+def resumed(folder, number):
+    return epoch_of(folder, saves_after=number) + epoch_of(folder, loads=True)
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_run_that_is_saved_at_the_end_of_a_window_goes_on_with_the_same_losses(
+    number, tmp_path, run_processes
+):
+    whole = run_processes(epoch_of, tmp_path)
+
+    assert [len(losses) for losses in whole] == [7, 7]
+    assert run_processes(resumed, tmp_path, number) == whole
