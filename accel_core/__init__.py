@@ -48,7 +48,6 @@ _PUBLIC: Final = {
     "plugins.catalog": "install_hint catalog_entry",
     "runtime.run": "Run",
     "runtime.tracking": "GeneralTracker",
-    "training.elementwise": "is_elementwise",
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
     "training.unwrap": "unwrap_model",

@@ -78,7 +78,6 @@ from accel_core.plugins.catalog import install_hint as install_hint
 from accel_core.plugins.catalog import catalog_entry as catalog_entry
 from accel_core.runtime.run import Run as Run
 from accel_core.runtime.tracking import GeneralTracker as GeneralTracker
-from accel_core.training.elementwise import is_elementwise as is_elementwise
 from accel_core.training.prior_state import has_state as has_state
 from accel_core.training.proxies import PreparedOptimizer as PreparedOptimizer
 from accel_core.training.proxies import PreparedScheduler as PreparedScheduler

@@ -54,6 +54,11 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
     _is_exhausted: bool = field(default=False, init=False)
     _checks: ExitStack = field(factory=ExitStack, init=False)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether batches are as they were read: no plugin has taken this rank's part of them yet."""
+        return self._place is not None
+
     def __next__(self) -> tuple[Any, Callable[[], Any]]:
         if not self._is_entered:
             self._enter(self._progress)

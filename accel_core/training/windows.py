@@ -32,6 +32,8 @@ def windows(
     number = 0
     with closing(_held(batches)) as held:
         settle = getattr(held, "settle", None)
+        # Ranks that will have parts of the same sequences count them whole, unless they were cut before.
+        counters = run.topology.readers if getattr(held, "is_whole", False) else run.topology.losses
         while True:
             taken = list(islice(held, size or run.accumulation_steps))
             alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
@@ -40,9 +42,8 @@ def windows(
             counted = (
                 [_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)] if count else None
             )
-            extent = _agreed(
-                run, batches, len(taken), None if counted is None else _total(counted), alone=alone
-            )
+            items = None if counted is None else _total(counted)
+            extent = _agreed(run, batches, len(taken), items, counters, alone=alone)
             if not taken:
                 return
             yield CountedWindow(accumulation, taken, extent, settle)
@@ -136,8 +137,12 @@ def _total(items: Sequence[Tensor | float]) -> Tensor | float:
     return torch.stack([each.double() for each in on_device]).sum() + host
 
 
-def _agreed(run: Run, batches: Any, size: int, items: Tensor | float | None, *, alone: bool) -> Extent:
+def _agreed(
+    run: Run, batches: Any, size: int, items: Tensor | float | None, counters: int, *, alone: bool
+) -> Extent:
     """Return what all ranks know of the window. Collective, unless ranks may run out of batches.
+
+    counters: how many ranks have counted items of their own; others have counted the same.
 
     Raises:
         AccelError: ranks have different numbers of micro-batches.
@@ -155,11 +160,10 @@ def _agreed(run: Run, batches: Any, size: int, items: Tensor | float | None, *, 
                 f"windows: ranks have different numbers of batches of the {what}: {each}\n"
                 "prepare the loader with data.even_batches on; or train inside join_uneven_inputs"
             )
-        # Ranks that share a loss have counted the same.
         if isinstance(items, torch.Tensor):
-            total = run.collectives("world").all_reduce(items.clone(), "mean") * losses
+            total = run.collectives("world").all_reduce(items.clone(), "mean") * counters
         elif items is not None:
-            total = sum(counts) / len(counts) * losses
+            total = sum(counts) / len(counts) * counters
     if items is None or total is None:
         return Extent(size=size, divisor=size)
     divisor: Tensor | float

@@ -428,7 +428,9 @@ def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alon
         pass
 
 
-@pytest.mark.parametrize("inputs", ["abc", {1, 2}, None, iter([1])], ids=repr)
+@pytest.mark.parametrize(
+    "inputs", ["abc", {1, 2}, None, iter([1])], ids=["text", "a set", "nothing", "an iterator"]
+)
 def test_split_between_processes_gives_one_process_whatever_it_is(inputs, alone):
     with ops.split_between_processes(inputs, run=alone) as part:
         assert part is inputs

@@ -112,33 +112,6 @@ def test_an_optimizer_that_needs_whole_weights_is_named(
         assert advice in said.splitlines()[-1]
 
 
-class Scaled(torch.optim.SGD):
-    """SGD whose step is as long as the weight; nothing in its name says so."""
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for weight in group["params"]:
-                weight.sub_(group["lr"] * weight.norm() * weight.grad / weight.grad.norm())
-
-
-def refused_as_scaled(version: int) -> str | None:
-    try:
-        run, *_ = prepared(version, Scaled)
-    except ConfigError as error:
-        return str(error)
-    run.end_training()
-    return None
-
-
-@pytest.mark.full
-def test_an_optimizer_of_any_name_that_needs_whole_weights_is_found(run_processes) -> None:
-    for said in run_processes(refused_as_scaled, 1):
-        assert said is not None
-        assert said.startswith("Scaled computes with whole weights")
-    assert run_processes(refused_as_scaled, 2) == [None, None]
-
-
 @pytest.mark.full
 def test_an_optimizer_may_say_that_it_treats_each_element_by_itself(run_processes) -> None:
     assert run_processes(refused, 1, "SOAP", True, {}) == [None, None]

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from accel_core import is_elementwise
-
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
 __all__ = ["unserved"]
 
-_WHOLE: Final = ("adafactor", "came", "galore", "lamb", "lars", "muon", "shampoo", "sm3", "soap")
+_WHOLE: Final = (
+    *("adafactor", "adammini", "apollo", "came", "dion", "galore", "kfac", "kron", "lamb", "lars", "muon"),
+    *("novograd", "psgd", "scion", "shampoo", "sm3", "soap"),
+)
 """Parts of names of optimizers that step an element by its whole parameter."""
 
 
-def unserved(optimizer: Optimizer, *, flat: bool, device: torch.device) -> str | None:
+def unserved(optimizer: Optimizer, *, flat: bool) -> str | None:
     """Reason why the optimizer would go wrong, or None.
 
-    flat: parameters are laid end to end. device: where it steps.
+    flat: parameters are laid end to end.
     """
     name = type(optimizer).__name__
     if name == "LBFGS":
@@ -27,7 +27,7 @@ def unserved(optimizer: Optimizer, *, flat: bool, device: torch.device) -> str |
             "LBFGS evaluates the loss several times a step; DeepSpeed's engine cannot\n"
             "use an optimizer that needs no closure, such as AdamW, or strategy ddp"
         )
-    if flat and (_is_named(optimizer) or is_elementwise(optimizer, device) is False):
+    if flat and _is_named(optimizer):
         return (
             f"{name} needs whole parameters, and DeepSpeed steps them end to end, each rank a range\n"
             "use an optimizer that steps element by element, such as AdamW, or strategy ddp; if this"
@@ -38,5 +38,5 @@ def unserved(optimizer: Optimizer, *, flat: bool, device: torch.device) -> str |
 
 def _is_named(optimizer: Optimizer) -> bool:
     """Return True for a known name, unless the optimizer says how it steps."""
-    kinds = [kind.__name__.lower() for kind in type(optimizer).__mro__]
+    kinds = [kind.__name__.lower().replace("_", "") for kind in type(optimizer).__mro__]
     return not hasattr(optimizer, "elementwise") and any(word in kind for word in _WHOLE for kind in kinds)

@@ -98,7 +98,7 @@ class DeepSpeed(SharedSequences, EngineState):
             )
         is_half = self.run.config.mixed_precision != "no"
         flat = self.config.stage > 0 or is_half
-        reasons += refused_optimizers(optimizers, self.config.stage, flat=flat, device=self.run.device)
+        reasons += refused_optimizers(optimizers, self.config.stage, flat=flat)
         for model in models:
             reasons += refused_model(model, self.config.stage, is_half=is_half)
         return reasons

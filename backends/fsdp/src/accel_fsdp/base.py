@@ -107,7 +107,6 @@ class FullyShardedDataParallel:
                 self.config.fsdp_version,
                 cuts=self.run.world.size > 1 and self.config.strategy != "NO_SHARD",
                 stages=self.config.pp_size != 1,
-                device="cpu" if self.config.cpu_offload else self.run.device,
             ),
         ]
 

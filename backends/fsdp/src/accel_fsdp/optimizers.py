@@ -1,6 +1,6 @@
 """Checks that an optimizer computes the same with parts of weights.
 
-An optimizer says so by an attribute, `elementwise`; else its class is known by name, or a trial tells.
+An optimizer says so by an attribute, `elementwise`; else its class is known by name.
 """
 
 from __future__ import annotations
@@ -10,10 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Final
 
-from accel_core import is_elementwise
-
 if TYPE_CHECKING:
-    import torch
     from torch.optim import Optimizer
 
 __all__ = ["refused"]
@@ -29,12 +26,10 @@ NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": 
 """Optimizers with operations that torch lacks for DTensors -> remedy."""
 
 
-def refused(
-    optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool, device: torch.device | str
-) -> Iterator[str]:
+def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool) -> Iterator[str]:
     """Reasons against each optimizer, each with its remedy.
 
-    cuts: several ranks share a weight. stages: ranks have weights that others lack. device: where it steps.
+    cuts: several ranks share a weight. stages: ranks have weights that others lack.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -49,11 +44,7 @@ def refused(
                     "take an optimizer that treats each element by itself, such as AdamW, or strategy ddp; if"
                     f" this {name} does, set its attribute: optimizer.elementwise = True"
                 )
-        elif (
-            version == 1
-            and cuts
-            and (_is(optimizer, OF_A_TENSOR) or is_elementwise(optimizer, device) is False)
-        ):
+        elif version == 1 and cuts and _is(optimizer, OF_A_TENSOR):
             other = "" if _first(optimizer, NOT_FOR_DTENSORS) else "set fsdp.fsdp_version: 2, or "
             yield (
                 f"{name} computes with whole weights, of which fsdp_version 1 gives each rank a flat piece\n"
