@@ -93,7 +93,9 @@ class Window:
         divisor = self.divisor
         if isinstance(divisor, float | int):
             return loss if divisor == 1 else loss / divisor
-        return loss / divisor.to(loss.device)
+        import torch  # late: this module is imported without it
+
+        return loss / divisor.to(loss.device, torch.promote_types(loss.dtype, torch.float32))
 
     # -- micro-batch by micro-batch ---------------------------------------------------------------
 

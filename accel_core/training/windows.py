@@ -37,12 +37,12 @@ def windows(
         while True:
             taken = list(islice(held, size or run.accumulation_steps))
             alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
+            items = None
             if count is not None:
                 refuse_items(accumulation.units)
-            counted = (
-                [_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)] if count else None
-            )
-            items = None if counted is None else _total(counted)
+                items = _total(
+                    run, [_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)]
+                )
             extent = _agreed(run, batches, len(taken), items, counters, alone=alone)
             if not taken:
                 return
@@ -129,12 +129,14 @@ def _counted(count: Count, batch: Any, number: int) -> Tensor | float:
     return found
 
 
-def _total(items: Sequence[Tensor | float]) -> Tensor | float:
+def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
+    """Return the sum of a window's counts on this rank, on the device if one of them is there."""
     on_device = [each for each in items if isinstance(each, torch.Tensor)]
     host = sum(each for each in items if not isinstance(each, torch.Tensor))
     if not on_device:
         return host
-    return torch.stack([each.double() for each in on_device]).sum() + host
+    wide = torch.float64 if "float64" in run.hooks.capabilities(run.device) else torch.float32
+    return torch.stack([each.to(wide) for each in on_device]).sum() + host
 
 
 def _agreed(
