@@ -56,7 +56,7 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
 
     @property
     def is_whole(self) -> bool:
-        """Whether batches are as they were read: no plugin has taken this rank's part of them yet."""
+        """True if batches are as they were read: no plugin has taken this rank's part of them yet."""
         return self._place is not None
 
     def __next__(self) -> tuple[Any, Callable[[], Any]]:
