@@ -124,6 +124,7 @@ def test_a_run_whose_end_was_interrupted_has_not_ended(job, tmp_path, interrupt)
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
+@pytest.mark.full
 def test_a_script_that_is_interrupted_at_its_end_waits_for_its_last_save(tmp_path, run_command):
     # Whoever starts the tests in the background has Ctrl-C ignored.
     trouble = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"

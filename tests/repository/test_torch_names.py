@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+import pytest
 from checkout import ROOT, refuse, tool
 
 
@@ -15,6 +16,7 @@ def test_older_releases_have_all_that_the_sources_use() -> None:
     )
 
 
+@pytest.mark.full
 def test_the_installed_torch_has_it_too_and_is_as_recorded(run_command) -> None:
     command = [sys.executable, ROOT / "tools" / "torch_names.py", "--check"]
     ran = run_command(command, capture_output=True, text=True, check=False)

@@ -85,6 +85,7 @@ def test_offloaded_and_oddly_laid_out_state_goes_on(tmp_path: Any, run_processes
     } == {}
 
 
+@pytest.mark.full
 def test_masters_of_16_bit_weights_go_on_from_stage_to_stage(tmp_path: Any, run_processes) -> None:
     ways = {name: {**JSON[name], **BF16} for name in ("zero0", "zero1", "zero3-small")}
     ways["fp32 gradients"] = {**ways["zero1"], "data_types": {"grad_accum_dtype": "fp32"}}

@@ -84,6 +84,7 @@ def told(folder: str, frozen: str | None, first: bool) -> list[str]:
     return said
 
 
+@pytest.mark.full
 def test_state_of_what_is_frozen_since_is_left_out_and_named(tmp_path: Path, run_processes) -> None:
     before, since = str(tmp_path / "before"), str(tmp_path / "since")
     run_processes(told, before, "transformer.wpe", True)

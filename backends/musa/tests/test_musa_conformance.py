@@ -13,7 +13,8 @@ from accel_testing.simulated import write_distribution
 @pytest.mark.parametrize(
     ("stack", "worlds", "levels"),
     [
-        ("musa+bf16", "1", "0,1,2"),
+        ("musa+bf16", "1", "quick"),
+        pytest.param("musa+bf16", "1", "0,1,2", marks=pytest.mark.full),
         pytest.param("musa+bf16", "1", "3,4", marks=pytest.mark.full),
         pytest.param(
             "musa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]
@@ -24,9 +25,10 @@ def test_it_conforms_on_the_simulated_device(
     tmp_path: Path, stack: str, worlds: str, levels: str, conform
 ) -> None:
     write_distribution(tmp_path, "torch_musa", "\n", version="2.13.0", requires=())
-    options = ("--accel-world", worlds, "--accel-level", levels)
+    options: tuple[str, ...] = ("--accel-world", worlds)
+    options += ("--accel-quick",) if levels == "quick" else ("--accel-level", levels)
     options += ("--accel-simulate", "mccl")
 
     found = conform(tmp_path, stack, *options, path=[Path(__file__).parent / "stand_in"])
 
-    assert found.skipped == ({"float64", "fp8"} if "1" in levels else set())
+    assert found.skipped == ({"float64", "fp8"} if levels == "quick" or "1" in levels else set())

@@ -11,7 +11,8 @@ import pytest
 @pytest.mark.parametrize(
     ("stack", "worlds", "levels"),
     [
-        ("sdaa+bf16", "1", "0,1,2"),
+        ("sdaa+bf16", "1", "quick"),
+        pytest.param("sdaa+bf16", "1", "0,1,2", marks=pytest.mark.full),
         pytest.param("sdaa+bf16", "1", "3,4", marks=pytest.mark.full),
         pytest.param(
             "sdaa+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]
@@ -21,9 +22,10 @@ import pytest
 def test_it_conforms_on_the_simulated_device(
     tmp_path: Path, stack: str, worlds: str, levels: str, conform
 ) -> None:
-    options = ("--accel-world", worlds, "--accel-level", levels)
+    options: tuple[str, ...] = ("--accel-world", worlds)
+    options += ("--accel-quick",) if levels == "quick" else ("--accel-level", levels)
     options += ("--accel-simulate", "tccl")
 
     found = conform(tmp_path, stack, *options, path=[Path(__file__).parent / "stand_in"])
 
-    assert found.skipped == ({"float64", "fp8"} if "1" in levels else set())
+    assert found.skipped == ({"float64", "fp8"} if levels == "quick" or "1" in levels else set())

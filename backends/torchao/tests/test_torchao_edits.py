@@ -74,6 +74,7 @@ def compared(tmp_path_factory: pytest.TempPathFactory, run_processes) -> tuple[O
 @pytest.mark.needs("accel-fsdp")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", EDITS)
+@pytest.mark.full
 def test_scales_are_those_of_the_weights_as_they_are(compared: tuple[Outputs, Outputs], how: str) -> None:
     gathered, plain = compared
     for number, (found, expected) in enumerate(zip(gathered[how], plain[how], strict=True)):

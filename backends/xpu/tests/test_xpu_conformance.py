@@ -13,7 +13,8 @@ STAND_IN = Path(__file__).parent / "stand_in"
 @pytest.mark.parametrize(
     ("stack", "worlds", "levels"),
     [
-        ("xpu+bf16", "1", "0,1,2"),
+        ("xpu+bf16", "1", "quick"),
+        pytest.param("xpu+bf16", "1", "0,1,2", marks=pytest.mark.full),
         pytest.param("xpu+bf16", "1", "3,4", marks=pytest.mark.full),
         pytest.param("xpu+ddp", "1,2", "0,1,2,3,4", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]),
     ],
@@ -21,9 +22,10 @@ STAND_IN = Path(__file__).parent / "stand_in"
 def test_it_conforms_on_the_simulated_device(
     tmp_path: Path, stack: str, worlds: str, levels: str, conform
 ) -> None:
-    options = ("--accel-world", worlds, "--accel-level", levels)
+    options: tuple[str, ...] = ("--accel-world", worlds)
+    options += ("--accel-quick",) if levels == "quick" else ("--accel-level", levels)
     options += ("--accel-simulate", "xccl", "--accel-stand-in", "stands_for_xpu")
 
     found = conform(tmp_path, stack, *options, path=[STAND_IN])
 
-    assert found.skipped == ({"fp8"} if "1" in levels else set())
+    assert found.skipped == ({"fp8"} if levels == "quick" or "1" in levels else set())

@@ -103,6 +103,7 @@ def test_in_bf16_they_are_the_same_numbers_too(tmp_path, run_command):
     ],
     ids=str,
 )
+@pytest.mark.full
 def test_peft_adapters_and_fine_tuning_by_trl_have_the_same_numbers_too(
     theirs, tmp_path, processes, words, run_command
 ):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import stored_job as job
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator
 
@@ -28,6 +29,11 @@ class Average:
 
     def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
         self.values = state["$stored"]
+
+
+class Rows(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter([torch.ones(64) for _ in range(64)])
 
 
 class Reader(DataLoader[Any]):
@@ -63,7 +69,7 @@ def made(width: int = 64) -> tuple[Accelerator, Any, Any, Any, Average]:
     accelerator = Accelerator(cpu=True)
     model = WithExtra(width, 512)
     optimizer = Remembering(model.parameters(), lr=0.1)
-    loader = Reader([torch.ones(width) for _ in range(64)], batch_size=4)
+    loader = Reader(Rows(), batch_size=4)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     average = Average()
     accelerator.register_for_checkpointing(average)
@@ -72,13 +78,13 @@ def made(width: int = 64) -> tuple[Accelerator, Any, Any, Any, Average]:
 
 def saved(url: str, width: int = 64) -> None:
     accelerator, model, optimizer, loader, average = made(width)
+    Reader.values = torch.full((SIZE,), 10.0 + accelerator.process_index)
     batches = iter(loader)
     next(batches)
     job.step(accelerator, model, optimizer)
     inner = accelerator.unwrap_model(model)
     inner.extra = torch.full((SIZE,), 3.0)
     average.values.fill_(5.0)
-    Reader.values = torch.full((SIZE,), 10.0 + accelerator.process_index)
     optimizer.state[inner.bias]["memory"] = [torch.full((SIZE,), 7.0)]
     accelerator.save_state(url)
     accelerator.end_training()

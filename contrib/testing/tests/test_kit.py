@@ -229,6 +229,7 @@ def test_what_is_not_declared_is_left_out_and_said(
 # -- the report ------------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 def test_the_report_can_be_published(tmp_path: Path, run_command) -> None:
     command = (sys.executable, "-m", "pytest", "--pyargs", "accel_testing", "--accel-stack", "sim")
     some = ("--accel-level", "1", "-k", "float8 or memory")

@@ -110,6 +110,7 @@ print("trained")
 """
 
 
+@pytest.mark.full
 def test_a_full_disk_costs_data_and_a_word_but_not_the_training(home, run_command):
     for library in ("dvclive", "trackio"):
         need(library)
