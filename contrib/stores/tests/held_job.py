@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core import Accelerator
+from accel_core import Accelerator, DataLoaderConfiguration
 
 SIZE = 1_100_000
 """Numbers in each large tensor, of 4.4 MB."""
@@ -66,7 +66,8 @@ class Remembering(torch.optim.SGD):
 
 def made(width: int = 64) -> tuple[Accelerator, Any, Any, Any, Average]:
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True)
+    config = DataLoaderConfiguration(dispatch_batches=False)  # each rank reads, and has a state
+    accelerator = Accelerator(cpu=True, dataloader_config=config)
     model = WithExtra(width, 512)
     optimizer = Remembering(model.parameters(), lr=0.1)
     loader = Reader(Rows(), batch_size=4)
