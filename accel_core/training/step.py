@@ -180,8 +180,8 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
             f"the gradients of unit {unit.name!r} are not reduced: its window ends here, and the last"
             " micro-batch, or the last outside no_sync, had no backward; each rank would train a model of"
             " its own\n"
-            "call accelerator.backward in the last micro-batch too (of 0 * loss to leave a batch out), or"
-            " optimizer.zero_grad() to drop the window"
+            "call accelerator.backward in the last micro-batch too, or optimizer.zero_grad() to drop the"
+            " window, on all ranks alike"
         )
     if asked == {Phase.FINISHED}:
         return
