@@ -15,6 +15,7 @@ from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from torch import nn
@@ -109,25 +110,37 @@ class LocalSGD:
         self.unit.hooks.parameters_averaged(self.unit)
 
     def _average_state(self) -> None:
-        """Average the state of optimizers; counts are the same on all ranks.
+        """Average the state of optimizers, and take the largest of counts, which may lie on the host.
 
         Of codes of 8 bits and their scales, which go together, neither.
         """
-        states = [optimizer.state.get(p, {}) for optimizer in self.unit.optimizers for p in _held(optimizer)]
-        values = [(key, state[key]) for state in states for key in sorted(state, key=str)]
-        tensors = [(key, value) for key, value in values if isinstance(value, torch.Tensor)]
-        described = repr([(key, value.shape, value.dtype) for key, value in tensors]).encode()
-        alike = len(set(self._ranks.all_gather_object(sha256(described).digest()))) == 1
-        if alike and all(type(each) is torch.Tensor and each.is_floating_point() for _, each in tensors):
-            average([value for _, value in tensors], self._ranks)
+        means: list[torch.Tensor] = []
+        counts: list[torch.Tensor] = []
+        kinds: list[object] = []
+        others = False
+        for parameter, key, value in self._state():
+            if type(value) is torch.Tensor and value.is_floating_point():
+                (counts if value.dim() == 0 < parameter.dim() else means).append(value)
+                kinds.append((key, value.shape, value.dtype))
+            else:
+                others = others or not isinstance(value, int | float | str | None)
+        digest = sha256(repr(kinds).encode()).digest()
+        if len(set(self._ranks.all_gather_object((digest, others)))) > 1 or others:
+            warnings.warn(
+                f"LocalSGD of {self.unit.name!r}: each rank keeps its optimizer's state, which is not"
+                " floating-point tensors, or not the same ones on all ranks\n"
+                "train to the end inside LocalSGD: ranks that share gradients would drift apart",
+                stacklevel=3,
+            )
             return
-        warnings.warn(
-            f"LocalSGD of {self.unit.name!r}: each rank keeps its optimizer's state, which is not"
-            " floating-point tensors, or not the same ones on all ranks\n"
-            "train to the end inside LocalSGD: ranks that share gradients would drift apart",
-            stacklevel=3,
-        )
+        average(means, self._ranks)
+        if counts:
+            stacked = torch.stack([count.to(self.unit.run.device, torch.float32) for count in counts])
+            for count, largest in zip(counts, self._ranks.all_reduce(stacked, "max"), strict=True):
+                count.copy_(largest)
 
-
-def _held(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    def _state(self) -> Iterator[tuple[nn.Parameter, str, object]]:
+        for optimizer in self.unit.optimizers:
+            for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+                state = optimizer.state.get(parameter, {})
+                yield from ((parameter, key, state[key]) for key in sorted(state, key=str))

@@ -427,8 +427,8 @@ def reduce_gradients(unit: Unit) -> None:
     """Average over ranks what backward left unreduced, once per window, at its boundary.
 
     Losses are divided before backward, also where they are sums over items. A unit without optimizers never
-    calls it, so core refuses steps of other optimizers there. Of gradients that a loss's own `backward()`
-    made, clip and step ask for it each: what is averaged already stays as it is.
+    calls it, so core refuses to train one. Of gradients that a loss's own `backward()` made, clip and step
+    ask for it each: an average of averages is the average.
     """
 
 

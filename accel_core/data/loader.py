@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from accel_core.data.dispatch import dispatched, rounds_of_iterable, rounds_of_samples
 from accel_core.data.fingerprint import fingerprint
-from accel_core.data.held import HostBatches
+from accel_core.data.host_batches import HostBatches
 from accel_core.data.options import plan_loader
 from accel_core.data.position import Cursor, Position, Progress, decode, encode
 from accel_core.data.prefetch import placement_of

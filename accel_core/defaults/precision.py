@@ -106,22 +106,30 @@ class BFloat16(_Autocast):
 
 
 class LossScaler(GradScaler):
-    """torch's loss scaler, by whose word all ranks step or none where each holds other gradients.
+    """torch's loss scaler; where ranks hold different gradients, all of them step or none.
 
-    It unscales optimizers by their `_Applier`, which knows those ranks.
+    As torch's ShardedGradScaler it overrides the method that looks for overflows. It takes an optimizer's
+    `_Applier`, which knows the ranks to ask.
     """
 
     def _unscale_grads_(
         self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, _Applier):
+            raise AccelError(
+                f"the loss scaler of a run was asked to unscale a {type(optimizer).__name__}, and the run"
+                " would not know that its gradients are unscaled\n"
+                "call accelerator.unscale_gradients(optimizer)"
+            )
+        applier: Any = optimizer
         device = found_inf.device
-        if optimizer.is_offloaded():
+        if applier.is_offloaded():
             # torch would copy the scale to the CPU without waiting, and read it there at once.
             inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        agreeing = optimizer.agreeing()
+        agreeing = applier.agreeing()
         # Ranks that hold parts may keep gradients in the dtype in which they were reduced.
         is_half_allowed = allow_fp16 or agreeing is not None
-        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, is_half_allowed)
+        found = super()._unscale_grads_(applier, inv_scale, found_inf, is_half_allowed)
         if agreeing is None:
             return found
         found = found or {found_inf.device: found_inf}  # a rank may have none of the gradients

@@ -174,8 +174,8 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
         AccelError: the backward in which the strategy reduces did not come.
     """
     state = unit.step_state
-    asked = state.asked(optimizer)
-    if Phase.PARTIAL in asked and not state.quiet and _reduces_in_backward(unit):
+    phases = state.phases_of(optimizer)
+    if Phase.PARTIAL in phases and not state.quiet and _reduces_in_backward(unit):
         raise AccelError(
             f"the gradients of unit {unit.name!r} are not reduced: its window ends here, and the last"
             " micro-batch, or the last outside no_sync, had no backward; each rank would train a model of"
@@ -183,7 +183,7 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
             "call accelerator.backward in the last micro-batch too, or optimizer.zero_grad() to drop the"
             " window, on all ranks alike"
         )
-    if asked == {Phase.FINISHED}:
+    if phases == {Phase.FINISHED}:
         return
     if unit.steps.reduce_gradients is not None and not state.quiet:
         unit.steps.reduce_gradients(unit)

@@ -66,7 +66,7 @@ class StepState:
         """Note that other units share the loss."""
         self.shares_losses = True
 
-    def asked(self, optimizer: Optimizer | None) -> set[Phase]:
+    def phases_of(self, optimizer: Optimizer | None) -> set[Phase]:
         """Return the phases of this optimizer's gradients, or of all."""
         if optimizer is None:
             return {*self.phases.values()}

@@ -30,24 +30,24 @@ def windows(
     run = accumulation.run
     _tell_of_loaders_end(run)
     number = 0
-    with closing(_held(batches)) as held:
-        settle = getattr(held, "settle", None)
+    with closing(_read(batches)) as reader:
+        settle = getattr(reader, "settle", None)
         # Ranks that will have parts of the same sequences count them whole, unless they were cut before.
-        counters = run.topology.readers if getattr(held, "is_whole", False) else run.topology.losses
+        counters = run.topology.readers if getattr(reader, "is_whole", False) else run.topology.losses
         while True:
-            taken = list(islice(held, size or run.accumulation_steps))
+            pairs = list(islice(reader, size or run.accumulation_steps))
             alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
             items = None
             if count is not None:
                 refuse_items(accumulation.units)
                 items = _total(
-                    run, [_counted(count, batch, at) for at, (batch, _) in enumerate(taken, number)]
+                    run, [_count_of(count, batch, at) for at, (batch, _) in enumerate(pairs, number)]
                 )
-            extent = _agreed(run, batches, len(taken), items, counters, alone=alone)
-            if not taken:
+            extent = _extent_of(run, batches, len(pairs), items, counters, alone=alone)
+            if not pairs:
                 return
-            yield CountedWindow(accumulation, taken, extent, settle)
-            number += len(taken)
+            yield CountedWindow(accumulation, pairs, extent, settle)
+            number += len(pairs)
 
 
 class CountedWindow:
@@ -96,7 +96,7 @@ class CountedWindow:
             yield batch
 
 
-def _held(batches: Any) -> Any:
+def _read(batches: Any) -> Any:
     """Return an iterator over batches as they are read, each with a function that hands it out."""
     if hasattr(batches, "host_batches"):
         return batches.host_batches()
@@ -107,7 +107,7 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _counted(count: Count, batch: Any, number: int) -> Tensor | float:
+def _count_of(count: Count, batch: Any, number: int) -> Tensor | float:
     """Return a batch's items.
 
     Raises:
@@ -139,7 +139,7 @@ def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
     return torch.stack([each.to(wide) for each in on_device]).sum() + host
 
 
-def _agreed(
+def _extent_of(
     run: Run, batches: Any, size: int, items: Tensor | float | None, counters: int, *, alone: bool
 ) -> Extent:
     """Return what all ranks know of the window. Collective, unless ranks may run out of batches.
@@ -153,8 +153,8 @@ def _agreed(
     total = items
     if run.world.size > 1 and not alone:
         host = -1.0 if items is None or isinstance(items, torch.Tensor) else items
-        told = torch.tensor([[size, host]], dtype=torch.float64, device="cpu")
-        sizes, counts = run.collectives("control").all_gather(told).T.tolist()
+        numbers = torch.tensor([[size, host]], dtype=torch.float64, device="cpu")
+        sizes, counts = run.collectives("control").all_gather(numbers).T.tolist()
         if len({*sizes}) > 1:
             what = type(getattr(batches, "dataset", batches)).__name__
             each = ", ".join(f"rank {rank} has {int(size)}" for rank, size in enumerate(sizes))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import SGD
 from training_problems import FEATURES
 
-from accel_core import GradScalerKwargs
+from accel_core import AccelError, GradScalerKwargs
 
 LR = 0.05
 
@@ -280,3 +280,13 @@ def test_sparse_gradients_that_wait_follow_the_scale(accelerator_of):
     waits.step()
     moved = torch.tensor([[0.0, 0.0], [4 * LR, 4 * LR], [0.0, 0.0]])
     torch.testing.assert_close(before - model[0].weight, moved, rtol=0.0, atol=0.01 * LR)
+
+
+def test_the_runs_scaler_unscales_no_optimizer_behind_its_back(accelerator_of):
+    accelerator = accelerator_of(mixed_precision="fp16")
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, SGD(model.parameters(), lr=LR))
+    accelerator.backward(model(torch.ones(1, 2)).sum())
+
+    with pytest.raises(AccelError, match=r"unscale a SGD.*\n.*unscale_gradients\(optimizer\)"):
+        accelerator.run.units[0].scaler.unscale_(optimizer.optimizer)

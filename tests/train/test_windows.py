@@ -206,6 +206,26 @@ def test_a_window_ends_with_its_own_batches_and_not_with_an_outer_loader(acceler
     assert seen == [False, True, False, True]
 
 
+def test_a_window_that_is_kept_after_the_loop_can_be_trained_on(accelerator_of):
+    """As a program does that overfits a few batches, to see whether it can learn at all."""
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    loader = accelerator.prepare(DataLoader(batches(6), batch_size=None))
+    window = next(accelerator.windows(loader, model))
+    for _ in range(3):
+        for x, y in window:
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    plain = net()
+    for _ in range(3):
+        plain.zero_grad()
+        stepped(plain, lambda m: sum(F.mse_loss(m(x), y) for x, y in batches(2)) / 2)
+    assert_near(model.parameters(), plain.parameters())
+    assert accelerator.run.active_loaders == []
+
+
 def test_a_window_reads_no_further_than_its_own_batches(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     read = []

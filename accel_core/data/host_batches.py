@@ -36,6 +36,9 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
     the run's active one from the first batch that is read until `close`. That ends the epoch if all its
     batches were read and settled, and leaves the epoch as `break` does if not.
 
+    A batch that is handed out after `close` is placed, and no place of the loader's: one that a program has
+    held back is not in a plain loop either.
+
     Batches are on the device already where the device's plugin reads the loader itself (`wrap_dataloader`).
 
     place: a batch to the device. enter, hold, leave: the loader's own, as a plain loop calls them.
@@ -73,7 +76,8 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
 
     def settle(self) -> None:
         """Have saves from now on count the batches up to the one handed out last."""
-        self._progress.settle()
+        if self._is_entered:
+            self._progress.settle()
 
     def close(self) -> None:
         """End the iteration."""
@@ -85,8 +89,9 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
 
     def _hand_out(self, number: int, batch: Any) -> Any:
         self._checks.close()
-        self._hold(self._progress)
-        self._progress.count = number
-        if self._progress.is_unshared:
-            self._checks.enter_context(checking_forwards(self._run))
+        if self._is_entered:
+            self._hold(self._progress)
+            self._progress.count = number
+            if self._progress.is_unshared:
+                self._checks.enter_context(checking_forwards(self._run))
         return batch if self._place is None else self._place(batch)
