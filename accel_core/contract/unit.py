@@ -135,6 +135,8 @@ class Unit:
     window: Window
     step_state: Any
     """The gradients' state in the current step; core's own (`training/step_state`)."""
+    changes: Any = None
+    """What its strategy cannot follow, if anything; core's own (`training/changes`)."""
     mesh: Mesh | None = None
     given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)

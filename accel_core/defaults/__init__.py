@@ -28,7 +28,10 @@ SINGLE = Card(
     summary="One process, the model as it is.",
     api_version=API_VERSION,
     distributed_type="NO",
-    offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"},
+    offers={
+        *("no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"),
+        *("freezing", "unfreezing", "replacing", "regrouping"),
+    },
     implementation="accel_core.defaults.strategy:Single",
 )
 FP32 = Card(

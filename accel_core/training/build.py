@@ -10,6 +10,7 @@ from accel_core.distributed.progress import show_progress
 from accel_core.distributed.streams import fork
 from accel_core.errors import AccelError
 from accel_core.training.autocast import attach_contexts
+from accel_core.training.changes import Changes
 from accel_core.training.gradients import attach_gradient_transforms
 from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer
@@ -60,6 +61,8 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     added = zip(group.optimizers, proxies, strict=True)
     prepared.add_unit(unit, group.units[1:], added, before, moved)
     prepared.parameters.note_held(unit, held)
+    changes = Changes(unit)
+    unit.changes = changes if changes else None
     _warn_of_left_out(unit, prepared)
 
 

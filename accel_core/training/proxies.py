@@ -95,8 +95,10 @@ class PreparedOptimizer(Optimizer):
         """Add a group to the inner optimizer, of parameters that its unit has.
 
         Raises:
-            AccelError: the unit lacks one of them. Nothing is added.
+            AccelError: the unit lacks one of them, or its strategy takes none. Nothing is added.
         """
+        if self.unit.changes is not None:
+            self.unit.changes.refuse_group()
         self.optimizer.add_param_group(param_group)
         unit, added = self.unit, self.param_groups[-1]["params"]
         known = unit.run.prepared.parameters

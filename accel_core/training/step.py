@@ -40,6 +40,7 @@ def run_window(
     """Run forward and backward of one window as a whole, by the unit's strategy."""
     window, trained = unit.window, False
     if not forward_only:
+        _check_changes(unit)
         window.clear_put_off()
     before = window.snapshot()
     try:
@@ -67,7 +68,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     Inside a window the loss is divided first: by the window's size, or by its items.
 
     Raises:
-        AccelError: nothing requires a gradient, or several strategies own the backward.
+        AccelError: nothing requires a gradient, several strategies own the backward, or a model has changed
+            since `prepare` as its strategy cannot follow.
     """
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
@@ -80,6 +82,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         if owner is not None and (owner.window.size > 1 or owner.window.items is not None):
             loss = owner.window.part_of(loss)
     for each in units:
+        _check_changes(each)
         each.window.note_backward()
         each.step_state.open(each.optimizers, partial=each.steps.no_sync is not None and _is_partial(each))
     try:
@@ -92,6 +95,12 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         raise
     for call in run.after_backward:
         call(units)
+
+
+def _check_changes(unit: Unit) -> None:
+    """Refuse, as a window opens, what the strategy cannot follow."""
+    if unit.changes is not None and not unit.step_state.phases:
+        unit.changes.check()
 
 
 def _is_partial(unit: Unit) -> bool:
@@ -174,6 +183,7 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
         AccelError: the backward in which the strategy reduces did not come.
     """
     state = unit.step_state
+    _check_changes(unit)  # of a loss's own `backward()`
     phases = state.phases_of(optimizer)
     if Phase.PARTIAL in phases and not state.quiet and _reduces_in_backward(unit):
         raise AccelError(
@@ -287,6 +297,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         tell_lost(unit.run, "step", error)
         raise
     state.clean(optimizer)
+    if unit.changes is not None:
+        unit.changes.note_step()
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

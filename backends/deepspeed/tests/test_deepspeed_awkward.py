@@ -39,7 +39,7 @@ def refused(stage: int, kind: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon"), (2, "ByNorm")]
+    ("stage", "kind"), [(0, "LBFGS"), (2, "LBFGS"), (1, "Adafactor"), (3, "Muon")]
 )
 def test_an_optimizer_that_needs_whole_parameters_is_refused(stage: int, kind: str, run_processes) -> None:
     (found,) = run_processes(refused, stage, kind, world=1)

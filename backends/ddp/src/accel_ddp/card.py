@@ -13,7 +13,10 @@ DDP = Card(
     api_version="1.0",
     priority=100,
     distributed_type="MULTI_DEVICE",
-    offers={"no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"},
+    offers={
+        *("no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"),
+        *("freezing", "regrouping"),
+    },
     needs={"collectives.torch", "process_per_device"},
     config="accel_ddp.config:DistributedDataParallelKwargs",
     implementation="accel_ddp.strategy:make",

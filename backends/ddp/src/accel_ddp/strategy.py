@@ -6,7 +6,7 @@ DistributedDataParallel averages gradients in backward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from torch.distributed.algorithms.join import Join
 from accel_core import AccelError, ConfigError, Entry, hooks, implements
 from accel_ddp import comm_hooks
 from accel_ddp.config import POWER_SGD, DistributedDataParallelKwargs
-from accel_ddp.watch import CARRIED, COPIES, RUNS, DistributedDataParallel, follow, refuse_hooks
+from accel_ddp.wrapper import COPIES, RUNS, DistributedDataParallel, refuse_hooks
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
 __all__ = ["DataParallel", "make"]
 
+_CARRIED = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool),
+}
+"""The dtypes that every process group carries."""
 _NOT_TORCHS = ("comm_hook", "comm_wrapper", "comm_state_option")
 
 
@@ -51,7 +56,6 @@ class DataParallel:
     def __init__(self, config: DistributedDataParallelKwargs, run: Run) -> None:
         self.config = config
         self.run = run
-        self._followed: dict[Unit, list[Callable[[], None]]] = {}
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
@@ -76,13 +80,6 @@ class DataParallel:
         inner: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
         unwrapped: nn.Module = self.below.unwrap_model(unit, inner, keep_compiled)
         return unwrapped
-
-    @implements(hooks.wrap_optimizer)
-    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        if _parallel(unit.wrapped):
-            self._followed.setdefault(unit, []).append(follow(unit, optimizer))
-        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
-        return wrapped
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
@@ -125,8 +122,6 @@ class DataParallel:
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:
         # The model inside, which `unwrap_model` gives, works on.
-        for end in self._followed.pop(unit, ()):
-            end()
         for model in _parallel(unit.wrapped):
             comm_hooks.settle(model)
             model.release()
@@ -164,7 +159,7 @@ def _named(model: nn.Module) -> Iterator[None]:
         if "scalar type" not in str(error):
             raise
         tensors = [*model.named_parameters(), *model.named_buffers()]
-        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in CARRIED]
+        odd = [f"{name} ({tensor.dtype})" for name, tensor in tensors if tensor.dtype not in _CARRIED]
         raise ConfigError(
             f"ddp: the process group does not carry {', '.join(odd) or 'a dtype of this model'}: {error}\n"
             "keep it in another dtype, or a buffer contiguous()"

@@ -29,7 +29,10 @@ FSDP = Card(
     api_version="1.0",
     priority=None,  # only when named
     distributed_type="FSDP",
-    offers={"no_sync", "dtensors", "several_optimizers"},
+    offers={
+        *("no_sync", "dtensors", "several_optimizers"),
+        *("freezing", "unfreezing", "replacing", "regrouping"),
+    },
     needs={"collectives.torch", "process_per_device"},
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",
     implementation="accel_fsdp.strategy:strategy",

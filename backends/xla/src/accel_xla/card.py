@@ -30,7 +30,10 @@ XLA_DP = Card(
     api_version="1.0",
     priority=100,
     distributed_type="XLA",
-    offers={"no_sync", "local_sgd", "several_optimizers", "whole_weights"},
+    offers={
+        *("no_sync", "local_sgd", "several_optimizers", "whole_weights"),
+        *("freezing", "unfreezing", "replacing", "regrouping"),
+    },
     needs={"collectives.own", "process_per_device"},
     probe=probe,
     implementation="accel_xla.data_parallel:XlaDataParallel",
@@ -41,7 +44,10 @@ XLA_SPMD = Card(
     summary="One process drives all devices of its host; XLA's compiler spreads model and batch over them.",
     api_version="1.0",
     distributed_type="XLA",
-    offers={"no_sync", "several_optimizers"},
+    offers={
+        *("no_sync", "several_optimizers"),
+        *("freezing", "unfreezing", "replacing", "regrouping"),
+    },
     probe=probe,
     launch="accel_xla.machine:SpmdLaunch",
     config="accel_xla.config:SpmdConfig",

@@ -12,7 +12,10 @@ DISPATCHED = Card(
     summary="A model larger than its device: weights come from host memory or disk, block by block.",
     api_version="1.0",
     priority=None,  # only when named
-    offers={"whole_weights", "streamed_weights", "local_gradients", "several_optimizers"},
+    offers={
+        *("whole_weights", "streamed_weights", "local_gradients", "several_optimizers"),
+        *("freezing", "unfreezing", "replacing", "regrouping"),
+    },
     config="accel_big_models.config:DispatchedPlugin",
     implementation="accel_big_models.strategy:Dispatched",
 )

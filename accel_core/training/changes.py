@@ -1,0 +1,118 @@
+"""What has changed on a prepared model: which parameters train, which they are, and their groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final
+
+from accel_core.errors import AccelError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from accel_core.contract.unit import Unit
+
+_TRAINS: Final = attrgetter("requires_grad")
+_REMEDY: Final = "{} before prepare, or call accelerator.free_memory() and prepare the model again"
+
+
+class Changes:
+    """The state of a unit at `prepare`, and the changes since that its strategy cannot follow.
+
+    What a strategy follows is said by its card: `freezing`, `unfreezing`, `replacing`, `regrouping`. Flags
+    and identities are compared, never values.
+    """
+
+    def __init__(self, unit: Unit) -> None:
+        self._unit = unit
+        self._follows = offers = unit.run.cards[unit.strategy].offers
+        models = [*_prepared(unit)]
+        parameters = [*dict.fromkeys(p for model in models for p in model.parameters())]
+        self._flags = [
+            (each, each.requires_grad)
+            for each in parameters
+            if ("freezing" if each.requires_grad else "unfreezing") not in offers
+        ]
+        self._watched = [each for each, _ in self._flags]
+        self._trained = [trains for _, trains in self._flags]
+        held = models if "replacing" not in offers else []
+        parts = (each for model in held for part in model.modules() for each in _parts(part))
+        self._parts = [each for each in parts if each]
+        self._places = [dict(each) for each in self._parts]
+        self._names = [*unit.all_names()] if held else []
+        self._groups = [] if "regrouping" in offers or not models else self._group()
+
+    def __bool__(self) -> bool:
+        """Return whether there is something to compare."""
+        return bool(self._flags or self._parts or self._groups)
+
+    def check(self) -> None:
+        """Raise AccelError for a change that the strategy cannot follow."""
+        if [*map(_TRAINS, self._watched)] != self._trained:
+            self._refuse_flags()
+        if not _are_same(self._parts, self._places):
+            self._refuse_parts()
+        if self._groups and not _are_same(self._group(), self._groups):
+            self._refuse(
+                "parameters were added to the optimizer's groups, taken out or moved to others",
+                "group parameters",
+            )
+
+    def refuse_group(self) -> None:
+        """Raise AccelError where the strategy takes no further group of an optimizer."""
+        if self._groups:
+            self._refuse("add_param_group of an optimizer", "group parameters")
+
+    def note_step(self) -> None:
+        """Take the groups as they are: an engine may exchange what they hold as it steps."""
+        if self._groups:
+            self._groups = self._group()
+
+    def _group(self) -> list[list[Any]]:
+        return [[*group["params"]] for each in self._unit.optimizers for group in each.param_groups]
+
+    def _refuse_flags(self) -> None:
+        names = {parameter: name for name, parameter in self._unit.all_names()}
+        late = [each for each, trained in self._flags if each.requires_grad != trained]
+        was, now, verb = ("trained", "frozen", "freeze")
+        if late[0].requires_grad:
+            was, now, verb = ("frozen", "trained", "unfreeze")
+        self._refuse(
+            f"{len(late)} parameter(s) were {was} when the model was prepared and are {now} now"
+            f" ({names.get(late[0], 'of another model')})",
+            verb,
+        )
+
+    def _refuse_parts(self) -> None:
+        now = dict(self._unit.all_names())
+        lost = [name for name, each in self._names if now.get(name) is not each]
+        added = [name for name in now if name not in dict(self._names)]
+        if lost or added:
+            self._refuse(f"{(lost + added)[0]} was replaced or added", "change the model")
+        self._places = [dict(each) for each in self._parts]  # a part without parameters
+
+    def _refuse(self, what: str, verb: str) -> None:
+        raise AccelError(
+            f"strategy {self._unit.strategy!r} cannot follow a change to unit {self._unit.name!r} after"
+            f" prepare: {what}\n" + _REMEDY.format(verb)
+        )
+
+
+def _prepared(unit: Unit) -> Iterator[nn.Module]:
+    """Yield the models that a strategy has made something else of, or whose ranks it keeps alike."""
+    for model, wrapped in zip(unit.models, unit.wrapped, strict=True):
+        if wrapped is not model or unit.run.topology.losses > 1:
+            yield model
+
+
+def _parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    return module._parameters, module._modules
+
+
+def _are_same(now: list[Any], before: list[Any]) -> bool:
+    """Compare containers of tensors by identity, which Python looks at first."""
+    try:
+        return now == before
+    except RuntimeError:  # torch's, which compares elements of two that differ
+        return False
