@@ -62,7 +62,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     prepared.add_unit(unit, group.units[1:], added, before, moved)
     prepared.parameters.note_held(unit, held)
     changes = Changes(unit)
-    unit.changes = changes if changes else None
+    unit.changes = changes or None
     _warn_of_left_out(unit, prepared)
 
 

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from accel_core import AccelError, LocalSGD
 from accel_ddp import DistributedDataParallelKwargs
 
-
 INSIDE = "no gradient of this wrapper's last forward, but of the model inside or a part of it"
 
 
@@ -198,7 +197,10 @@ def unfrozen(run, model, optimizer, number, loss, x):
         (twice_of_one_forward, "of a second backward"),
         (forwards_before_backwards, "of a second backward"),
         (forward_in_no_sync, "its forward ran inside no_sync"),
-        (unfrozen, r"2 parameter\(s\) were frozen when the model was prepared and are trained now \(0.weight\)"),
+        (
+            unfrozen,
+            r"2 parameter\(s\) were frozen when the model was prepared and are trained now \(0.weight\)",
+        ),
     ],
 )
 def test_what_would_train_ranks_apart_is_an_error(
@@ -368,5 +370,3 @@ def test_a_rank_steps_with_averages_of_parts_that_only_other_ranks_used(
     assert (gradients, moved) == other
     assert moved == pytest.approx(gradients, abs=1e-5)
     assert all(gradients)
-
-
