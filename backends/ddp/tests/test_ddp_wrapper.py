@@ -1,4 +1,4 @@
-"""Gradients that torch's wrapper would not reduce, without a word, are an error in the backward that brings them."""
+"""A gradient that torch's wrapper would leave unreduced is an error in the backward that brings it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ DDP = Card(
     distributed_type="MULTI_DEVICE",
     offers={
         *("no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"),
-        *("freezing", "regrouping"),
+        *("freezing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},
     config="accel_ddp.config:DistributedDataParallelKwargs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 from weakref import WeakKeyDictionary, WeakSet
@@ -51,6 +52,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         try:
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
+            if "finished reduction in the prior iteration" in str(error):
+                raise _unfinished(self.module, error) from error
             run = RUNS.get(self, _no_run)()
             lost = None if run is None else run.lost_peer("forward", error)
             if lost is None:
@@ -71,13 +74,18 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
     def _received(self, probe: Tensor) -> None:
         if not self.require_backward_grad_sync:  # in no_sync, gradients stay this rank's
             return
-        is_reduced = self.__dict__["awaited"].pop(id(probe), None)
-        if is_reduced or any(each.is_reducing(probe) for each in _wrappers_of(probe) if each is not self):
+        sharing = _wrappers_of(probe)
+        if sharing[0] is not self:  # the first looks for all: this may be the backward of any
+            return
+        found = [each.__dict__["awaited"] for each in sharing if id(probe) in each.__dict__["awaited"]]
+        reduced = next((awaited for awaited in found if awaited[id(probe)]), None)
+        if reduced is not None:
+            del reduced[id(probe)]
             return
         cause = (
             "its forward ran inside no_sync (accelerator.sync_gradients = True stands before the forward)\n"
             "run the last forward and backward before a step outside no_sync"
-            if is_reduced is False
+            if found
             else "it is no gradient of this wrapper's last forward, but of the model inside or a part of it,"
             " or of a second backward\n"
             "call the model that prepare returned, then backward once, with the sum of the losses; gradients"
@@ -87,10 +95,6 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             f"ddp: this backward of {type(self.module).__name__} is not reduced, and each rank would train a"
             f" model of its own: {cause}"
         )
-
-    def is_reducing(self, probe: Tensor) -> bool:
-        """Return whether a gradient of this probe may be of the last forward here."""
-        return bool(self.__dict__["awaited"].get(id(probe)))
 
     def __getstate__(self) -> dict[str, Any]:
         # Hooks reach torch's reducer, which a copy makes anew. Its gradients travel uncompressed: torch
@@ -145,6 +149,18 @@ def _wrappers_of(probe: Tensor) -> list[DistributedDataParallel]:
     hooks = (probe._post_accumulate_grad_hooks or {}).values()
     found = [getattr(hook, "__self__", None) for hook in hooks]
     return [each for each in found if isinstance(each, DistributedDataParallel)]
+
+
+def _unfinished(module: nn.Module, error: RuntimeError) -> AccelError:
+    """Return an error of ours for parameters that the last backward left out; torch numbers them."""
+    found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
+    left = [trained[int(index)] for index in found[1].split()] if found else []
+    return AccelError(
+        f"ddp: the last backward of this {type(module).__name__} gave no gradient to"
+        f" {', '.join(left[:3]) or 'some parameters'} ({len(left)} in all), so gradients are not averaged\n"
+        "set ddp.find_unused_parameters: true, or use every parameter in each loss"
+    )
 
 
 def _no_run() -> None:
