@@ -43,6 +43,8 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "join": "ranks may run out of batches at different times",
     "dtensors": "trains, clips and saves parameters that other plugins have made DTensors",
     "several_optimizers": "a model may have several optimizers",
+    "closures": "`optimizer.step` takes a closure",
+    "partial_clips": "clips a part of a unit's parameters, by any norm",
     "whole_weights": "each rank holds whole parameters",
     "streamed_weights": "prepares models whose weights come and go, or are loaded later",
     "freezing": "parameters may be frozen after `prepare`",

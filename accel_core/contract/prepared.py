@@ -231,6 +231,13 @@ class ParameterIndex:
         mine = [each for each in parameters if each.requires_grad and self._units.get(id(each)) is unit]
         return not all(self._entries[id(each)].is_held for each in mine)
 
+    def has_more(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether prepared optimizers train another parameter of the unit."""
+        given = set(map(id, parameters))
+        mine = (each for each in self._entries.values() if self._units.get(each.key) is unit)
+        held = (each() for each in mine if each.is_held)
+        return any(p is not None and p.requires_grad and id(p) not in given for p in held)
+
     def name_of(self, parameter: nn.Parameter, moved: Mapping[tuple[Unit, str], str] = _UNMOVED) -> str:
         """Return the canonical name of a parameter that has a unit.
 

@@ -30,7 +30,7 @@ SINGLE = Card(
     distributed_type="NO",
     offers={
         *("no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"),
-        *("freezing", "unfreezing", "replacing", "regrouping"),
+        *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     implementation="accel_core.defaults.strategy:Single",
 )

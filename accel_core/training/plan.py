@@ -68,6 +68,12 @@ class UnitGroup:
     def check_unit(self, placed: Mapping[int, bool]) -> None:
         """Refuse objects that the unit's device or a plugin cannot take."""
         reasons = _refuse_float64(self.unit, self.models, placed)
+        count = len(self.unit.optimizers) + len(self.optimizers)
+        if count > 1 and "several_optimizers" not in self.unit.run.cards[self.unit.strategy].offers:
+            reasons.append(
+                f"strategy {self.unit.strategy!r} takes one optimizer per unit, and {self.unit.name!r} has"
+                f" {count}\ngive one optimizer several parameter groups"
+            )
         reasons += self.unit.hooks.refuse_unit(self.unit, self.models, self.optimizers)
         if reasons:
             raise ConfigError("\n".join(reasons), problems=reasons)

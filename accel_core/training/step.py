@@ -236,6 +236,8 @@ def clip_norm(
             "clip_grad_norm_: norm_type is nan, which would make all gradients NaN\n"
             "give 2, any other p, or inf"
         )
+    if "partial_clips" not in unit.run.cards[unit.strategy].offers:
+        _check_whole(unit, parameters, norm_type)
     clip, norm = unit.steps.clip_grad_norm, None
     try:
         unscale(unit)
@@ -262,6 +264,8 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
             f"clip_grad_value_: clip_value is {value!r}, and no bound of gradients\n"
             "give 0 or more; inf clamps nothing"
         )
+    if "partial_clips" not in unit.run.cards[unit.strategy].offers:
+        _check_whole(unit, parameters)
     try:
         unscale(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)
@@ -270,8 +274,31 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
         raise
 
 
+def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: float = 2) -> None:
+    """Refuse another norm than the 2-norm, and a part of what the unit's optimizers hold."""
+    from accel_core.plugins.discovery import offering
+
+    if norm_type != 2:
+        cause = f"by the 2-norm, not by norm_type={norm_type}"
+    elif unit.run.prepared.parameters.has_more(unit, parameters):
+        cause = f"all parameters of a unit together, and {unit.name!r} has more than were given"
+    else:
+        return
+    raise AccelError(
+        f"strategy {unit.strategy!r} clips {cause}\n"
+        f"pass model.parameters() and no norm_type; or {offering('partial_clips')}"
+    )
+
+
 def refuse_closure(unit: Unit) -> NoReturn:
-    """Raise AccelError for a closure in a window of several micro-batches."""
+    """Raise AccelError for a closure: the strategy takes none, or the window has several micro-batches."""
+    if "closures" not in unit.run.cards[unit.strategy].offers:
+        from accel_core.plugins.discovery import offering
+
+        raise AccelError(
+            f"optimizer.step(closure): strategy {unit.strategy!r} does not take a closure\n"
+            f"use an optimizer that needs none; or {offering('closures')}"
+        )
     raise AccelError(
         f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
         " micro-batches: it would step with the gradients of the last one only\n"
@@ -284,7 +311,10 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     window, state, steps = unit.window, unit.step_state, unit.steps
     if window.awaits_backward or window.put_off:
         window.note_backward()
-    if closure is not None and window.size > 1 and unit.run.accumulation is not None:
+    if closure is not None and (
+        (window.size > 1 and unit.run.accumulation is not None)
+        or "closures" not in unit.run.cards[unit.strategy].offers
+    ):
         refuse_closure(unit)
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)

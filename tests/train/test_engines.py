@@ -8,7 +8,7 @@ from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 from training_problems import FEATURES, net
 
-from accel_core import Accelerator
+from accel_core import Accelerator, AccelError, ConfigError
 
 ENGINE = """
 from torch import nn
@@ -90,3 +90,27 @@ def test_a_late_optimizer_is_given_to_the_same_engine(accelerator):
     assert unit.plugin.calls == [(0, 0, 0), (1, 1, 0)]
     assert engine.optimizer is optimizer
     assert unit.schedulers == [rate]
+
+
+@pytest.mark.parametrize("use", ["a closure", "a part", "another norm", "a clamped part"])
+def test_what_the_card_does_not_offer_is_refused(accelerator, use):
+    model, optimizer, _ = parts()
+    engine, prepared = accelerator.prepare(model, optimizer)
+    accelerator.backward(engine(torch.ones(2, FEATURES)).sum())
+    accelerator.clip_grad_norm_(engine.parameters(), 1.0)
+    first = [next(model.parameters())]
+    calls = {
+        "a closure": lambda: prepared.step(lambda: None),
+        "a part": lambda: accelerator.clip_grad_norm_(first, 1.0),
+        "another norm": lambda: accelerator.clip_grad_norm_(engine.parameters(), 1.0, 1),
+        "a clamped part": lambda: accelerator.clip_grad_value_(first, 1.0),
+    }
+    with pytest.raises(AccelError, match=r"strategy 'engine' .*\n.*choose a strategy that can: .*single"):
+        calls[use]()
+
+
+def test_a_second_optimizer_is_refused_at_prepare(accelerator):
+    model = net()
+    first, second = (SGD([each], lr=0.1) for each in list(model.parameters())[:2])
+    with pytest.raises(ConfigError, match="strategy 'engine' takes one optimizer per unit"):
+        accelerator.prepare(model, first, second)

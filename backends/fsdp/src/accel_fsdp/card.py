@@ -31,7 +31,7 @@ FSDP = Card(
     distributed_type="FSDP",
     offers={
         *("no_sync", "dtensors", "several_optimizers"),
-        *("freezing", "unfreezing", "replacing", "regrouping"),
+        *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},
     config="accel_fsdp.config:FullyShardedDataParallelPlugin",

@@ -32,7 +32,7 @@ XLA_DP = Card(
     distributed_type="XLA",
     offers={
         *("no_sync", "local_sgd", "several_optimizers", "whole_weights"),
-        *("freezing", "unfreezing", "replacing", "regrouping"),
+        *("freezing", "unfreezing", "replacing", "regrouping", "partial_clips"),
     },
     needs={"collectives.own", "process_per_device"},
     probe=probe,
@@ -46,7 +46,7 @@ XLA_SPMD = Card(
     distributed_type="XLA",
     offers={
         *("no_sync", "several_optimizers"),
-        *("freezing", "unfreezing", "replacing", "regrouping"),
+        *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     probe=probe,
     launch="accel_xla.machine:SpmdLaunch",

@@ -14,7 +14,7 @@ DISPATCHED = Card(
     priority=None,  # only when named
     offers={
         *("whole_weights", "streamed_weights", "local_gradients", "several_optimizers"),
-        *("freezing", "unfreezing", "replacing", "regrouping"),
+        *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     config="accel_big_models.config:DispatchedPlugin",
     implementation="accel_big_models.strategy:Dispatched",
