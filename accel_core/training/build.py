@@ -63,6 +63,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     prepared.parameters.note_held(unit, held)
     changes = Changes(unit)
     unit.changes = changes or None
+    unit.step_state.needs_finish |= unit.changes is not None
     _warn_of_left_out(unit, prepared)
 
 

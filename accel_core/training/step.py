@@ -40,7 +40,8 @@ def run_window(
     """Run forward and backward of one window as a whole, by the unit's strategy."""
     window, trained = unit.window, False
     if not forward_only:
-        _check_changes(unit)
+        if unit.changes is not None:
+            unit.changes.check()
         window.clear_put_off()
     before = window.snapshot()
     try:
@@ -82,7 +83,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         if owner is not None and (owner.window.size > 1 or owner.window.items is not None):
             loss = owner.window.part_of(loss)
     for each in units:
-        _check_changes(each)
+        if each.changes is not None and not each.step_state.phases:  # its window opens
+            each.changes.check()
         each.window.note_backward()
         each.step_state.open(each.optimizers, partial=each.steps.no_sync is not None and _is_partial(each))
     try:
@@ -95,12 +97,6 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         raise
     for call in run.after_backward:
         call(units)
-
-
-def _check_changes(unit: Unit) -> None:
-    """Refuse, as a window opens, what the strategy cannot follow."""
-    if unit.changes is not None and not unit.step_state.phases:
-        unit.changes.check()
 
 
 def _is_partial(unit: Unit) -> bool:
@@ -183,7 +179,8 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
         AccelError: the backward in which the strategy reduces did not come.
     """
     state = unit.step_state
-    _check_changes(unit)  # of a loss's own `backward()`
+    if unit.changes is not None and not state.phases:  # a loss's own `backward()`
+        unit.changes.check()
     phases = state.phases_of(optimizer)
     if Phase.PARTIAL in phases and not state.quiet and _reduces_in_backward(unit):
         raise AccelError(

@@ -1,4 +1,4 @@
-"""A strategy is trained with as it was prepared: what its card cannot follow is an error as a window opens."""
+"""What a strategy's card cannot follow on a prepared model is an error as a window opens."""
 
 from __future__ import annotations
 
