@@ -35,9 +35,9 @@ class StepState:
     `backward` opens them, the first of clip, unscale and step finishes them, `step` and `zero_grad` clean
     them. Gradients of a loss's own `backward()` are not noted: each of these calls finishes them.
 
-    needs_finish: a step is more than torch's, or is checked. phases: by optimizer; of None in a unit without. shares_losses:
-    a loss of several units has opened them. quiet: how many contexts without reduction are entered.
-    uneven: ranks run out of batches at different times.
+    needs_finish: a step is more than torch's, or is checked. phases: by optimizer; of None in a unit without.
+    shares_losses: a loss of several units has opened them. quiet: how many contexts without reduction are
+    entered. uneven: ranks run out of batches at different times.
     """
 
     needs_finish: bool
