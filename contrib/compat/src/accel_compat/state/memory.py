@@ -6,12 +6,14 @@ import functools
 import gc
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from accel_core import AccelError, is_out_of_memory
 from accel_core import find_executable_batch_size as _find
+
+_NONE: Final = "No executable batch size found, reached zero."
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:
@@ -61,12 +63,14 @@ def find_executable_batch_size(
                 f"Batch size was passed into `{name}` as the first argument when called.\n"
                 f"Remove this as the decorator already does so: `{name}({shown})`"
             )
+        if size < 1:
+            raise RuntimeError(_NONE)
         try:
             return _find(noting, size, reduce_batch_size_fn or _nine_tenths)(*args, **kwargs)
         except AccelError as error:
             if "ran out of memory with each batch size" not in str(error):
                 raise
-            raise RuntimeError("No executable batch size found, reached zero.") from error
+            raise RuntimeError(_NONE) from error
 
     return functools.wraps(function)(search)
 
