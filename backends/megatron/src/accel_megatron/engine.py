@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from accel_core import AccelError, StepOutput
 from accel_megatron.adapters.adapter import LABELS
-from accel_megatron.building import empty, global_modules
+from accel_megatron.building import global_modules
 from accel_megatron.datasets import inputs_of
 from accel_megatron.library import quiet
 from accel_megatron.microbatches import check_lengths, cut, shape
@@ -56,6 +56,12 @@ class _KnownGradients(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
         """None of its own."""
         ctx.engine.refuse_unstepped()
+        if not ctx.engine.has_gradients:
+            raise AccelError(
+                "megatron: zero_grad() came between forward and backward, and megatron-core has computed the"
+                " gradients with the model's forward\n"
+                "call zero_grad() before the forward, or after optimizer.step()"
+            )
         ctx.engine.scaled = gradient
         return None, None, None
 
@@ -78,11 +84,10 @@ class Engine(nn.Module):
         self.unit: Unit | None = None
         self.scaled: Tensor | None = None
         """The gradient that backward of the last loss came with."""
+        self.has_gradients = False
+        """True from a forward that has computed gradients until they are cleared."""
         self._chunk: Any = None
         """The one that the schedule runs."""
-        self._named: Mapping[str, nn.Parameter] | None = None
-        self._emptied: list[tuple[nn.Parameter, int]] = []
-        """The user's parameters without weights, with their versions then."""
         made = plugin.custom_train_step_class
         self.train_step: Any = None if made is None else made(plugin, **plugin.custom_train_step_kwargs)
 
@@ -93,45 +98,18 @@ class Engine(nn.Module):
             each.train(mode)
         return self
 
-    def empty(self) -> None:
-        """Give up the weights of the user's model, which are in the chunks now."""
-        empty(self.module)
-        self._emptied = [(each, each._version) for each in self.module.parameters()]
-
-    def refuse_written(self) -> None:
-        """Raise AccelError for a write into weights that are elsewhere."""
-        if written := [each for each, version in self._emptied if each._version != version]:
-            raise AccelError(
-                f"megatron: {len(written)} parameter(s) of {type(self.module).__name__} were written after"
-                f" prepare, such as one of shape {list(written[0].shape)}: its weights are elsewhere, in"
-                " megatron-core's form, and the write would be lost\n"
-                "write, or load_state_dict, before prepare; or call accelerator.load_state"
-            )
-
     def refuse_unstepped(self) -> None:
         """Raise AccelError for gradients that no optimizer sees.
 
         The user's parameters are empty.
         """
-        if self._emptied and self.unit is not None and not self.unit.optimizers:
+        if self.chunks.scheduled and self.unit is not None and not self.unit.optimizers:
             raise AccelError(
                 f"megatron: backward of {type(self.module).__name__}, which was prepared without an"
                 " optimizer: its gradients are in megatron-core's form, and an optimizer that is not prepared"
                 " steps nothing\n"
                 "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
             )
-
-    def refuse_replaced(self, named: Mapping[str, nn.Parameter]) -> None:
-        """Raise AccelError for a parameter that prepare did not see."""
-        if self._named is None:
-            self._named = dict(named)
-        for name, parameter in named.items():
-            if self._named.get(name) is not parameter:
-                raise AccelError(
-                    f"megatron: {name} was replaced, tied or added after prepare, and what is saved is of the"
-                    " weights that prepare saw\n"
-                    "change the model before prepare, or call accelerator.free_memory() and prepare it again"
-                )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, which are in buffers of megatron-core's."""
@@ -226,6 +204,7 @@ class Engine(nn.Module):
         loss = self._shown(found.loss)
         if training:
             # The gradients exist already: backward of this loss only tells how it was scaled.
+            self.has_gradients = True
             anchor = torch.empty((), device=loss.device, requires_grad=True)
             loss = _with_known_gradients(loss, anchor, self)
         return self.adapter.make_output(loss, logits)

@@ -59,9 +59,6 @@ class MegatronState:
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         """Leaves of weights; of a stepped parameter its master, in boxes."""
         engine, stepper = self.engines[unit], self.steppers.get(unit)
-        engine.refuse_written()
-        if stepper is not None:
-            stepper.edits.take_over()
         held: dict[str, list[Any]] = {}
         stepped = {} if stepper is None else {each.parameter: each for each in stepper.stepped()}
         for parameter, pieces in engine.chunks.shard_map.items():
@@ -70,9 +67,7 @@ class MegatronState:
                 continue  # other ranks step all of it
             elements = parameter.detach().view(-1) if each is None else each.elements
             _add(held, unit, pieces, elements, 0 if each is None else each.begin, parameter)
-        named = unit.named_parameters()
-        engine.refuse_replaced(named)
-        shapes = {name: tuple(each.shape) for name, each in named.items()}
+        shapes = {name: tuple(each.shape) for name, each in unit.named_parameters().items()}
         leaves: dict[str, Leaf] = {
             name: leaf for name, leaf in self.below.model_state(unit).items() if name not in shapes
         }

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 
 from accel_core import AccelError, ConfigError
 from accel_megatron import settings
-from accel_megatron.edits import Edits
 from accel_megatron.library import quiet
 from accel_megatron.stepped import Stepped
 
@@ -28,20 +29,16 @@ _KINDS: Final = {torch.optim.AdamW: "adam", torch.optim.Adam: "adam", torch.opti
 _HOW: Final = ("foreach", "fused", "capturable", "differentiable")
 """Hyperparameters that say how a step is computed, not what."""
 _GROUP: Final = "accel_group"
-_NO_GRADIENT: Final = (
-    "megatron: no gradient since the last optimizer.step() or zero_grad(), and megatron-core steps by zeros"
-    " then, which moves weights by their moments and decay\n"
-    "call backward before clip_grad_norm_ and optimizer.step(), or leave these out"
+_REDUCED: Final = (
+    "megatron: the last clip, unscale or step has reduced the gradients; they are not cleared since, and"
+    " megatron-core cannot reduce them twice\n"
+    "compute them by accelerator.backward, clip or unscale just before optimizer.step(), and call zero_grad()"
+    " of the prepared optimizer or model after each step"
 )
-_ADDED: Final = (
-    "megatron: backward came after clipping or unscaling, before optimizer.step() or zero_grad(), and"
-    " megatron-core cannot reduce gradients twice\n"
-    "clip or unscale once, just before optimizer.step()"
-)
-_KEPT: Final = (
-    "megatron: backward came after optimizer.step() without zero_grad() in between, and megatron-core"
-    " still holds the gradients of that step, which it cannot reduce twice\n"
-    "call zero_grad() of the prepared optimizer or model after each step"
+_LOADED: Final = (
+    "megatron: optimizer.load_state_dict after prepare fills an optimizer that does not step; megatron-core's"
+    " does\n"
+    "load its state by accelerator.load_state"
 )
 
 
@@ -58,13 +55,8 @@ def why_unsupported(optimizer: Optimizer, plugin: MegatronLMPlugin) -> str | Non
             f"megatron-core's distributed optimizer is AdamW, and a {name} is prepared\n"
             "prepare torch.optim.AdamW, or leave use_distributed_optimizer out"
         )
-    return _why_no_equal(optimizer)
-
-
-def _why_no_equal(optimizer: Optimizer) -> str | None:
     if any(group.get("amsgrad") or group.get("maximize") for group in optimizer.param_groups):
-        kind = type(optimizer).__name__
-        return f"{kind} with amsgrad or maximize has no equal in megatron-core\nleave them out"
+        return f"{name} with amsgrad or maximize has no equal in megatron-core\nleave them out"
     return None
 
 
@@ -78,34 +70,21 @@ class Stepper:
         (self.user_optimizer,) = unit.optimizers
         self.chunks, self.clipping = chunks, plugin.gradient_clipping
         self.ready: bool | None = None
-        """True if gradients are finite, once they are ready for a step."""
-        self.norm: float | None = None
+        """True if gradients are finite, once they are reduced for a step; None until then."""
         self.clipped = False
         """True if the gradients were clipped already."""
-        self.told = False
-        """True if a backward went through core since gradients were dropped."""
-        self.kept = False
-        """True if gradients of a step were not dropped yet."""
         groups = _groups_of(unit, self.user_optimizer, chunks)
-        self.left_out = {each for each in unit.named_parameters().values() if each.requires_grad}
-        self.left_out.difference_update(self._in_groups())
-        """Parameters of the user's in no group: they are not trained, and frozen here."""
-        unit.detach.append(partial(_unfreeze, self.left_out))
+        stepped = {each for group in self.user_optimizer.param_groups for each in group["params"]}
+        left_out = [p for p in unit.named_parameters().values() if p.requires_grad and p not in stepped]
+        unit.detach.append(partial(_unfreeze, left_out))  # in no group, so they are not trained here
         for parameter in chunks.parameters():
             parameter.requires_grad_(parameter in groups)
-        self.unit = unit
-        self._trained = {id(parameter): parameter for parameter in self._training()}
-        self._grouped = self._numbers()
         self.make(run, plugin, groups)
-        self._dropped = self._versions()
-        held = set(unit.named_parameters().values())  # nobody else can edit what is split over ranks
-        stepped = [*self.stepped()]
-        if any(hasattr(each, "gbuf_ranges") for each in self.inner_optimizers()):  # on all ranks the same
-            self.copied = [each for each in chunks.parameters() if each.requires_grad]
-        else:
-            self.copied = [each.parameter for each in stepped if each.key is not each.parameter]
-        """Weights of which megatron-core steps copies or parts, by gradients of these."""
-        self.edits = Edits((each for each in stepped if each.parameter in held), self.copied)
+        unit.detach.append(self.user_optimizer.register_load_state_dict_pre_hook(_refuse_load).remove)
+        if not chunks.scheduled:  # the user's parameters, of which 16-bit ones have masters
+            (model,) = unit.models
+            _STEPPERS[model] = weakref.ref(self)
+            unit.detach.append(model.register_load_state_dict_post_hook(_step_from_loaded).remove)
 
     def make(self, run: Run, plugin: MegatronLMPlugin, groups: Mapping[nn.Parameter, int]) -> None:
         """Wrap the chunks, and make the optimizer of them. Collective."""
@@ -163,32 +142,11 @@ class Stepper:
         from megatron.core.distributed import finalize_model_grads
 
         if self.ready is not None:
-            raise AccelError(_ADDED)
-        if self.kept:
-            raise AccelError(_KEPT)
-        self._refuse_given(self._trained.values())
-        chunks, is_empty = self.chunks.run, not self._has_gradients()
-        if is_empty and chunks[0].ddp_config.overlap_grad_reduce and self.chunks.scheduled:
-            raise AccelError(_NO_GRADIENT)
-        finalize_model_grads(chunks)
-        if is_empty and not any(bool(buffer.grad_data.any()) for buffer in self._buffers()):
-            raise AccelError(_NO_GRADIENT)
-
-    def total_norm(self) -> float:
-        """Of all gradients of the model, over all ranks. Collective."""
-        self.prepare()
-        if self.norm is None:
-            self.norm = float(self.inner.get_grad_norm() or 0.0)
-        return self.norm
+            raise AccelError(_REDUCED)
+        finalize_model_grads(self.chunks.run)
 
     def step(self) -> bool:
         """Step; return False if scaled gradients were not finite. Collective."""
-        self._refuse_regrouped()
-        self._refuse_unfrozen()
-        self._refuse_frozen()
-        self._refuse_changed()
-        self.edits.take_over()
-        self._refuse_given(self.copied)
         finite, optimizer = self.prepare(), self.user_optimizer
         if finite:
             if self.clipping and not self.clipped:
@@ -197,84 +155,10 @@ class Stepper:
                 hook(optimizer, (optimizer,), {})
             self.follow()
             self.inner.step_with_ready_grads()
-            self.edits.note()
             for hook in [*optimizer._optimizer_step_post_hooks.values()]:
                 hook(optimizer, (optimizer,), {})
         self.user_optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers ask whether their optimizer has stepped
-        self.forget()
-        self.kept = True
         return finite
-
-    def _in_groups(self) -> list[nn.Parameter]:
-        return [p for group in self.user_optimizer.param_groups for p in group["params"]]
-
-    def _training(self) -> list[nn.Parameter]:
-        return [parameter for parameter in self._in_groups() if parameter.requires_grad]
-
-    def _numbers(self) -> dict[int, int]:
-        """Return id of a parameter -> number of its group, of the user's optimizer."""
-        groups = enumerate(self.user_optimizer.param_groups)
-        return {id(parameter): number for number, group in groups for parameter in group["params"]}
-
-    def _refuse_regrouped(self) -> None:
-        if (now := self._numbers()) == self._grouped:
-            return
-        late = [parameter for parameter in self._in_groups() if id(parameter) not in self._grouped]
-        if not late:
-            raise AccelError(
-                "megatron: parameters were taken out of the optimizer's groups after prepare, or moved to"
-                f" others ({len(self._grouped.items() - now.items())}): megatron-core steps them as before\n"
-                "group them before prepare, or call accelerator.free_memory() and prepare again"
-            )
-        raise AccelError(
-            f"megatron: {len(late)} parameter(s) came into the optimizer after prepare"
-            f" ({self._name(late[0])}): megatron-core does not step them\n"
-            "add the group before prepare, or call accelerator.free_memory() and prepare again"
-        )
-
-    def _refuse_unfrozen(self) -> None:
-        late = [parameter for parameter in self._training() if id(parameter) not in self._trained]
-        if late:
-            raise AccelError(
-                f"megatron: {len(late)} parameter(s) were frozen when the model was prepared and train now"
-                f" ({self._name(late[0])}): megatron-core does not step them\n"
-                "unfreeze before prepare, or call accelerator.free_memory() and prepare the model again"
-            )
-
-    def _refuse_frozen(self) -> None:
-        late = [parameter for parameter in self._trained.values() if not parameter.requires_grad]
-        if late:
-            raise AccelError(
-                f"megatron: {len(late)} parameter(s) were trained when the model was prepared and are frozen"
-                f" now ({self._name(late[0])}): megatron-core still moves them by their moments and decay\n"
-                "freeze before prepare, or call accelerator.free_memory() and prepare the model again"
-            )
-
-    def _refuse_changed(self) -> None:
-        """Refuse what was asked of the user's optimizer since, which does not step."""
-        if self.user_optimizer.state:
-            raise AccelError(
-                "megatron: the optimizer was given state after prepare (load_state_dict), and megatron-core"
-                " steps by its own\n"
-                "load it by accelerator.load_state"
-            )
-        if reason := _why_no_equal(self.user_optimizer):
-            raise AccelError(f"megatron: {reason}")
-
-    def _refuse_given(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Refuse gradients in parameters, where megatron-core does not look."""
-        given = [parameter for parameter in parameters if parameter.grad is not None]
-        if given:
-            raise AccelError(
-                f"megatron: {len(given)} parameter(s) have a gradient that megatron-core does not see"
-                f" ({self._name(given[0])}): it was assigned (parameter.grad = tensor), or the weights were"
-                " converted or parametrized after prepare\n"
-                "do so before prepare; compute gradients by accelerator.backward"
-            )
-
-    def _name(self, parameter: nn.Parameter) -> str:
-        names = {id(each): name for name, each in self.unit.named_parameters().items()}
-        return names.get(id(parameter), "of another model")
 
     def clip(self, max_norm: float) -> float:
         """Clip the gradients to this norm; return the norm before. Collective.
@@ -283,22 +167,13 @@ class Stepper:
         """
         from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
-        norm = self.total_norm()
-        if self.prepare() and max_norm != float("inf"):
+        is_finite, norm = self.prepare(), float(self.inner.get_grad_norm() or 0.0)
+        if is_finite and max_norm != float("inf"):
             for inner_optimizer in self.inner_optimizers():
                 if parameters := inner_optimizer.get_parameters():
                     clip_grad_by_total_norm_fp32(parameters, max_norm, norm)
-            self.norm, self.clipped = None, True
+            self.clipped = True
         return norm
-
-    def refuse_part(self, unit: Unit, parameters: Sequence[nn.Parameter]) -> None:
-        """Raise AccelError for a clip of a part of what is trained: all would be."""
-        groups = self.user_optimizer.param_groups
-        if not {p for group in groups for p in group["params"] if p.requires_grad} <= set(parameters):
-            raise AccelError(
-                f"megatron-core clips a unit's parameters together, and {unit.name!r} has more\n"
-                "pass model.parameters()"
-            )
 
     def clamp(self, value: float) -> None:
         """Each gradient to [-value, value]."""
@@ -307,7 +182,6 @@ class Stepper:
             for gradient in (p.grad for p in inner_optimizer.get_parameters()):
                 if gradient is not None:
                     gradient.clamp_(-value, value)
-        self.norm = None
 
     def drop(self) -> None:
         """Zero all gradients."""
@@ -319,29 +193,7 @@ class Stepper:
             chunk.zero_grad_buffer()
         self.chunks.reduce_at_the_step()
         self.inner.zero_grad()
-        self.told, self.kept, self._dropped = False, False, self._versions()
-        self.forget()
-
-    def forget(self) -> None:
-        """Forget results of checks of gradients that are gone."""
-        self.ready, self.norm, self.clipped = None, None, False
-
-    def _has_gradients(self) -> bool:
-        """Return True if there was a backward since gradients were dropped.
-
-        Maybe the loss's own. True of what has nothing to train, too.
-        """
-        fused = self.chunks.config.gradient_accumulation_fusion  # which counts no version
-        return self.told or fused or not self._dropped or self._versions() != self._dropped
-
-    def _buffers(self) -> Iterator[Any]:
-        """Yield megatron-core's buffers of gradients."""
-        for chunk in self.chunks.run:
-            yield from (*chunk.buffers, *chunk.expert_parallel_buffers)
-
-    def _versions(self) -> list[int]:
-        """Return how often each buffer was changed in place."""
-        return [buffer.grad_data._version for buffer in self._buffers()]
+        self.ready, self.clipped = None, False
 
     def inner_optimizers(self) -> Sequence[Any]:
         """megatron-core's optimizers: one for experts, and one for the rest."""
@@ -374,7 +226,6 @@ class Stepper:
         for _ in range(how.use_distributed_optimizer + how.overlap_param_gather):
             for chunk in self.chunks.run:
                 chunk.start_param_sync(force_sync=True)
-        self.edits.note()
 
 
 def _pairs(optimizer: Any) -> Iterator[tuple[nn.Parameter, Tensor]]:
@@ -414,6 +265,20 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 def _unfreeze(parameters: Iterable[nn.Parameter]) -> None:
     for parameter in parameters:
         parameter.requires_grad_()
+
+
+def _refuse_load(*_: Any) -> None:
+    raise AccelError(_LOADED)
+
+
+def _step_from_loaded(model: nn.Module, _: Any) -> None:
+    stepper = _STEPPERS[model]() if model in _STEPPERS else None  # a copy has none
+    if stepper is not None:
+        stepper.inner.reload_model_params()
+
+
+_STEPPERS: Final[WeakKeyDictionary[nn.Module, weakref.ref[Stepper]]] = WeakKeyDictionary()
+"""Model that runs whole -> what steps it. Not in the model, which may be copied."""
 
 
 def _hashable(value: Any) -> Any:

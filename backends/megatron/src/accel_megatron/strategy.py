@@ -107,8 +107,8 @@ class Megatron(MegatronState):
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
-        if len(unit.models) + len(models) > 1 or len(unit.optimizers) + len(optimizers) > 1:
-            return ["megatron-core has one model and one optimizer a unit\nprepare each pair by itself"]
+        if len(unit.models) + len(models) > 1:
+            return ["megatron-core has one model per unit\nprepare each model with an optimizer of its own"]
         is_half = self.run.config.mixed_precision != "no"
         reasons = list(of_optimizers(self.config, optimizers))
         for model in models:
@@ -157,7 +157,7 @@ class Megatron(MegatronState):
             if isinstance(engine, unsplit.UnsplitEngine):
                 building.share_buffers(unit.models[0], self.run)
             else:
-                engine.empty()
+                building.empty(unit.models[0])
             self.state_loaded(unit)
         engine.train(unit.models[0].training)
 
@@ -240,15 +240,12 @@ class Megatron(MegatronState):
         with unit.whole_window(batches, wanted) as taken:
             share = wanted / unit.window.divisor  # megatron-core divides by all of them
             found = self.engines[unit].run(taken, forward_loss, forward_only=forward_only, scale=share)
-            if not forward_only:
-                self._note_backward(unit)
             return evolve(found, loss=found.loss * share)
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
         """Compute gradients of an unsplit model; refuse a loss that is not the engine's."""
         engine = self.engines[unit]
-        self._note_backward(unit)
         if isinstance(engine, unsplit.UnsplitEngine):
             self.steppers[unit].inner.scale_loss(loss).backward(**options)
             return
@@ -265,10 +262,6 @@ class Megatron(MegatronState):
                 "compute your loss in accelerator.forward_backward(model, batches, forward_loss)"
             )
 
-    def _note_backward(self, unit: Unit) -> None:
-        if unit in self.steppers:  # it has an optimizer
-            self.steppers[unit].told = True
-
     @implements(hooks.reduce_gradients)
     def reduce_gradients(self, unit: Unit) -> None:
         self.steppers[unit].reduce()
@@ -281,45 +274,25 @@ class Megatron(MegatronState):
     def clip_grad_norm(
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
-        stepper = self.steppers[unit]
         asked = self.config.gradient_clipping
-        if norm_type != 2:
-            raise AccelError(
-                f"megatron-core clips by the 2-norm, not by norm_type={norm_type}\nleave it at 2"
-            )
         if asked not in (None, 0, max_norm) and max_norm != float("inf"):
             raise AccelError(
                 f"clip_grad_norm_ asks for {max_norm}, and megatron.gradient_clipping for {asked}\n"
                 "leave one of them out"
             )
-        stepper.refuse_part(unit, parameters)
-        if others := [p for p in parameters if p in stepper.left_out]:
-            names = [name for name, each in unit.named_parameters().items() if each is others[0]]
-            raise AccelError(
-                f"megatron-core clips what its optimizer steps, and no optimizer has {', '.join(names)}"
-                f" ({len(others)} such parameter(s)), whose gradient would count in the norm\n"
-                "freeze such parameters before prepare, or pass those that the optimizer was made with"
-            )
-        return torch.tensor(stepper.clip(max_norm), device=self.run.device)
+        return torch.tensor(self.steppers[unit].clip(max_norm), device=self.run.device)
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        stepper = self.steppers[unit]
-        stepper.refuse_part(unit, parameters)
-        stepper.clamp(value)
+        self.steppers[unit].clamp(value)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-        if closure is not None:
-            raise AccelError(
-                "optimizer.step(closure) evaluates the loss several times a step; megatron-core cannot\n"
-                "use an optimizer that needs no closure"
-            )
-        self.engines[unit].refuse_written()
         return self.steppers[unit].step()
 
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
+        self.engines[unit].has_gradients = False
         self.steppers[unit].drop()
 
     @implements(hooks.grad_scaler)
