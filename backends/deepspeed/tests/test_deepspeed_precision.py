@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, AccelError, GradScalerKwargs
+from accel_core import Accelerator, GradScalerKwargs
 from accel_deepspeed import DeepSpeedPlugin
 
 pytestmark = pytest.mark.timeout(300)
@@ -106,8 +106,8 @@ def test_steps_that_overflow_are_skipped_until_the_scale_has_fallen(run_processe
         assert not any(skipped[first:])
 
 
-def steps_of_a_gan(stage: int) -> tuple[float, str]:
-    """How far float16's weights are from float32's, and what is said where the critic is not frozen."""
+def steps_of_a_gan(stage: int) -> float:
+    """How far float16's weights are from float32's."""
     import deepspeed
 
     type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
@@ -140,58 +140,14 @@ def steps_of_a_gan(stage: int) -> tuple[float, str]:
         strayed = max(
             strayed, *((weights[n] - w.detach()).abs().max().item() for n, w in judge.named_parameters())
         )
-    with pytest.raises(AccelError) as caught:
-        ours.backward(critic(maker(x.half())).float().square().mean(), model=maker)
-    with pytest.raises(AccelError, match=r"or the loss's own, reaches weights.*\ncall accelerator.backward"):
-        maker(x.half()).float().square().mean().backward()
     ours.end_training()
-    return strayed, str(caught.value)
+    return strayed
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.by_default
-def test_float16_trains_a_gan_whose_critic_is_frozen_and_says_so_where_it_is_not(
-    stage: int, run_processes
-) -> None:
-    """DeepSpeed's error named calls of its own engine, which fail as well."""
-    for strayed, said in run_processes(steps_of_a_gan, stage, world=2, timeout=200):
-        assert strayed < 0.005
-        assert said.startswith("DeepSpeed: under fp16 a backward of another model's loss")
-        assert said.endswith(
-            "freeze each other model that the loss passes through: other.requires_grad_(False)"
-        )
-
-
-def strayed_while_the_scale_grows(stage: int) -> float:
-    """How far float16's weights are from float32's after steps of SGD, in which the scale has grown twice."""
-    import deepspeed
-
-    type(deepspeed.get_accelerator()).is_fp16_supported = lambda _: True
-    accelerator = Accelerator(
-        device="cpu",
-        mixed_precision="fp16",
-        plugins=[DeepSpeedPlugin(zero_stage=stage)],
-        kwargs_handlers=[GradScalerKwargs(init_scale=1024.0, growth_interval=2)],
-    )
-    plain, model = network(0), network(0)
-    by_hand = torch.optim.SGD(plain.parameters(), lr=0.1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.linspace(-2, 2, 32).reshape(4, 8)
-    for _ in range(6):
-        accelerator.backward((model(x.half()).float() - 3).square().mean())
-        (plain(x) - 3).square().mean().backward()
-        for each in (optimizer, by_hand):
-            each.step()
-            each.zero_grad()
-    ours, theirs = dict(accelerator.iter_weights(model, torch.float32)), plain.named_parameters()
-    accelerator.end_training()
-    return max((ours[name] - weight.detach()).abs().max().item() for name, weight in theirs)
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.by_default
-def test_the_step_after_which_the_scale_grows_is_as_long_as_the_others(stage: int, run_processes) -> None:
-    assert max(run_processes(strayed_while_the_scale_grows, stage, world=2, timeout=200)) < 0.005
+def test_float16_trains_a_gan_whose_critic_is_frozen(stage: int, run_processes) -> None:
+    assert max(run_processes(steps_of_a_gan, stage, world=2, timeout=200)) < 0.005
 
 
 def steps_in_bfloat16(stage: int) -> tuple[list[float], list[float]]:

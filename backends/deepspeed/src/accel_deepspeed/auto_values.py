@@ -173,7 +173,6 @@ def engine_settings(made: Mapping[str, Any], unit: Unit) -> dict[str, Any]:
     told |= {
         "gradient_accumulation_steps": 1,
         "train_batch_size": made["train_micro_batch_size_per_gpu"] * unit.run.world.size,
-        "managed_gradient_accumulation": False,
         "gradient_clipping": 0.0,
     }
     told.setdefault("steps_per_print", None)

@@ -8,20 +8,21 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_core import ConfigError
 
 if TYPE_CHECKING:
     from accel_core import Run
 
-__all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "stepping_as_given"]
+__all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "without_first_steps"]
 
 
 def deepspeed_for(run: Run, user: object) -> Any:
@@ -77,43 +78,30 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def stepping_as_given() -> Iterator[None]:
-    """Have engines made inside step by the optimizer that they are given.
+def without_first_steps() -> Iterator[None]:
+    """Undo steps that an engine takes while it is made.
 
-    Stage 0's optimizers in 16 bits make its state by a step of zeros, which decays weights and counts as a
-    step. Stages 1 to 3 put a new Adagrad in its place, with a single group, whose rate no schedule reaches.
+    Stage 0's optimizers in 16 bits make their state by a step of zeros, which decays weights and counts.
     """
-    kinds = [
-        (getattr(import_module(f"deepspeed.runtime.{part}"), name), change)
-        for part, name, change in (
-            ("fp16.fused_optimizer", "FP16_Optimizer", _leaving_state),
-            ("fp16.unfused_optimizer", "FP16_UnfusedOptimizer", _leaving_state),
-            ("zero.stage_1_and_2", "DeepSpeedZeroOptimizer", _keeping_optimizer),
-            ("zero.stage3", "DeepSpeedZeroOptimizer_Stage3", _keeping_optimizer),
-        )
-    ]
-    before = [kind.initialize_optimizer_states for kind, _ in kinds]
+    before: dict[Any, list[dict[str, Any]]] = {}
+
+    def begin(optimizer: Any, *call: Any) -> None:
+        before[optimizer] = [dict(group) for group in optimizer.param_groups]
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+
+    def undo(optimizer: Any, *call: Any) -> None:
+        for group, kept in zip(optimizer.param_groups, before.pop(optimizer), strict=True):
+            group.clear()
+            group.update(kept)
+        optimizer.state.clear()
+
+    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(undo)]
     try:
-        for kind, change in kinds:
-            kind.initialize_optimizer_states = change(kind.initialize_optimizer_states)
         yield
     finally:
-        for (kind, _), made in zip(kinds, before, strict=True):
-            kind.initialize_optimizer_states = made
-
-
-def _leaving_state(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
-    return lambda _: None
-
-
-def _keeping_optimizer(initialize: Callable[[Any], None]) -> Callable[[Any], None]:
-    def keeping(zero: Any) -> None:
-        given = zero.optimizer
-        initialize(zero)
-        if zero.optimizer is not given:
-            given.state, zero.optimizer = zero.optimizer.state, given
-
-    return keeping
+        for handle in handles:
+            handle.remove()
 
 
 _users: set[int] = set()

@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import TensorTemplate, Unit
-    from accel_deepspeed.edits import Edits
 
 __all__ = ["EngineState"]
 
@@ -62,7 +61,6 @@ class EngineState:
 
     def __init__(self) -> None:
         self._loading: dict[Unit, Scalars] = {}
-        self.edits: dict[Unit, Edits] = {}
         self._groups: dict[Unit, list[list[str]]] = {}
         self._left_out: dict[Unit, dict[str, Leaf]] = {}
         """`NAME/KEY` of frozen parameters -> empty leaf, during a load.
@@ -77,14 +75,12 @@ class EngineState:
 
     def forget(self, unit: Unit) -> None:
         """Forget a unit that was released."""
-        for held in (self._groups, self._left_out, self.edits):
+        for held in (self._groups, self._left_out):
             held.pop(unit, None)
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
         """Leaves of weights; of a stepped parameter its master, in boxes."""
-        if unit in self.edits:
-            self.edits[unit].take_over()
         leaves: dict[str, Leaf] = dict(self.below.model_state(unit))
         leaves |= {name: unstepped(parameter) for name, parameter in unit.named_parameters().items()}
         leaves |= {fragment.name: fragment.of(fragment.flat) for fragment in fragments(unit)}
@@ -197,8 +193,6 @@ class EngineState:
                 if paths:  # they agree, or they would have been refused
                     base.state[flat][key] = _number(base, parts[0], scalars[paths[0]].item())
         _refresh(unit)
-        if unit in self.edits:
-            self.edits[unit].note()
 
     @implements(hooks.save_state)
     def save_state(self, unit: Unit) -> Mapping[str, Entry]:
@@ -219,7 +213,7 @@ class EngineState:
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
-        return gathered(unit, set(names), writeback=writeback, edits=self.edits.get(unit))
+        return gathered(unit, set(names), writeback=writeback)
 
     @implements(hooks.iter_weights)
     def iter_weights(

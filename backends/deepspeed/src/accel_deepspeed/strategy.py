@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
-from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, stepping_as_given
+from accel_deepspeed.compat import deepspeed_for, dismantle, leave, quiet, without_first_steps
 from accel_deepspeed.config import DeepSpeedPlugin
-from accel_deepspeed.edits import edits_of, note_own_loads, refuse_groups, refuse_own_state
+from accel_deepspeed.edits import keep_loaded
 from accel_deepspeed.engine_init import sharded_init
 from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
@@ -91,11 +91,6 @@ class DeepSpeed(SharedSequences, EngineState):
                 "DeepSpeed's engine has one model, and an optimizer spans several\n"
                 "put them in one nn.Module, or give each an optimizer of its own"
             )
-        if len(unit.optimizers) + len(optimizers) > 1:
-            reasons.append(
-                "DeepSpeed's engine has one optimizer, and the model got several\n"
-                "give one optimizer several parameter groups"
-            )
         is_half = self.run.config.mixed_precision != "no"
         flat = self.config.stage > 0 or is_half
         reasons += refused_optimizers(optimizers, self.config.stage, flat=flat)
@@ -137,17 +132,9 @@ class DeepSpeed(SharedSequences, EngineState):
             clipping = unit.config.deepspeed_config.get("gradient_clipping") or 0.0
             fixed = self.config.deepspeed_config.get("gradient_clipping") not in (None, settings.AUTO, 0.0)
             self.gradients[unit] = gradients.of(engine, clipping, fixed)
-            if self.config.stage > 1 and self.run.world.size > 1:
-                gradients.refuse_others_unused(engine, self.run.collectives("control"))
-            if self.config.stage == 3:
-                unit.detach.append(run_without_graph(unit.models[0]))
-            refuse_groups(engine.optimizer)
-            if self.config.stage:
-                refuse_own_state(engine.optimizer)
-            if (edits := edits_of(unit)) is not None:
-                self.edits[unit] = edits
-                note_own_loads(engine, edits)
-        gradients.enter_once(engine, [*unit.models[0].parameters()] if unit.optimizers else [])
+            model = unit.models[0]
+            unit.detach.append(run_without_graph(model) if self.config.stage == 3 else keep_loaded(unit))
+        gradients.count_backward_once(engine)
         if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
             unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
 
@@ -172,7 +159,7 @@ class DeepSpeed(SharedSequences, EngineState):
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         try:
-            with quiet(), stepping_as_given():
+            with quiet(), without_first_steps():
                 engine = deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
         except (
             AssertionError,
@@ -182,6 +169,9 @@ class DeepSpeed(SharedSequences, EngineState):
             raise ConfigError(
                 f"DeepSpeed makes no engine of unit {unit.name!r}: {error}\nchange it in hf_ds_config"
             ) from error
+        own = engine.basic_optimizer
+        if getattr(engine.optimizer, "optimizer", own) is not own:  # ZeRO's Adagrad has one group, whose rate
+            own.state, engine.optimizer.optimizer = engine.optimizer.optimizer.state, own  # nobody sets
         experts.rename(unit)
         self.remember_groups(unit, groups)
         return engine
@@ -259,39 +249,20 @@ class DeepSpeed(SharedSequences, EngineState):
         self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
     ) -> Tensor:
         held = self.gradients[unit]
-        if norm_type != 2:
-            raise AccelError(
-                f"DeepSpeed clips by the 2-norm, not by norm_type={norm_type}\nleave norm_type at 2"
-            )
-        held.refuse_part(unit, parameters)
-        held.refuse_others(parameters)
         if held.fixed and held.configured != max_norm and math.isfinite(max_norm):
             raise AccelError(
                 f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
                 f' {held.configured}\nset gradient_clipping to "auto", or leave clip_grad_norm_ out'
             )
-        return held.ask(max_norm)
+        return held.clip(max_norm)
 
     @implements(hooks.clip_grad_value)
     def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        held = self.gradients[unit]
-        held.refuse_part(unit, parameters)
-        held.clamp(value)
+        self.gradients[unit].clamp(value)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-        if closure is not None:
-            raise AccelError(
-                "optimizer.step(closure) evaluates the loss several times a step; DeepSpeed's engine cannot\n"
-                "use an optimizer that needs no closure"
-            )
-        edits = self.edits.get(unit)
-        if edits is None:
-            return self.gradients[unit].step()
-        edits.take_over()
-        applied = self.gradients[unit].step()
-        edits.note()
-        return applied
+        return self.gradients[unit].step()
 
     @implements(hooks.zero_grad)
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:

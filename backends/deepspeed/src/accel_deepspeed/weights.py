@@ -17,23 +17,20 @@ from accel_deepspeed.experts import elsewhere
 
 if TYPE_CHECKING:
     from accel_core import Leaf, Unit
-    from accel_deepspeed.edits import Edits
 
-__all__ = ["gathered", "is_held", "keep_available", "whole_weights"]
+__all__ = ["gathered", "keep_available", "whole_weights"]
 
 _USER: Final = "full_parameters"
 
 
 @contextmanager
-def gathered(unit: Unit, names: set[str], *, writeback: bool, edits: Edits | None) -> Iterator[None]:
+def gathered(unit: Unit, names: set[str], *, writeback: bool) -> Iterator[None]:
     """Make a context with whole weights, in the precision of forward. Collective.
 
     Changes that rank 0 makes are kept, by the masters too.
     """
     from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
-    if edits is not None:
-        edits.take_over()
     (engine,) = unit.wrapped
     named = unit.named_parameters()
     partitioned: list[Any] = [named[name] for name in names if hasattr(named[name], "ds_tensor")]
@@ -49,13 +46,6 @@ def gathered(unit: Unit, names: set[str], *, writeback: bool, edits: Edits | Non
         keep_written(unit, names)
     if partitioned:
         keep_available(engine.optimizer)
-    if edits is not None and (partitioned or writeback):
-        edits.note()
-
-
-def is_held(parameter: Any) -> bool:
-    """Return True if a partitioned parameter is whole inside `gathered`."""
-    return _USER in parameter.ds_active_sub_modules
 
 
 def keep_available(optimizer: Any) -> None:
