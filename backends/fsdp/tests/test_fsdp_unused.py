@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -11,11 +10,9 @@ import torch
 from fsdp_problem import TIMEOUT, accelerator, distance, net, plugin
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.unused import followed
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""
@@ -25,6 +22,11 @@ CASES: dict[str, list[list[list[int]]]] = {
     "alternating": [[[0], [0]], [[1], [1]], [[2], [2]]],
     "one rank all": [[[0, 1, 2], [1]], [[0], [0, 1, 2]], [[2], [2]]],
 }
+
+FINDS = {"find_unused_parameters": True}
+needs_zeros = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="torch has it since 2.13"
+)
 
 
 class Heads(nn.Module):
@@ -82,44 +84,25 @@ def of_heads(used: Used, optimizer: str, sharded: bool, options: dict[str, Any])
     return found
 
 
-@pytest.mark.parametrize("optimizer", ["SGD", "AdamW"])
+@needs_zeros
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.by_default("by rank-AdamW")
-def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, optimizer: str, run_processes) -> None:
-    expected = of_heads(CASES[case], optimizer, False, {})
-    for found in run_processes(of_heads, CASES[case], optimizer, True, {}):
-        torch.testing.assert_close(found, expected)
-
-
-def of_heads_on_an_older_torch(case: str) -> tuple[dict[str, Tensor], str]:
-    with suppress(AttributeError):
-        del FSDPModule.set_reduce_scatter_unused_params  # as before torch 2.13
-    return of_heads(CASES[case], "SGD", True, {}), refused([[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {})
-
-
-@pytest.mark.full
-@pytest.mark.skipif(
-    hasattr(FSDPParam, "unsharded_accumulated_grad"),
-    reason="this torch holds gradients otherwise than an older one",
-)
-@pytest.mark.parametrize("case", ["by rank", "one rank all"])
-def test_zeros_take_part_on_a_torch_without_zeros_of_its_own(case: str, run_processes) -> None:
+@pytest.mark.by_default("by rank")
+def test_each_parameter_gets_the_gradient_of_all_ranks(case: str, run_processes) -> None:
     expected = of_heads(CASES[case], "SGD", False, {})
-    for found, said in run_processes(of_heads_on_an_older_torch, case):
+    for found in run_processes(of_heads, CASES[case], "SGD", True, FINDS):
         torch.testing.assert_close(found, expected)
-        assert "heads.1.weight, heads.1.bias got no gradient" in said
 
 
 @pytest.mark.full
-def test_ranks_may_compare_in_each_step(run_processes) -> None:
-    used = [[[0, 1, 2], [0, 1, 2]], [[0], [1]]]
-    expected = of_heads(used, "SGD", False, {})
-    for found in run_processes(of_heads, used, "SGD", True, {"find_unused_parameters": True}):
+@pytest.mark.parametrize("case", ["the same", "alternating"])
+def test_a_parameter_that_no_rank_uses_keeps_no_gradient_by_default(case: str, run_processes) -> None:
+    expected = of_heads(CASES[case], "AdamW", False, {})
+    for found in run_processes(of_heads, CASES[case], "AdamW", True, {}):
         torch.testing.assert_close(found, expected)
 
 
 def mixed(sharded: bool) -> dict[str, Tensor]:
-    run, model, stepper = started(Mixture(), "SGD", sharded)
+    run, model, stepper = started(Mixture(), "SGD", sharded, **FINDS)
     for step in range(4):
         x = data(step)
         mine = [run.process_index] if sharded else [0, 1]
@@ -131,18 +114,19 @@ def mixed(sharded: bool) -> dict[str, Tensor]:
     return found
 
 
+@needs_zeros
 @pytest.mark.full
 def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some(run_processes) -> None:
     for found in run_processes(mixed, True):
         torch.testing.assert_close(found, mixed(False))
 
 
-def accumulated(precision: str) -> tuple[list[str], float]:
+def accumulated(precision: str, finds: bool) -> tuple[list[str], float]:
     """A window whose micro-batches use different heads; which have a gradient at its end."""
     run = Accelerator(
         device="cpu",
         strategy="fsdp",
-        plugins=[TIMEOUT, FullyShardedDataParallelPlugin()],
+        plugins=[TIMEOUT, FullyShardedDataParallelPlugin(find_unused_parameters=finds)],
         gradient_accumulation_steps=2,
         mixed_precision=precision,
     )
@@ -158,39 +142,36 @@ def accumulated(precision: str) -> tuple[list[str], float]:
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("finds", [False, pytest.param(True, marks=needs_zeros)])
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_what_an_earlier_micro_batch_used_counts(precision: str, run_processes) -> None:
+def test_what_an_earlier_micro_batch_used_counts(precision: str, finds: bool, run_processes) -> None:
     net, x = Heads(), data(0)[0]
     (net(x, [0, 1]) / 2).backward()
     expected = net.heads[1].weight.grad.sum().item()
-    for names, total in run_processes(accumulated, precision):
-        assert names == ["body.weight", "heads.0.weight", "heads.1.weight"]
+    for names, total in run_processes(accumulated, precision, finds):
+        assert names == ["body.weight", "heads.0.weight", "heads.1.weight", "heads.2.weight"][: 3 + finds]
         assert total == pytest.approx(expected, rel=1e-5 if precision == "no" else 0.1)
 
 
-def refused(used: Used, options: dict[str, Any]) -> str:
-    run, model, _ = started(Heads(), "SGD", True, **options)
-    for step, ranks in enumerate(used[:-1]):
+def refused(used: Used) -> str:
+    run, model, stepper = started(Heads(), "SGD", True)
+    for step, ranks in enumerate(used):
         run.backward(model(data(step)[run.process_index], ranks[run.process_index]))
-    loss = model(data(-1)[run.process_index], used[-1][run.process_index])
+        if step < len(used) - 1:
+            stepper.step()
+            stepper.zero_grad()
     with pytest.raises(AccelError) as caught:
-        run.backward(loss)
+        stepper.step()
     run.end_training()
     return str(caught.value)
 
 
 @pytest.mark.full
-def test_a_parameter_that_is_left_out_later_is_named(run_processes) -> None:
-    for said in run_processes(refused, [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]], {}):
-        assert "heads.1.weight, heads.1.bias got no gradient" in said
+@pytest.mark.parametrize("used", [[[[0, 1], [0, 2]]], [[[0, 1, 2], [0, 1, 2]], [[0, 2], [0, 2]]]])
+def test_a_parameter_that_is_left_out_on_some_ranks_or_later_is_named(used: Used, run_processes) -> None:
+    for said in run_processes(refused, used):
+        assert "heads.1.weight, heads.1.bias" in said
         assert said.splitlines()[-1] == "set fsdp.find_unused_parameters: true"
-
-
-@pytest.mark.full
-def test_blocks_that_only_some_ranks_run_are_named(run_processes) -> None:
-    blocks = {"transformer_cls_names_to_wrap": ["Linear"]}
-    for said in run_processes(refused, [[[0], [1]]], blocks):
-        assert "only some ranks ran the modules of heads.0.weight" in said
 
 
 class Stage(nn.Module):
@@ -215,13 +196,15 @@ class Stages(nn.Module):
         return self.other(torch.tanh(self.one(self.first(x))))
 
 
-def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[dict[str, Tensor], list[bool]]:
+def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> dict[str, Tensor]:
     """Steps of two, two and one micro-batch on each of two readers. used: of each reader and micro-batch.
 
     For another number of micro-batches torch learns the shapes anew, by a backward of its own.
     """
     net = Stages().double()
-    stages = FullyShardedDataParallelPlugin(pp_size=2, pp_split_points=["other"])
+    stages = FullyShardedDataParallelPlugin(
+        pp_size=2, pp_split_points=["other"], find_unused_parameters=used is not None
+    )
     plugins = [TIMEOUT, stages] if pipeline else []
     run = Accelerator(device="cpu", strategy="fsdp" if pipeline else "single", plugins=plugins)
     model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -243,9 +226,8 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[d
         optimizer.step()
         optimizer.zero_grad()
     found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
-    compares = [each.compares for each in followed([model])]
     run.end_training()
-    return found, compares
+    return found
 
 
 @pytest.mark.full
@@ -257,11 +239,10 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> tuple[d
 def test_ranks_that_share_a_stage_of_a_pipeline_use_different_parameters(
     used: list[list[list[int]]] | None, run_processes
 ) -> None:
-    wanted, _ = in_a_pipeline(used, pipeline=False)
-    for found, compares in run_processes(in_a_pipeline, used, True, world=4):
+    wanted = in_a_pipeline(used, pipeline=False)
+    for found in run_processes(in_a_pipeline, used, True, world=4):
         for name, tensor in wanted.items():
             torch.testing.assert_close(found[name], tensor, rtol=1e-12, atol=1e-14, msg=name)
-        assert compares == [used is not None]
 
 
 def two_forwards_in_one_backward(before: int) -> float:

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
@@ -21,7 +20,7 @@ from accel_fsdp import alone, dims, meta
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
-from accel_fsdp.parameters import is_guarded, with_hooks
+from accel_fsdp.parameters import with_hooks
 from accel_fsdp.stages import is_cut
 from accel_fsdp.wrapping import checkpointed, ignored
 
@@ -35,15 +34,8 @@ if TYPE_CHECKING:
     from accel_fsdp.wrapping import Group
 
 logger = logging.getLogger(__name__)
-NO_BACKWARD = -1
-"""torch's number of a thread's backward where none runs."""
 
-__all__ = [
-    "FullyShardedDataParallel",
-    "outside_inference_mode",
-    "reshard_after_evaluation",
-    "with_lost_ranks_named",
-]
+__all__ = ["FullyShardedDataParallel", "evaluate_outside_inference_mode", "reshard_after_evaluation"]
 
 
 class FullyShardedDataParallel:
@@ -174,7 +166,7 @@ def _sharded_before(model: nn.Module) -> str | None:
     sharded = any(
         isinstance(module, FSDPModule) or hasattr(module, "_is_fsdp_managed_module")
         for module in model.modules()
-    ) or any(map(is_guarded, model.parameters()))
+    )
     if not (sharded or is_cut(model)):
         return None
     done = "sharded" if sharded else "cut into stages"
@@ -206,39 +198,23 @@ def _on_device_only(optimizer: Optimizer) -> str | None:
     )
 
 
-def with_lost_ranks_named(gather: Callable[..., Any], run: Run) -> Callable[..., Any]:
-    """Return `gather`, with an error that names the ranks that a forward has lost.
-
-    gather: gathers weights, in a forward or in a backward. Core names those that a backward has lost.
-    """
-    weak_run = ref(run)  # the model may outlive it
-
-    def gathered(*inputs: Any, **options: Any) -> Any:
-        try:
-            return gather(*inputs, **options)
-        except RuntimeError as error:
-            live, in_forward = weak_run(), torch._C._current_graph_task_id() == NO_BACKWARD
-            lost = live.lost_peer("forward", error) if live is not None and in_forward else None
-            if lost is None:
-                raise
-            raise lost from error
-
-    return gathered
-
-
-def outside_inference_mode(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `gather`, called outside of `torch.inference_mode`.
+def evaluate_outside_inference_mode(model: nn.Module) -> None:
+    """Run forwards in `torch.inference_mode` under `torch.no_grad` instead.
 
     The memory that an evaluation gathers weights into is that of later forwards, which train.
     """
+    instead = ExitStack()
 
-    def gathered(*inputs: Any, **options: Any) -> Any:
-        if not torch.is_inference_mode_enabled():  # entering a mode takes 2 microseconds, in each gathering
-            return gather(*inputs, **options)
-        with torch.inference_mode(False):
-            return gather(*inputs, **options)
+    def enter(*call: Any) -> None:
+        if torch.is_inference_mode_enabled():
+            instead.enter_context(torch.inference_mode(False))
+            instead.enter_context(torch.no_grad())
 
-    return gathered
+    def leave(*call: Any) -> None:
+        instead.close()
+
+    model.register_forward_pre_hook(torch.compiler.disable(enter), prepend=True)
+    model.register_forward_hook(torch.compiler.disable(leave), always_call=True)
 
 
 def reshard_after_evaluation(model: nn.Module, reshard: Callable[[], None]) -> None:

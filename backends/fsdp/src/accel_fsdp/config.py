@@ -149,8 +149,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     find_unused_parameters: bool = option(
         False,
-        help="Ranks tell each other in each step which parameters got no gradient; unset: if the first step"
-        " leaves some out.",
+        help="Ranks may use different parameters: unused ones get a zero gradient. Needs torch 2.13.",
     )
     activation_checkpointing: bool = option(
         False, help="Compute a block's activations again in backward instead of keeping them."

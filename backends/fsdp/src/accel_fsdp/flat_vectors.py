@@ -33,9 +33,9 @@ def modules_of(unit: Unit) -> list[FSDP]:
 def name_parameters(handle: Any) -> None:
     """Give modules their parameters back.
 
-    A forward may have left gathered weights in their places.
+    A forward may have left gathered weights in their places. Where nothing is cut, torch does not say so.
     """
-    if handle._skipped_use_sharded_views:
+    if handle._skipped_use_sharded_views or not handle.uses_sharded_strategy:
         handle.reshard(handle.uses_sharded_strategy)
 
 

@@ -9,26 +9,23 @@ import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NoReturn
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import AccelError, ConfigError, before_step, hooks, implements
+from accel_core import ConfigError, before_step, hooks, implements
 from accel_fsdp.base import (
     FullyShardedDataParallel,
-    outside_inference_mode,
+    evaluate_outside_inference_mode,
     reshard_after_evaluation,
-    with_lost_ranks_named,
 )
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
-from accel_fsdp.forwards import Forwards
 from accel_fsdp.norms import Layout, clip_norm, is_double
-from accel_fsdp.parameters import guard, refuse_assigned, refuse_stand_ins
 from accel_fsdp.precision import mixed_precision
-from accel_fsdp.unreduced import Unreduced
+from accel_fsdp.wrapper import RUNS, Wrapper, follow_forwards
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
@@ -36,10 +33,8 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, OptimizerState, Run, Unit
-    from accel_fsdp.config import FullyShardedDataParallelPlugin
+    from accel_core import Leaf, OptimizerState, Unit
     from accel_fsdp.flat_vectors import Part
-    from accel_fsdp.parameters import Place
 
 __all__ = ["Flat"]
 
@@ -49,10 +44,6 @@ class Flat(FullyShardedDataParallel):
 
     The model's own parameters are views of its vector.
     """
-
-    def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
-        super().__init__(config, run)
-        self._unreduced: WeakKeyDictionary[Unit, Unreduced] = WeakKeyDictionary()
 
     @implements(hooks.refuse_unit)
     def refuse_unit(
@@ -83,8 +74,6 @@ class Flat(FullyShardedDataParallel):
         """Shard the model by version 1. Collective."""
         self.join(unit)
         arguments = self._arguments(model)
-        names = dict(model.named_parameters())
-        wrapped = model
         found = groups(model, self.config)
         if self.config.strategy == "NO_SHARD" or self.mesh.size(self.mesh.ndim - 1) == 1:
             _refuse_other_orders(model)
@@ -94,33 +83,16 @@ class Flat(FullyShardedDataParallel):
             with warnings.catch_warnings():
                 # Said of NO_SHARD, and in a world of one.
                 warnings.filterwarnings("ignore", ".*NO_SHARD.*")
-                wrapped = FSDP(group.module, **arguments)
+                wrapped = Wrapper(group.module, **arguments)  # the last is around the model
             if group.module is not model:
                 replace(model, {group.module: wrapped})
-        for name, parameter in names.items():
-            guard(parameter, name, after_accumulation=True)
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
-        vars(wrapped)["__deepcopy__"] = _refuse_copy
-        for form in (model, wrapped):
-            refuse_assigned(form)
-        vars(wrapped)["forward"] = with_lost_ranks_named(wrapped.forward, self.run)
-        kept: dict[FSDP, Tensor] = {}
-        wrapped.register_forward_pre_hook(partial(_keep, unit, kept), prepend=True)
-        Forwards(wrapped)
-        for module in FSDP.fsdp_modules(wrapped):
-            module.module.register_forward_pre_hook(partial(_give_back, module, kept))
-            refuse_stand_ins(module, _flat_places(module), _is_own)
-            handle: Any = module._handle
-            if handle is not None:
-                make = outside_inference_mode(handle.init_flat_param_attributes)
-                vars(handle)["init_flat_param_attributes"] = make
+        RUNS[wrapped] = ref(self.run)
+        evaluate_outside_inference_mode(wrapped)
+        follow_forwards(wrapped)
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
-        self._unreduced_of(unit).follow(wrapped)
         return wrapped
-
-    def _unreduced_of(self, unit: Unit) -> Unreduced:
-        return self._unreduced.setdefault(unit, Unreduced())
 
     def _set_state_dict_type(self, model: nn.Module) -> None:
         configs = (self.config.state_dict_config, self.config.optim_state_dict_config)
@@ -157,20 +129,12 @@ class Flat(FullyShardedDataParallel):
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
         before_step(optimizer, partial(_free, modules))
-        before_step(optimizer, partial(self._unreduced_of(unit).refuse, unit))
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
 
-    @implements(hooks.zero_grad)
-    def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
-        self.below.zero_grad(unit, optimizer, set_to_none)
-        self._unreduced_of(unit).clear(optimizer)
-
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        whole = [model for model in models if isinstance(model, FSDP)]
-        quiet = [model.no_sync() for model in whole]
-        return _all([*quiet, self._unreduced_of(unit).kept_in(whole)] if self.mesh.size() > 1 else quiet)
+        return _all(model.no_sync() for model in models if isinstance(model, FSDP))
 
     @implements(hooks.clip_grad_norm)
     def clip_grad_norm(
@@ -242,14 +206,6 @@ class Flat(FullyShardedDataParallel):
         return part.leaf(leaf.shards[0][1].flatten(), replicated=self.mesh.ndim > 1)
 
 
-def _refuse_copy(memo: object) -> NoReturn:
-    raise AccelError(
-        "deepcopy of a sharded model: a copy would share its process groups and flat weights\n"
-        "build the model again and load get_state_dict into it; an average needs the parameters only:"
-        " [p.detach().clone() for p in model.parameters()]"
-    )
-
-
 def _refuse_other_orders(model: nn.Module) -> None:
     """Refuse parameters in other memory orders if FSDP cuts none.
 
@@ -272,45 +228,6 @@ def _strategy(name: str, *, replicates: bool) -> ShardingStrategy:
     if replicates:
         return ShardingStrategy._HYBRID_SHARD_ZERO2 if keeps else ShardingStrategy.HYBRID_SHARD
     return ShardingStrategy.SHARD_GRAD_OP if keeps else ShardingStrategy.FULL_SHARD
-
-
-def _keep(unit: Unit, kept: dict[FSDP, Tensor], model: nn.Module, inputs: Any) -> None:
-    # torch drops the unreduced gradients of a window where it finds all weights of a vector frozen.
-    if kept and not unit.pending:
-        raise AccelError(
-            f"unit {unit.name!r}: a window has ended without modules that were frozen within it, and their"
-            " gradients with it\nlet its last micro-batch go through all of the model, or set"
-            " fsdp.fsdp_version: 2"
-        )
-    for module in FSDP.fsdp_modules(model) if unit.pending else ():
-        if module._handle is not None and not any(p.requires_grad for p in parameters_of(module)):
-            gradient = module._handle.flat_param.grad
-            if gradient is not None:
-                kept[module] = gradient
-
-
-def _give_back(wrapper: FSDP, kept: dict[FSDP, Tensor], module: nn.Module, inputs: Any) -> None:
-    # Its weights are gathered here, as the gradient is.
-    if wrapper in kept and wrapper._handle is not None and wrapper._handle.flat_param.requires_grad:
-        wrapper._handle.flat_param.grad = kept.pop(wrapper)
-
-
-def _flat_places(wrapper: FSDP) -> list[Place]:
-    if wrapper._handle is None:
-        return []
-    flat: Any = wrapper._handle.flat_param
-    of_one = zip(flat._param_infos, flat._params, strict=True)
-    shared = zip(flat._shared_param_infos, flat._shared_params, strict=True)
-    return [(info.module, info.param_name, (parameter, flat)) for info, parameter in (*of_one, *shared)]
-
-
-def _is_own(asked: tuple[Tensor, Any], tensor: Tensor | None) -> bool:
-    parameter, flat = asked
-    if tensor is None or tensor is parameter:  # None: in a forward torch has plain tensors there
-        return True
-    memory = tensor.untyped_storage().data_ptr()  # of the gathered weights, while they are there; 0 if freed
-    gathered = getattr(flat, "_full_param_padded", flat)
-    return memory != 0 and memory in [each.untyped_storage().data_ptr() for each in (flat, gathered)]
 
 
 def _free(modules: Sequence[FSDP], *call: Any) -> None:

@@ -13,28 +13,27 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from attrs import frozen
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, before_step, hooks, implements
-from accel_fsdp.accumulated import clear, clear_with
+from accel_fsdp.accumulated import clear, clear_with, sharded_parameters
 from accel_fsdp.agreement import compare_gradients
 from accel_fsdp.base import (
     FullyShardedDataParallel,
-    outside_inference_mode,
+    evaluate_outside_inference_mode,
     reshard_after_evaluation,
-    with_lost_ranks_named,
 )
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
-from accel_fsdp.parameters import guard_conversions, refuse_assigned, refuse_stand_ins, replace_parameter
+from accel_fsdp.parameters import guard_conversions, replace_parameter
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
-from accel_fsdp.unused import Unused, followed, parameter_groups
+from accel_fsdp.unused import compare_use
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
@@ -44,10 +43,9 @@ if TYPE_CHECKING:
 
     from accel_core import Leaf, OptimizerState, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
-    from accel_fsdp.parameters import Place
     from accel_fsdp.wrapping import Group
 
-__all__ = ["Sharded", "first_order", "reshard", "whole"]
+__all__ = ["Sharded", "refuse_second_order", "reshard", "whole"]
 
 
 class Sharded(FullyShardedDataParallel):
@@ -58,8 +56,6 @@ class Sharded(FullyShardedDataParallel):
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
-        self._places: WeakKeyDictionary[Unit, list[list[Place]]] = WeakKeyDictionary()
-        """Places of sharded parameters, by what looks at them."""
         self._accumulating: WeakSet[Unit] = WeakSet()
         """Units that may have gradients that are not reduced yet."""
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
@@ -101,19 +97,16 @@ class Sharded(FullyShardedDataParallel):
             for place, new in _places(group.modules):
                 if isinstance(new, DTensor) and before[place] is not new:
                     replace_parameter(before[place], new, called[place])
-        looked_at = [self._guard(module) for module in made]
-        looked_at.append(_guard_split(model, [place for places in looked_at for place in places]))
-        self._places.setdefault(unit, []).extend(looked_at)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
-        if self.mesh.size() > 1:
-            rehearses = partial(self.rehearses, unit)
-            Unused(unit, model, self.mesh, always=self.config.find_unused_parameters, rehearses=rehearses)
+        for module in made if self.config.find_unused_parameters else ():
+            module.set_reduce_scatter_unused_params(True, recurse=False)
         if made:
-            refuse_assigned(model)
             clear_with(model)
+            evaluate_outside_inference_mode(model)
+            model.register_forward_hook(refuse_second_order)
             reshard_after_evaluation(model, partial(_reshard, made))
         guard_conversions(model)
         return model
@@ -123,8 +116,8 @@ class Sharded(FullyShardedDataParallel):
         # A forward after the backward has gathered weights, which the next one would take as they are.
         modules = [module for model in unit.models for module in _sharded(model)]
         before_step(optimizer, partial(_reshard, modules))
-        for unused in followed(unit.wrapped):
-            before_step(optimizer, unused.refuse_unreduced)
+        if self.mesh.size() > 1 and modules and not self.config.find_unused_parameters:
+            compare_use(unit, optimizer, self.mesh)
         compare_gradients(unit, optimizer)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
         return wrapped
@@ -139,12 +132,12 @@ class Sharded(FullyShardedDataParallel):
     def zero_grad(self, unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
         self.below.zero_grad(unit, optimizer, set_to_none)
         if unit in self._accumulating:
-            sharded = (one for places in self._places.get(unit, ()) for _, _, (one, *_) in places)
-            clear(sharded, lambda: chain.from_iterable(group["params"] for group in optimizer.param_groups))
+            clear(unit.models, chain.from_iterable(group["params"] for group in optimizer.param_groups))
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        if self.mesh.size() == 1:  # nothing to reduce, and torch would keep the gradients apart from a step
+        # One rank has nothing to reduce. Zeros for unused parameters may have another dtype than kept sums.
+        if self.mesh.size() == 1 or self.config.find_unused_parameters:
             return nullcontext()
         self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
@@ -167,7 +160,7 @@ class Sharded(FullyShardedDataParallel):
 
     @implements(hooks.model_state)
     def model_state(self, unit: Unit) -> Mapping[str, Leaf]:
-        self._require_own_data(unit)
+        reshard(unit)
         state: Mapping[str, Leaf] = self.below.model_state(unit)
         return state
 
@@ -191,7 +184,7 @@ class Sharded(FullyShardedDataParallel):
     def full_parameters(
         self, unit: Unit, names: Sequence[str], writeback: bool
     ) -> AbstractContextManager[Any]:
-        self._require_own_data(unit)
+        reshard(unit)
         # No set: gathering is collective, and all ranks go by one order.
         parameters = unit.named_parameters()
         return _whole(unit.models, [parameters[name] for name in names], writeback=writeback)
@@ -204,45 +197,9 @@ class Sharded(FullyShardedDataParallel):
         """Parameters of this stage that another stage has too, which counts them."""
         return ()
 
-    def rehearses(self, unit: Unit) -> bool:
-        """Return True if the backward that runs was not called by the user."""
-        return False
-
     def shards(self, model: nn.Module) -> bool:
         """Return True if `fully_shard` has something to do for the model."""
         return True
-
-    @implements(hooks.release)
-    def release(self, unit: Unit) -> None:
-        """Let go of the unit.
-
-        Its model is torch's alone from then on, and may be converted.
-        """
-        super().release(unit)
-        for places in self._places.pop(unit, ()):
-            places.clear()
-
-    def _require_own_data(self, unit: Unit) -> None:
-        """Let gathered weights go, and refuse shards whose parameters have other data."""
-        reshard(unit)
-        for places in self._places.get(unit, ()):
-            _refuse_other_data(places)
-
-    def _guard(self, module: Any) -> list[Place]:
-        """Let a sharded module name lost ranks, and refuse what torch passes over."""
-        state = module._get_fsdp_state()
-        vars(state)["_pre_backward"] = partial(_begin, state._pre_backward)
-        for gathering in parameter_groups(state):
-            for name in ("unshard", "wait_for_unshard"):
-                gather = outside_inference_mode(getattr(gathering, name))
-                vars(gathering)[name] = with_lost_ranks_named(gather, self.run)
-            _take_over_flags(gathering)
-        places = _sharded_places(state)
-        refuse_stand_ins(module, places, _is_own)
-        _guard_state_dicts(places)
-        for one in (one for gathering in parameter_groups(state) for one in gathering.fsdp_params):
-            vars(one)["reset_sharded_param"] = partial(_reset, one, one.reset_sharded_param)
-        return places
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return those without elements, and note if there are any.
@@ -273,44 +230,19 @@ class Sharded(FullyShardedDataParallel):
         )
 
 
-def _take_over_flags(gathering: Any) -> None:
-    """Let shards be frozen, or not, as a user has left their gathered parameters.
-
-    After a forward the module has these, and torch forgets their `requires_grad`.
-    """
-    gather, let_go = gathering._to_unsharded, gathering._to_sharded
-    flags: list[bool] = []
-
-    def gathered() -> None:
-        if not gathering.is_unsharded:
-            flags[:] = [one.sharded_param.requires_grad for one in gathering.fsdp_params]
-        gather()
-
-    def resharded() -> None:
-        for one, before in zip(gathering.fsdp_params, flags, strict=False):  # none in the beginning
-            if one.unsharded_param.requires_grad is not before:
-                one.sharded_param.requires_grad_(not before)
-        flags.clear()
-        let_go()
-
-    vars(gathering).update(_to_unsharded=gathered, _to_sharded=resharded)
+def refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
+    """Refuse, in the backward of these outputs, a graph of it, whose weights would be gone by then."""
+    for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            leaf.register_hook(_first_order)
 
 
-def _begin(begin: Callable[[Tensor], Tensor], gradient: Tensor) -> Tensor:
-    return begin(first_order(gradient))
-
-
-def first_order(gradient: Tensor) -> Tensor:
-    """Return a backward's first gradient, unless a graph of it is wanted.
-
-    The weights of that graph would be gone by then.
-    """
+def _first_order(gradient: Tensor) -> None:
     if torch.is_grad_enabled():
         raise AccelError(
             "backward with create_graph=True (a gradient penalty, a Hessian) needs weights again after it,"
             " and sharded ones are not kept\nprepare this model with strategy ddp"
         )
-    return gradient
 
 
 def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str], nn.Parameter]]:
@@ -319,92 +251,6 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield (module, key), parameter
-
-
-def _sharded_places(state: Any) -> list[Place]:
-    return [
-        (module, key, (one, one.sharded_param, one.sharded_param.untyped_storage()))
-        for gathering in parameter_groups(state)
-        for one in gathering.fsdp_params
-        for info in [one._module_info]
-        for module, key in (
-            (info.module, info.param_name),
-            *zip(info.shared_modules, info.shared_param_names, strict=True),
-        )
-    ]
-
-
-@frozen
-class _Split:
-    """A parameter of a layer that is split, looked at as one of torch's groups is."""
-
-    sharded_param: Tensor
-    unsharded_accumulated_grad: None = None
-
-
-def _guard_split(model: nn.Module, others: Iterable[Place]) -> list[Place]:
-    """Refuse `parameter.data = tensor` of split layers in no group of torch's."""
-    known = {(holder, key) for holder, key, _ in others}
-    places: list[Place] = [
-        (*place, (_Split(parameter), parameter, parameter.untyped_storage()))
-        for place, parameter in _places(model.modules())
-        if isinstance(parameter, DTensor) and place not in known
-    ]
-
-    def look(*call: Any) -> None:
-        if not torch.compiler.is_compiling():
-            _refuse_other_data(places)
-
-    if places:
-        model.register_forward_pre_hook(look)
-        _guard_state_dicts(places)
-    return places
-
-
-def _guard_state_dicts(places: Sequence[Place]) -> None:
-    held: dict[nn.Module, list[Place]] = {}
-    for place in places:
-        held.setdefault(place[0], []).append(place)
-
-    def look(holder: nn.Module, *call: Any) -> None:
-        if places:  # until their unit is released
-            _refuse_other_data(held.get(holder, ()))  # a copy of it holds none
-
-    for holder in held:
-        holder.register_state_dict_pre_hook(look)
-
-
-def _reset(one: Any, reset: Callable[[], None]) -> None:
-    """Let torch look at a shard anew, after `load_state_dict`.
-
-    Inside `full_parameters` a whole weight was loaded, and the shard is as it was.
-    """
-    if isinstance(one._module_info.module._parameters.get(one._module_info.param_name), DTensor):
-        reset()
-
-
-def _is_own(asked: tuple[Any, Tensor, Any], tensor: Tensor | None) -> bool:
-    one, *_ = asked
-    if tensor is one.sharded_param:
-        return not _has_other_data(*asked)
-    gathered = (getattr(one, name, None) for name in ("_unsharded_param", "_sharded_post_forward_param"))
-    return tensor is not None and any(tensor is each for each in gathered)
-
-
-def _has_other_data(one: Any, made: Tensor, storage: Any) -> bool:
-    """Return True if `parameter.data = tensor` left its shard as it was."""
-    return one.sharded_param is made and made.untyped_storage()._cdata != storage._cdata
-
-
-def _refuse_other_data(places: Iterable[Place]) -> None:
-    for holder, key, asked in places:
-        if _has_other_data(*asked):
-            raise AccelError(
-                f"the sharded parameter {key} of {type(holder).__name__} was given other data"
-                " (parameter.data = tensor), which no forward and no save would use: its shard is as it was\n"
-                "change weights in place (parameter.copy_ under no_grad), or inside"
-                " full_parameters(model, writeback=True)"
-            )
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -452,15 +298,25 @@ def _whole(models: Sequence[nn.Module], wanted: Sequence[nn.Parameter], *, write
         for name, parameter in module._parameters.items()
         if parameter in stand_ins
     ]
+    loaded = [one for model in models for one in sharded_parameters(model)]
+    for one in loaded:  # else torch looks for a shard in what `load_state_dict` gives here
+        one._post_load_hook_handle.remove()
     for table, name, parameter in places:
         table[name] = stand_ins[parameter]
     try:
         yield
     finally:
+        for one in loaded:
+            holder = one._module_info.module
+            one._post_load_hook_handle = holder.register_load_state_dict_post_hook(partial(_look_anew, one))
         for table, name, parameter in places:
             table[name] = parameter
         if writeback:
             _write_back(stand_ins)
+
+
+def _look_anew(one: Any, *call: Any) -> None:
+    one.reset_sharded_param()
 
 
 @torch.no_grad()

@@ -86,9 +86,6 @@ class Pipelined(Sharded):
         only_stages = self.mesh.size() == 1 and not self._replica_groups
         return not only_stages or self.config.cpu_offload or self.config.mixed_precision_policy is not None
 
-    def rehearses(self, unit: Unit) -> bool:
-        return self._pipes[unit].rehearses
-
     def counted_elsewhere(self, unit: Unit) -> Collection[nn.Parameter]:
         return self._pipes[unit].ties.counted_elsewhere()
 

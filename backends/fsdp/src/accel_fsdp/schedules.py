@@ -96,8 +96,6 @@ class Pipe:
         """Modules in several stages."""
         self.ties = Ties(self.pieces, group, device)
         self.window: _Window | None = None
-        self.rehearses = False
-        """True while torch learns shapes, in a step before those of a window."""
         self.is_broken = False
         """True after an exception in a window: its messages may be on their way."""
         self._schedules: dict[Any, Any] = {}
@@ -265,7 +263,6 @@ class _Stage(nn.Module):
 
     def forward(self, *received: Tensor, number: Tensor) -> Tensor:
         # Torch calls each stage once with meaningless numbers, to learn shapes; nothing of it may stay.
-        self.pipe.rehearses = not self.known
         if self.known:
             window = self.pipe.window
             assert window is not None

@@ -12,11 +12,9 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_leaves
 
 from accel_core import hooks, implements
-from accel_fsdp.fsdp2 import Sharded, first_order
-from accel_fsdp.parameters import refuse_assigned
+from accel_fsdp.fsdp2 import Sharded, refuse_second_order
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,10 +54,10 @@ class Split(Sharded):
         if not any(isinstance(module, FSDPModule) for module in wrapped.modules()):
             split = [parameter for parameter in wrapped.parameters() if isinstance(parameter, DTensor)]
             self._split.setdefault(unit, []).extend(split)
-            refuse_assigned(wrapped)
             for module in wrapped.modules():
                 if any(isinstance(parameter, DTensor) for parameter in module._parameters.values()):
-                    module.register_forward_hook(_refuse_second_order)
+                    # torch gives wrong ones between a split layer and a whole one.
+                    module.register_forward_hook(refuse_second_order)
         return wrapped
 
     @implements(hooks.reduce_gradients)
@@ -82,13 +80,6 @@ class Split(Sharded):
 
     def mixes(self, unit: Unit) -> bool:
         return True
-
-
-def _refuse_second_order(module: nn.Module, inputs: Any, outputs: Any) -> None:
-    # Between a split layer and a whole one torch gives wrong gradients of gradients; a compiled one has none.
-    for leaf in () if torch.compiler.is_compiling() else tree_leaves(outputs):
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            leaf.register_hook(first_order)
 
 
 @torch.no_grad()
