@@ -136,7 +136,7 @@ class Unit:
     step_state: Any
     """The gradients' state in the current step; core's own (`training/step_state`)."""
     changes: Any = None
-    """What its strategy cannot follow, if anything; core's own (`training/changes`)."""
+    """Guard of what its strategy cannot follow, if anything; core's own (`training/changes`)."""
     mesh: Mesh | None = None
     given: list[nn.Module] = field(factory=list)
     models: list[nn.Module] = field(factory=list)
@@ -195,6 +195,12 @@ class Unit:
     def use_scaler(self, scaler: GradScaler | None) -> None:
         """Scale losses by this scaler from now on."""
         self.scaler = scaler
+
+    def use_changes(self, changes: Any) -> None:
+        """Check these as each window opens, if there is something that the strategy cannot follow."""
+        self.changes = changes or None
+        if changes:
+            self.step_state.require_finish()
 
     def set_forward_is_collective(self, value: bool = True) -> None:
         """Declare that a forward alone needs all ranks.

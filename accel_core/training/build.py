@@ -61,9 +61,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     added = zip(group.optimizers, proxies, strict=True)
     prepared.add_unit(unit, group.units[1:], added, before, moved)
     prepared.parameters.note_held(unit, held)
-    changes = Changes(unit)
-    unit.changes = changes or None
-    unit.step_state.needs_finish |= unit.changes is not None
+    unit.use_changes(Changes(unit))
     _warn_of_left_out(unit, prepared)
 
 

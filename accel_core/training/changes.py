@@ -1,4 +1,4 @@
-"""What has changed on a prepared model: which parameters train, which they are, and their groups."""
+"""Changes on a prepared model: which parameters train, which they are, and their groups."""
 
 from __future__ import annotations
 

@@ -56,6 +56,10 @@ class StepState:
         in_backward = reduces and steps.no_sync is not None
         return cls(needs_finish=in_backward or any(hook is not None for hook in finishing))
 
+    def require_finish(self) -> None:
+        """Have each step do more than torch's."""
+        self.needs_finish = True
+
     def open(self, optimizers: Sequence[Optimizer], *, partial: bool) -> None:
         """Note a backward of core's. partial: one in which the strategy does not reduce."""
         phase = Phase.PARTIAL if partial else Phase.OPEN
