@@ -86,13 +86,13 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if found:
             raise AccelError(
                 f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own:"
-                " its forward ran inside no_sync (accelerator.sync_gradients = True stands before the forward)\n"
+                " its forward ran inside no_sync (accelerator.sync_gradients = True stands before a forward)\n"
                 "run the last forward and backward before a step outside no_sync"
             )
         raise AccelError(
-            f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own: it is"
-            " no gradient of this wrapper's last forward, but of the model inside or a part of it, or of a"
-            " second backward\n"
+            f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own: it"
+            " is no gradient of this wrapper's last forward, but of the model inside or a part of it, or of"
+            " a second backward\n"
             "call the model that prepare returned, then backward once, with the sum of the losses; gradients"
             " that you reduce yourself are computed inside accelerator.no_sync(model)"
         )
