@@ -22,8 +22,12 @@ OPTIONS = (
     [
         ("fp8-te", "0,2", "1"),
         pytest.param("fp8-te", "1,3,4", "1", marks=pytest.mark.full),
-        pytest.param("ddp+fp8-te", "0,1,2,3,4", "1,2", marks=pytest.mark.full),
-        pytest.param("fsdp+fp8-te", "0,1,2,3,4", "2", marks=pytest.mark.full),
+        pytest.param(
+            "ddp+fp8-te", "0,1,2,3,4", "1,2", marks=[pytest.mark.needs("accel-ddp"), pytest.mark.full]
+        ),
+        pytest.param(
+            "fsdp+fp8-te", "0,1,2,3,4", "2", marks=[pytest.mark.needs("accel-fsdp"), pytest.mark.full]
+        ),
     ],
 )
 def test_the_kit_is_green(tmp_path: Path, stack: str, levels: str, worlds: str, conform) -> None:

@@ -86,7 +86,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if found:
             raise AccelError(
                 f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own:"
-                " its forward ran inside no_sync (accelerator.sync_gradients = True stands before a forward)\n"
+                " its forward ran inside no_sync (accelerator.sync_gradients = True goes before a forward)\n"
                 "run the last forward and backward before a step outside no_sync"
             )
         raise AccelError(
