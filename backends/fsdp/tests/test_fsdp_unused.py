@@ -130,7 +130,7 @@ def accumulated(precision: str, finds: bool) -> tuple[list[str], float]:
         gradient_accumulation_steps=2,
         mixed_precision=precision,
     )
-    model = run.prepare(Heads())
+    model, _ = run.prepare(given := Heads(), torch.optim.SGD(given.parameters(), lr=0.1))
     x = data(0)[0]
     for used in ([0, 1], [0]):
         with run.accumulate(model):
