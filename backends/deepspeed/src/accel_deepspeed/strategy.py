@@ -169,9 +169,10 @@ class DeepSpeed(SharedSequences, EngineState):
             raise ConfigError(
                 f"DeepSpeed makes no engine of unit {unit.name!r}: {error}\nchange it in hf_ds_config"
             ) from error
-        own = engine.basic_optimizer
-        if getattr(engine.optimizer, "optimizer", own) is not own:  # ZeRO's Adagrad has one group, whose rate
-            own.state, engine.optimizer.optimizer = engine.optimizer.optimizer.state, own  # nobody sets
+        own, zero = engine.basic_optimizer, engine.optimizer
+        if getattr(zero, "optimizer", own) is not own:  # a new Adagrad with one group, whose rate nobody sets
+            own.state, zero.optimizer = zero.optimizer.state, own
+            getattr(zero, "_link_all_hp_params", bool)()  # of all groups
         experts.rename(unit)
         self.remember_groups(unit, groups)
         return engine
