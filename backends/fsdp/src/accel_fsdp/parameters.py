@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_core import AccelError
 
@@ -27,7 +27,7 @@ ADVICE = (
 )
 
 
-_replaced: Final = WeakTensorKeyDictionary()
+_replaced: Final = WeakIdKeyDictionary()
 """Parameters from before `prepare` that something still holds -> their names."""
 
 
