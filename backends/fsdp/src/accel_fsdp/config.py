@@ -149,7 +149,7 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     find_unused_parameters: bool = option(
         False,
-        help="Ranks may use different parameters: unused ones get a zero gradient. Needs torch 2.13.",
+        help="Unused parameters get a zero gradient in mixed precision too. Needs torch 2.13.",
     )
     activation_checkpointing: bool = option(
         False, help="Compute a block's activations again in backward instead of keeping them."

@@ -101,7 +101,7 @@ class Sharded(FullyShardedDataParallel):
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":
             _give_whole_state_dicts(model)
-        for module in made if self.config.find_unused_parameters else ():
+        for module in made if self._takes_zeros() else ():
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if made:
             clear_with(model)
@@ -116,7 +116,7 @@ class Sharded(FullyShardedDataParallel):
         # A forward after the backward has gathered weights, which the next one would take as they are.
         modules = [module for model in unit.models for module in _sharded(model)]
         before_step(optimizer, partial(_reshard, modules))
-        if self.mesh.size() > 1 and modules and not self.config.find_unused_parameters:
+        if self.mesh.size() > 1 and modules and not self._takes_zeros():
             compare_use(unit, optimizer, self.mesh)
         compare_gradients(unit, optimizer)
         wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
@@ -137,7 +137,7 @@ class Sharded(FullyShardedDataParallel):
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         # One rank has nothing to reduce. Zeros for unused parameters may have another dtype than kept sums.
-        if self.mesh.size() == 1 or self.config.find_unused_parameters:
+        if self.mesh.size() == 1 or (self.config.find_unused_parameters and self._reduces_in_another_dtype()):
             return nullcontext()
         self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
@@ -200,6 +200,17 @@ class Sharded(FullyShardedDataParallel):
     def shards(self, model: nn.Module) -> bool:
         """Return True if `fully_shard` has something to do for the model."""
         return True
+
+    def _takes_zeros(self) -> bool:
+        """Return whether parameters that a rank does not use get a zero gradient."""
+        if self.config.find_unused_parameters:
+            return True
+        knows = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
+        return knows and self.mesh.size() > 1 and not self._reduces_in_another_dtype()
+
+    def _reduces_in_another_dtype(self) -> bool:
+        policy = mixed_precision(self.config, self.run)
+        return policy.reduce_dtype not in (None, policy.param_dtype)
 
     def _plain(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
         """Return those without elements, and note if there are any.
