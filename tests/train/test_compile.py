@@ -88,6 +88,7 @@ def test_the_forward_is_one_graph(accelerator_of, graphs, precision):
 @pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+@pytest.mark.usefixtures("run_command")  # inductor starts a Python, to ask what the processor can do
 def test_inductor_trains_too(accelerator_of, graphs):
     assert our_losses(compiled(accelerator_of, "INDUCTOR"), 4) == pytest.approx(plain_losses(4), rel=1e-4)
 
