@@ -238,6 +238,14 @@ class ParameterIndex:
         held = (each() for each in mine if each.is_held)
         return any(p is not None and p.requires_grad and id(p) not in given for p in held)
 
+    def outlived(self, unit: Unit) -> set[str]:
+        """Names of the unit's parameters that `prepare` has replaced and something still holds."""
+        current = set(map(id, unit.named_parameters().values()))
+        mine = (
+            entry for key, entry in self._entries.items() if self._units[key] is unit and key not in current
+        )
+        return {entry.name for entry in mine if entry() is not None}
+
     def name_of(self, parameter: nn.Parameter, moved: Mapping[tuple[Unit, str], str] = _UNMOVED) -> str:
         """Return the canonical name of a parameter that has a unit.
 

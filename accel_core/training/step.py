@@ -118,11 +118,16 @@ def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
 
 
 def _refuse_unprepared(unit: Unit) -> None:
-    """Refuse to train a unit without optimizers where its gradients stay unreduced."""
+    """Refuse to train a unit without optimizers where its gradients stay unreduced, or miss the optimizer."""
+    trained = {name for name, each in unit.named_parameters().items() if each.requires_grad}
+    if trained and trained <= unit.run.prepared.parameters.outlived(unit):
+        raise AccelError(
+            f"backward: prepare has replaced the parameters of unit {unit.name!r}, and something still holds"
+            " those from before, such as an optimizer that is not prepared: they get no gradients\n"
+            "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
+        )
     is_in_window = unit.steps.no_sync is not None and not unit.step_state.quiet and _is_partial(unit)
-    if not (is_in_window or unit.steps.reduce_gradients is not None):
-        return
-    if any(parameter.requires_grad for parameter in unit.named_parameters().values()):
+    if trained and (is_in_window or unit.steps.reduce_gradients is not None):
         raise AccelError(
             f"backward: no prepared optimizer steps unit {unit.name!r}, and its gradients are reduced when"
             " one does: each rank would train a model of its own\n"

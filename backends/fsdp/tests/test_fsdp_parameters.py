@@ -36,8 +36,8 @@ def never_prepared(version: int) -> tuple[str | None, float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model = run.prepare(model)
-    run.backward(loss_of(model, *batch()))
-    said = said_by(optimizer.step)
+    said = said_by(lambda: run.backward(loss_of(model, *batch())))
+    optimizer.step()
     moved = distance(dict(run.get_state_dict(model)), before)
     run.end_training()
     return said, moved
@@ -49,7 +49,7 @@ def test_an_optimizer_that_was_never_prepared_steps_or_says_so(run_processes) ->
         assert moved > 0
     for said, _ in run_processes(never_prepared, 2):
         assert said is not None
-        assert said.startswith("0.weight: ")
+        assert "something still holds those from before" in said
         assert "accelerator.prepare(model, optimizer)" in said.splitlines()[-1]
 
 

@@ -78,7 +78,6 @@ class Sharded(FullyShardedDataParallel):
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
         }
-        names = {parameter: name for name, parameter in model.named_parameters()}
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
         made = []
@@ -90,13 +89,12 @@ class Sharded(FullyShardedDataParallel):
             left = untouched | (elsewhere - {*whole_ones})  # a tied weight may be here and elsewhere
             left |= self._plain(unit, whole_ones)
             before = {place: self._before.pop(place, old) for place, old in _places(group.modules)}
-            called = {place: names.get(old, "") for place, old in _places(group.modules)}
             if shards:
                 mesh = self._mesh_of(unit, group)
                 made.append(fully_shard(group.module, mesh=mesh, ignored_params=left, **arguments))
             for place, new in _places(group.modules):
                 if isinstance(new, DTensor) and before[place] is not new:
-                    replace_parameter(before[place], new, called[place])
+                    replace_parameter(before[place], new)
         if self.config.forward_prefetch:
             _prefetch_in_order(model, made[:-1])
         if self.config.state_dict_type == "FULL_STATE_DICT":

@@ -4,20 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
-
-from accel_core import AccelError
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from torch.optim import Optimizer
 
 __all__ = ["guard_conversions", "replace_parameter", "with_hooks"]
 
@@ -25,10 +20,6 @@ ADVICE = (
     "use a hook of a module (register_forward_hook, register_full_backward_hook), or change p.grad between"
     " backward and optimizer.step()"
 )
-
-
-_replaced: Final = WeakIdKeyDictionary()
-"""Parameters from before `prepare` that something still holds -> their names."""
 
 
 def with_hooks(models: Sequence[nn.Module], *, after_accumulation: bool) -> Iterator[str]:
@@ -47,29 +38,13 @@ def with_hooks(models: Sequence[nn.Module], *, after_accumulation: bool) -> Iter
                 )
 
 
-def replace_parameter(old: nn.Parameter, new: nn.Parameter, name: str) -> None:
+def replace_parameter(old: nn.Parameter, new: nn.Parameter) -> None:
     """Take over the hooks that see reduced gradients, and free the memory of what is replaced."""
-    if isinstance(old, DTensor) or old in _replaced:  # made by another plugin, or tied
+    if isinstance(old, DTensor) or not old.numel():  # made by another plugin, or tied
         return
     for hook in (old._post_accumulate_grad_hooks or {}).values():
         new.register_post_accumulate_grad_hook(hook)
     old.data = old.data.new_empty(0)
-    _replaced[old] = name
-
-
-def _refuse_replaced(optimizer: Optimizer, *call: Any) -> None:
-    """Refuse to step parameters from before `prepare`, which have no gradients: it would train nothing."""
-    if len(_replaced):
-        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-            if parameter in _replaced:
-                raise AccelError(
-                    f"{_replaced[parameter]}: preparing its model has put a sharded parameter in the place of"
-                    " this one, which gets no gradients any more\n"
-                    "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
-                )
-
-
-register_optimizer_step_pre_hook(_refuse_replaced)
 
 
 def guard_conversions(model: nn.Module) -> None:
