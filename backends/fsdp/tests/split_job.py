@@ -194,11 +194,12 @@ def whole_weights(plan):
 def refused(plan):
     """What a second prepare says."""
     run = run_of({"plan": plan})
-    model = run.prepare(made({})[0])
+    given, *_ = made({})
+    model = run.prepare(given)
     run.free_memory()
     try:
         run.prepare(model)
-    except ConfigError as error:
+    except AccelError as error:
         return str(error)
     finally:
         run.end_training()

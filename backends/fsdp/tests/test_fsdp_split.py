@@ -117,7 +117,7 @@ def test_a_write_to_whole_weights_counts_if_it_is_written_back(run_processes):
 @pytest.mark.full
 def test_a_second_prepare_is_refused(run_processes):
     for prepared in run_processes(split_job.refused, PLAN, world=2):
-        assert "was sharded by an earlier prepare" in prepared
+        assert "is split already" in prepared
 
 
 @pytest.mark.full

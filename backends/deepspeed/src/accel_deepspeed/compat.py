@@ -8,18 +8,19 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from accel_core import ConfigError
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from accel_core import Run
 
 __all__ = ["deepspeed_for", "dismantle", "leave", "quiet", "without_first_steps"]
@@ -78,8 +79,8 @@ def quiet() -> Iterator[None]:
 
 
 @contextmanager
-def without_first_steps() -> Iterator[None]:
-    """Undo steps that an engine takes while it is made.
+def without_first_steps(optimizers: Iterable[Optimizer]) -> Iterator[None]:
+    """Undo steps of these that an engine takes while it is made.
 
     Stage 0's optimizers in 16 bits make their state by a step of zeros, which decays weights and counts.
     """
@@ -96,7 +97,11 @@ def without_first_steps() -> Iterator[None]:
             group.update(kept)
         optimizer.state.clear()
 
-    handles = [register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(undo)]
+    handles = [
+        handle
+        for each in optimizers
+        for handle in (each.register_step_pre_hook(begin), each.register_step_post_hook(undo))
+    ]
     try:
         yield
     finally:

@@ -159,7 +159,8 @@ class DeepSpeed(SharedSequences, EngineState):
             dummy = isinstance(optimizer, DummyOptim)
             given["model_parameters" if dummy else "optimizer"] = getattr(optimizer, "parameters", optimizer)
         try:
-            with quiet(), without_first_steps():
+            users = [each for each in unit.optimizers if hasattr(each, "register_step_pre_hook")]
+            with quiet(), without_first_steps(users):
                 engine = deepspeed.initialize(model=unit.models[0], config=told, **given)[0]
         except (
             AssertionError,
