@@ -11,7 +11,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, AccelError, ConfigError
+from accel_core import Accelerator, AccelError
 from accel_testing import Traffic
 
 SPLIT = {"tp": 2}
