@@ -23,7 +23,7 @@ CASES = {
 FULL = "full"
 """A step with everything, as a share of the plain loop's: AdamW, clipping, a cosine schedule."""
 DDP = "ddp"
-"""The check of ddp in `optimizer.step()`, on the first of two ranks."""
+"""`optimizer.step()` under ddp, on the first of two ranks."""
 RECORD = "record"
 """A step of a run that keeps its record, beyond one of a run without a project folder."""
 RECORD_LOOPS = 10
@@ -168,8 +168,8 @@ def fabric(size: int, clip: bool, full: bool = False) -> Callable[[], None]:
     return run
 
 
-def checked_by_ddp() -> Callable[[], float]:
-    """Steps alone: beside a backward, which takes a hundred times as long, the check could not be seen."""
+def stepped_under_ddp() -> Callable[[], float]:
+    """Steps alone: beside a backward, which takes a hundred times as long, they could not be seen."""
     from accel_core import Accelerator
 
     accelerator = Accelerator(cpu=True, strategy="ddp")
@@ -200,7 +200,7 @@ def contend(name: str) -> None:
     loop differ by more than what is measured here.
     """
     if name == DDP:
-        serve({DDP: checked_by_ddp()})
+        serve({DDP: stepped_under_ddp()})
         return
     make = {"raw": raw, "raw-peers": raw, "ours": ours, "accelerate": accelerate, "fabric": fabric}[name]
     made: dict[str, tuple[Callable[[], None], Callable[[], None]]] = {}
