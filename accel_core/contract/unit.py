@@ -202,6 +202,10 @@ class Unit:
         if changes:
             self.step_state.require_finish()
 
+    def note_unreduced(self) -> None:
+        """Say, in a backward, that its gradients stay unreduced: none may step before another."""
+        self.step_state.open(self.optimizers, partial=True)
+
     def set_forward_is_collective(self, value: bool = True) -> None:
         """Declare that a forward alone needs all ranks.
 

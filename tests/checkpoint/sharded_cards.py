@@ -11,6 +11,7 @@ def strategy(name: str) -> Card:
         slot="strategy",
         summary="A toy.",
         api_version="1.0",
+        offers={"freezing", "unfreezing", "replacing", "regrouping"},
         implementation=f"sharded_job:{name.title()}",
     )
 

@@ -196,7 +196,7 @@ def unfrozen(run, model, optimizer, number, loss, x):
         (unwrapped_in_a_closure, INSIDE),
         (twice_of_one_forward, "of a second backward"),
         (forwards_before_backwards, "of a second backward"),
-        (forward_in_no_sync, "its forward ran inside no_sync"),
+        (forward_in_no_sync, "gradients of unit .* are not reduced"),
         (
             unfrozen,
             r"2 parameter\(s\) were frozen when the model was prepared and are trained now \(0.weight\)",

@@ -28,15 +28,18 @@ COPIES: Final[WeakSet[nn.Module]] = WeakSet()
 class DistributedDataParallel(parallel.DistributedDataParallel):
     """torch's wrapper, under its name.
 
-    It reduces the first backward after a forward of its own. Its probes, the first parameter of each part of
-    the model, raise an error where they get any other gradient, as of a forward of the model inside. A static
-    graph has none: one backward may bring it several gradients of a parameter.
+    It reduces the first backward after a forward of its own. Its probes, the first parameter of the model, of
+    each child and of each child of a child, raise an error where they get any other gradient, as of a forward
+    of the model inside. A static graph has none: one backward may bring it several gradients of a parameter.
 
-    probes: those. awaited: id of a probe -> whether the last forward's gradient is reduced, until it came.
+    reduced: names of the parameters, as torch numbers them. probes: those. awaited: id of a probe -> whether
+    the last forward's gradient is reduced, until it came.
     """
 
     def __init__(self, module: nn.Module, **arguments: Any) -> None:
         super().__init__(module, **arguments)
+        ignored = self.parameters_to_ignore
+        self.reduced = [n for n, p in module.named_parameters() if p.requires_grad and n not in ignored]
         self._probe()
 
     def _probe(self) -> None:
@@ -53,7 +56,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
         except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
             if "finished reduction in the prior iteration" in str(error):
-                raise _unfinished(self.module, error) from error
+                raise _unfinished(self, error) from error
             run = RUNS.get(self, _no_run)()
             lost = None if run is None else run.lost_peer("forward", error)
             if lost is None:
@@ -82,17 +85,15 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         if reduced is not None:
             del reduced[id(probe)]
             return
-        kind = type(self.module).__name__
-        if found:
-            raise AccelError(
-                f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own:"
-                " its forward ran inside no_sync (accelerator.sync_gradients = True goes before a forward)\n"
-                "run the last forward and backward before a step outside no_sync"
-            )
+        run = RUNS.get(self, _no_run)()
+        unit = None if run is None else run.prepared.unit_of_model(self)
+        if found and unit is not None:  # its forward ran inside no_sync: another backward may reduce the sum
+            unit.note_unreduced()
+            return
         raise AccelError(
-            f"ddp: this backward of {kind} is not reduced, and each rank would train a model of its own: it"
-            " is no gradient of this wrapper's last forward, but of the model inside or a part of it, or of"
-            " a second backward\n"
+            f"ddp: this backward of {type(self.module).__name__} is not reduced, and each rank would train a"
+            " model of its own: it is no gradient of this wrapper's last forward, but of the model inside or"
+            " a part of it, or of a second backward\n"
             "call the model that prepare returned, then backward once, with the sum of the losses; gradients"
             " that you reduce yourself are computed inside accelerator.no_sync(model)"
         )
@@ -152,13 +153,12 @@ def _wrappers_of(probe: Tensor) -> list[DistributedDataParallel]:
     return [each for each in found if isinstance(each, DistributedDataParallel)]
 
 
-def _unfinished(module: nn.Module, error: RuntimeError) -> AccelError:
+def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelError:
     """Return an error of ours for parameters that the last backward left out; torch numbers them."""
     found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
-    trained = [name for name, parameter in module.named_parameters() if parameter.requires_grad]
-    left = [trained[int(index)] for index in found[1].split()] if found else []
+    left = [model.reduced[int(index)] for index in found[1].split()] if found else []
     return AccelError(
-        f"ddp: the last backward of this {type(module).__name__} gave no gradient to"
+        f"ddp: the last backward of this {type(model.module).__name__} gave no gradient to"
         f" {', '.join(left[:3]) or 'some parameters'} ({len(left)} in all), so gradients are not averaged\n"
         "set ddp.find_unused_parameters: true, or use every parameter in each loss"
     )
@@ -169,6 +169,8 @@ def _no_run() -> None:
 
 
 def _probes(module: nn.Module) -> list[Tensor]:
-    """Return the first trained parameter of the module and of each of its children."""
-    trained = ((p for p in part.parameters() if p.requires_grad) for part in (module, *module.children()))
+    """Return the first trained parameter of the module, of its children and of theirs."""
+    children = [*module.children()]
+    parts = (module, *children, *(each for child in children for each in child.children()))
+    trained = ((p for p in part.parameters() if p.requires_grad) for part in parts)
     return [*dict.fromkeys(first for each in trained if (first := next(each, None)) is not None)]
