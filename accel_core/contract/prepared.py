@@ -233,10 +233,10 @@ class ParameterIndex:
 
     def has_more(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether prepared optimizers train another parameter of the unit."""
-        given = set(map(id, parameters))
+        ids = set(map(id, parameters))
         mine = (each for each in self._entries.values() if self._units.get(each.key) is unit)
-        held = (each() for each in mine if each.is_held)
-        return any(p is not None and p.requires_grad and id(p) not in given for p in held)
+        trained = (each() for each in mine if each.is_held)
+        return any(p is not None and p.requires_grad and id(p) not in ids for p in trained)
 
     def outlived(self, unit: Unit) -> set[str]:
         """Names of the unit's parameters that `prepare` has replaced and something still holds."""

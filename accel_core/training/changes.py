@@ -26,16 +26,13 @@ class Changes:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        self._follows = offers = unit.run.cards[unit.strategy].offers
+        offers = unit.run.cards[unit.strategy].offers
         models = [*_prepared(unit)]
         parameters = [*dict.fromkeys(p for model in models for p in model.parameters())]
-        self._flags = [
-            (each, each.requires_grad)
-            for each in parameters
-            if ("freezing" if each.requires_grad else "unfreezing") not in offers
+        self._watched = [
+            each for each in parameters if ("freezing" if each.requires_grad else "unfreezing") not in offers
         ]
-        self._watched = [each for each, _ in self._flags]
-        self._trained = [trains for _, trains in self._flags]
+        self._flags = [*map(_TRAINS, self._watched)]
         held = models if "replacing" not in offers else []
         parts = (each for model in held for part in model.modules() for each in _parts(part))
         self._parts = [each for each in parts if each]
@@ -45,11 +42,11 @@ class Changes:
 
     def __bool__(self) -> bool:
         """Return whether there is something to compare."""
-        return bool(self._flags or self._parts or self._groups)
+        return bool(self._watched or self._parts or self._groups)
 
     def check(self) -> None:
         """Raise AccelError for a change that the strategy cannot follow."""
-        if [*map(_TRAINS, self._watched)] != self._trained:
+        if [*map(_TRAINS, self._watched)] != self._flags:
             self._refuse_flags()
         if not _are_same(self._parts, self._places):
             self._refuse_parts()
@@ -74,13 +71,14 @@ class Changes:
 
     def _refuse_flags(self) -> None:
         names = {parameter: name for name, parameter in self._unit.all_names()}
-        late = [each for each, trained in self._flags if each.requires_grad != trained]
-        was, now, verb = ("trained", "frozen", "freeze")
-        if late[0].requires_grad:
-            was, now, verb = ("frozen", "trained", "unfreeze")
+        pairs = zip(self._watched, self._flags, strict=True)
+        changes = [each for each, flag in pairs if each.requires_grad != flag]
+        trains = changes[0].requires_grad
+        was, now, verb = ("frozen", "trained", "unfreeze") if trains else ("trained", "frozen", "freeze")
+        count = sum(each.requires_grad == trains for each in changes)
         self._refuse(
-            f"{len(late)} parameter(s) were {was} when the model was prepared and are {now} now"
-            f" ({names.get(late[0], 'of another model')})",
+            f"{count} parameter(s) were {was} when the model was prepared and are {now} now"
+            f" ({names.get(changes[0], 'of another model')})",
             verb,
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -288,50 +287,6 @@ def released() -> tuple[int, int]:
 
 def test_no_hook_is_left_after_the_run(run_processes) -> None:
     assert run_processes(released) == [(0, 0), (0, 0)]
-
-
-class Around(torch.optim.Optimizer):
-    """A wrapper of an optimizer, without the hooks that torch's `__init__` makes."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.defaults = inner, inner.defaults
-        self.param_groups, self.state = inner.param_groups, inner.state
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self.inner.zero_grad(set_to_none)
-
-
-def steps_of_a_wrapper() -> list[str]:
-    said = []
-    for closure in (False, True):
-        run, given = accelerator(), net()
-        model, optimizer = run.prepare(given, Around(torch.optim.SGD(given.parameters(), lr=0.1)))
-        for whole in (model, given):
-            x, _ = batches(1, rank())[0]
-            compute = partial(_loss, run, whole, x)
-            try:
-                optimizer.step(compute) if closure else (compute(), optimizer.step())
-                said.append("")
-            except AccelError as error:
-                said.append(str(error))
-        torch.distributed.barrier()
-        run.end_training()
-    return said
-
-
-def _loss(run: Any, model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    loss = model(x).square().mean()
-    run.backward(loss)
-    return loss
-
-
-def test_an_optimizer_without_torchs_hooks_is_served_too(run_processes) -> None:
-    for right, apart, *closures in run_processes(steps_of_a_wrapper):
-        assert (right, closures[0]) == ("", "")
-        assert all("would train a model of its own" in each for each in (apart, closures[1]))
 
 
 class Choosing(nn.Module):

@@ -80,14 +80,16 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         sharing = _wrappers_of(probe)
         if sharing[0] is not self:  # the first looks for all: this may be the backward of any
             return
-        found = [each.__dict__["awaited"] for each in sharing if id(probe) in each.__dict__["awaited"]]
-        reduced = next((awaited for awaited in found if awaited[id(probe)]), None)
+        states = [each.__dict__["awaited"] for each in sharing]
+        reduced = next((awaited for awaited in states if awaited.get(id(probe))), None)
         if reduced is not None:
             del reduced[id(probe)]
             return
         run = RUNS.get(self, _no_run)()
         unit = None if run is None else run.prepared.unit_of_model(self)
-        if found and unit is not None:  # its forward ran inside no_sync: another backward may reduce the sum
+        if unit is not None and any(
+            id(probe) in each for each in states
+        ):  # its forward ran inside no_sync: another backward may reduce the sum
             unit.note_unreduced()
             return
         raise AccelError(
@@ -149,14 +151,14 @@ def refuse_hooks(model: nn.Module) -> None:
 
 def _wrappers_of(probe: Tensor) -> list[DistributedDataParallel]:
     hooks = (probe._post_accumulate_grad_hooks or {}).values()
-    found = [getattr(hook, "__self__", None) for hook in hooks]
-    return [each for each in found if isinstance(each, DistributedDataParallel)]
+    owners = [getattr(hook, "__self__", None) for hook in hooks]
+    return [each for each in owners if isinstance(each, DistributedDataParallel)]
 
 
 def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelError:
     """Return an error of ours for parameters that the last backward left out; torch numbers them."""
-    found = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
-    left = [model.reduced[int(index)] for index in found[1].split()] if found else []
+    numbers = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
+    left = [model.reduced[int(index)] for index in numbers[1].split()] if numbers else []
     return AccelError(
         f"ddp: the last backward of this {type(model.module).__name__} gave no gradient to"
         f" {', '.join(left[:3]) or 'some parameters'} ({len(left)} in all), so gradients are not averaged\n"
