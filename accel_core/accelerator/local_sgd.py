@@ -68,7 +68,7 @@ class LocalSGD:
         self._ranks = run.collectives(run.topology.loss_dim)
         self.enabled = enabled and self._ranks.size > 1
         self._quiet = ExitStack()
-        if self.enabled and "local_sgd" not in run.cards[unit.strategy].offers:
+        if self.enabled and "local_sgd" not in unit.offers:
             raise ConfigError(
                 f"LocalSGD: ranks cannot step by themselves under strategy {unit.strategy!r}, whose card does"
                 " not offer 'local_sgd'\n"

@@ -178,6 +178,11 @@ class Unit:
         return any(kept or any(p.grad is not None for g in o.param_groups for p in g["params"]) for o in held)
 
     @property
+    def offers(self) -> frozenset[str]:
+        """The capability words of its strategy's card."""
+        return self.run.cards[self.strategy].offers
+
+    @property
     def is_in_no_sync(self) -> bool:
         """True inside a context in which gradients are not reduced, `accumulate` aside."""
         return bool(self.step_state.quiet)

@@ -26,7 +26,7 @@ class Changes:
 
     def __init__(self, unit: Unit) -> None:
         self._unit = unit
-        offers = unit.run.cards[unit.strategy].offers
+        offers = unit.offers
         models = [*_prepared(unit)]
         parameters = [*dict.fromkeys(p for model in models for p in model.parameters())]
         self._watched = [

@@ -25,7 +25,7 @@ def attach_gradient_transforms(unit: Unit, number: int) -> None:
     """
     if unit.steps.transform_gradient is None:
         return
-    if "local_gradients" not in unit.run.cards[unit.strategy].offers:
+    if "local_gradients" not in unit.offers:
         plugins = " and ".join(one.plugin for one in unit.hooks.implementations("transform_gradient"))
         raise ConfigError(
             f"{plugins} reads gradients before ranks reduce them (hook transform_gradient), and strategy"

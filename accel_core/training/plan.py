@@ -69,7 +69,7 @@ class UnitGroup:
         """Refuse objects that the unit's device or a plugin cannot take."""
         reasons = _refuse_float64(self.unit, self.models, placed)
         count = len(self.unit.optimizers) + len(self.optimizers)
-        if count > 1 and "several_optimizers" not in self.unit.run.cards[self.unit.strategy].offers:
+        if count > 1 and "several_optimizers" not in self.unit.offers:
             reasons.append(
                 f"strategy {self.unit.strategy!r} takes one optimizer per unit, and {self.unit.name!r} has"
                 f" {count}\ngive one optimizer several parameter groups"
@@ -290,7 +290,7 @@ def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int
     device = unit.run.device
     if "float64" in unit.hooks.capabilities(device):
         return []
-    offers = unit.run.cards[unit.strategy].offers
+    offers = unit.offers
     is_moved = "whole_weights" not in offers or "streamed_weights" in offers
     reasons = []
     for model in models:

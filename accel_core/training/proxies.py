@@ -38,7 +38,7 @@ class PreparedOptimizer(Optimizer):
         if unit.window.boundary:
             self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
         elif closure is not None and unit.window.size > 1:
-            step.refuse_closure(unit)
+            step.check_closure(unit)
         elif unit.window.awaits_backward:
             unit.window.note_backward()  # maybe the loss's own
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn.utils import clip_grad_norm_
@@ -238,7 +238,7 @@ def clip_norm(
             "clip_grad_norm_: norm_type is nan, which would make all gradients NaN\n"
             "give 2, any other p, or inf"
         )
-    if "partial_clips" not in unit.run.cards[unit.strategy].offers:
+    if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters, norm_type)
     clip, norm = unit.steps.clip_grad_norm, None
     try:
@@ -266,7 +266,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
             f"clip_grad_value_: clip_value is {value!r}, and no bound of gradients\n"
             "give 0 or more; inf clamps nothing"
         )
-    if "partial_clips" not in unit.run.cards[unit.strategy].offers:
+    if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters)
     try:
         unscale(unit)
@@ -292,20 +292,21 @@ def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: floa
     )
 
 
-def refuse_closure(unit: Unit) -> NoReturn:
+def check_closure(unit: Unit) -> None:
     """Raise AccelError for a closure: the strategy takes none, or the window has several micro-batches."""
-    if "closures" not in unit.run.cards[unit.strategy].offers:
+    if "closures" not in unit.offers:
         from accel_core.plugins.discovery import offering
 
         raise AccelError(
             f"optimizer.step(closure): strategy {unit.strategy!r} does not take a closure\n"
             f"use an optimizer that needs none; or {offering('closures')}"
         )
-    raise AccelError(
-        f"optimizer.step(closure) computes gradients of its own, and this window has {unit.window.size}"
-        " micro-batches: it would step with the gradients of the last one only\n"
-        "compute the whole batch in the closure, without accumulate, or take an optimizer without closure"
-    )
+    if unit.window.size > 1 and not (unit.window.boundary and unit.run.accumulation is None):
+        raise AccelError(
+            "optimizer.step(closure) computes gradients of its own, and this window has"
+            f" {unit.window.size} micro-batches: it would step with the gradients of the last one only\n"
+            "compute the whole batch in the closure, without accumulate, or take an optimizer without closure"
+        )
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -313,11 +314,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     window, state, steps = unit.window, unit.step_state, unit.steps
     if window.awaits_backward or window.put_off:
         window.note_backward()
-    if closure is not None and (
-        (window.size > 1 and unit.run.accumulation is not None)
-        or "closures" not in unit.run.cards[unit.strategy].offers
-    ):
-        refuse_closure(unit)
+    if closure is not None:
+        check_closure(unit)
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
         state.clean(optimizer)  # last: a closure computes gradients

@@ -87,9 +87,8 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
             return
         run = RUNS.get(self, _no_run)()
         unit = None if run is None else run.prepared.unit_of_model(self)
-        if unit is not None and any(
-            id(probe) in each for each in states
-        ):  # its forward ran inside no_sync: another backward may reduce the sum
+        is_quiet = any(id(probe) in each for each in states)  # its forward ran inside no_sync
+        if is_quiet and unit is not None:  # another backward may reduce the sum
             unit.note_unreduced()
             return
         raise AccelError(
