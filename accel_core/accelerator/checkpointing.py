@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from accel_core.checkpoint.stored import Place
     from accel_core.runtime.run import Run
 
 
@@ -85,7 +84,7 @@ class States:
                 something else, a rank could not write, or `alone` a rank holds only a part of something.
                 On all ranks; what was there is unchanged.
         """
-        from accel_core.checkpoint.stored import told  # late: start-up need not wait for it
+        from accel_core.checkpoint.places import told  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(output_dir, "save_state")
         saved = self.run.checkpoints.save(directory, step=step, wait=wait, alone=alone, metrics=metrics)
@@ -121,7 +120,7 @@ class States:
             CheckpointError: as `save_state`, at the first call if nothing can be saved to `output_dir`; or
                 the ranks cannot agree when to stop, as one is gone.
         """
-        if not self.run.checkpoints.is_preempted(signals, lambda: self._saved_directory(output_dir)):
+        if not self.run.stop_signals.is_told(signals, lambda: self._saved_directory(output_dir)):
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
         unmeasured = {metric_and_mode(best)[0]: math.nan} if best else None
@@ -153,7 +152,7 @@ class States:
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
-        from accel_core.checkpoint.stored import told  # late: start-up need not wait for it
+        from accel_core.checkpoint.places import told  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(input_dir, "load_state")
         if best and (directory is not None or self.run.config.project.keep_best is None):
@@ -167,23 +166,23 @@ class States:
     def _saved_directory(self, given: str | os.PathLike[str] | None) -> None:
         """Refuse a directory that a save would refuse."""
         directory = self._checkpoint_directory(given, "save_on_preemption")
-        if isinstance(directory, Path):
-            from accel_core.checkpoint.commit import refuse_others  # late: start-up need not wait for it
+        if directory is not None:
+            # late: start-up need not wait for them
+            from accel_core.checkpoint.places import storage_at
+            from accel_core.storage.commit import begin
 
-            refuse_others(Path(os.path.realpath(directory)))
+            begin(storage_at(directory))
 
-    def _checkpoint_directory(self, given: str | os.PathLike[str] | None, method: str) -> Place | None:
-        from accel_core.checkpoint.stored import place  # late: start-up need not wait for it
-
+    def _checkpoint_directory(
+        self, given: str | os.PathLike[str] | None, method: str
+    ) -> str | os.PathLike[str] | None:
         self.run.require_alive()
-        if given is not None:
-            return place(given)
-        if not self.run.config.project.automatic_checkpoint_naming:
+        if given is None and not self.run.config.project.automatic_checkpoint_naming:
             raise CheckpointError(
                 f"{method} was given no path\ncall accelerator.{method}('path/of/the/checkpoint'), or set"
                 " project.automatic_checkpoint_naming"
             )
-        return None
+        return given
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
         """Write `obj` once; a file is replaced when the new one is complete.

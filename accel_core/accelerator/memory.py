@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import gc
 import inspect
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -13,14 +12,14 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_core.checkpoint.votes import Votes
 from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import live
+from accel_core.distributed.mailbox import StoreMailbox
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.votes import Message
     from accel_core.contract.run import Run
+    from accel_core.storage.protocols import Message
 
 OUT_OF_MEMORY: Final = (
     "out of memory",
@@ -136,11 +135,11 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
     Ranks vote in the store: a group may be in the midst of a collective.
     """
     rank, ranks = run.world.rank, range(run.world.size)
-    votes = Votes.of(run).under(f"batch_size/{attempt}")
+    votes = StoreMailbox.of(run).under(f"batch_size/{attempt}")
     heard: dict[int, Message | None] = {}
     with suppress(RuntimeError):  # the store went down with the rank that served it
-        votes.publish(f"{rank}", {"lacks": lacks})
-        heard = votes.poll_all({each: f"{each}" for each in ranks}, time.monotonic() + votes.timeout)
+        votes.put(f"{rank}", {"lacks": lacks})
+        heard = votes.wait({each: f"{each}" for each in ranks}, votes.timeout)
     if silent := [each for each in ranks if heard.get(each) is None]:
         raise AccelError(
             f"find_executable_batch_size: {'memory ran out' if lacks else 'the function returned'} on"
@@ -149,9 +148,9 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
             "start with a smaller starting_batch_size"
         )
     with suppress(RuntimeError):
-        votes.publish(f"{rank}/has_read", {})
+        votes.put(f"{rank}/has_read", {})
         if rank == 0:  # it may serve the store, and its program end next
-            votes.poll_all({each: f"{each}/has_read" for each in ranks}, time.monotonic() + votes.timeout)
+            votes.wait({each: f"{each}/has_read" for each in ranks}, votes.timeout)
     return any(vote["lacks"] for vote in heard.values() if vote is not None)
 
 

@@ -9,27 +9,26 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
-from accel_core.checkpoint.agree import gather_from_all_ranks
-from accel_core.checkpoint.codec import encode, not_plain, require_plain
 from accel_core.checkpoint.defaults import model_state
-from accel_core.checkpoint.files import as_json
-from accel_core.checkpoint.module_state import module_state
-from accel_core.checkpoint.plan import Declared, Key, declare
-from accel_core.contract.state import Entry, Leaf, whole
+from accel_core.checkpoint.extra import extra_state
+from accel_core.checkpoint.numbers import Numbers, require_alike
+from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.streams import states
 from accel_core.errors import CheckpointError
 from accel_core.plugins.combining import typed_answers
+from accel_core.storage.codec import encode
+from accel_core.storage.files import as_json
+from accel_core.storage.state import State
+
+__all__ = ["Numbers", "collect", "settle", "without_collecting_garbage"]
 
 if TYPE_CHECKING:
-    from torch import Tensor
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit, UnitRun
-    from accel_core.contract.world import Collectives
 
 T = TypeVar("T")
 
@@ -39,56 +38,7 @@ NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
 
 
-@frozen
-class Collected:
-    """The state of a run on one rank.
-
-    declared: how each leaf is declared. shared: plain data that all ranks have alike. own: plain data that
-    only this rank has.
-    """
-
-    leaves: dict[Key, Leaf] = field(factory=dict)
-    declared: dict[Key, Declared] = field(factory=dict)
-    shared: dict[str, Any] = field(factory=dict)
-    own: dict[str, Any] = field(factory=dict)
-
-    def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
-        """Raise CheckpointError if the key is taken."""
-        if key in self.leaves:
-            raise CheckpointError(
-                f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"
-            )
-        for _, tensor in leaf.shards:
-            if not_plain(tensor):
-                require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
-        self.leaves[key] = leaf
-        self.declared[key] = declare(leaf, spread=spread)
-
-    def encode(self, value: Any, path: str, *, replicated: bool = True) -> Any:
-        """`value` as tagged JSON; its large tensors become leaves of the run."""
-
-        def store(where: str, tensor: Tensor) -> str:
-            self.add(("", where), whole(tensor, kind="factored", replicated=replicated))
-            return where
-
-        try:
-            return encode(value, path, store)
-        except RecursionError:
-            raise CheckpointError(
-                f"{path} cannot be stored: it contains itself, or is nested too deeply\n"
-                "let state_dict() return a structure of a few levels"
-            ) from None
-
-    def encode_objects(self, items: Sequence[Any], path: str) -> list[Any]:
-        """Encode objects with a `state_dict`, each with the name of its class."""
-        objects = [(class_of(item), item.state_dict()) for item in items]
-        return [
-            {"class": kind, "state": self.encode(state, f"{path}[{number}] ({kind})")}
-            for number, (kind, state) in enumerate(objects)
-        ]
-
-
-def collect(run: Run, *, alone: bool = False) -> Collected:
+def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
     """Collect the state of the run that this rank has.
 
     alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this rank is.
@@ -96,40 +46,63 @@ def collect(run: Run, *, alone: bool = False) -> Collected:
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
     """
-    state, path = Collected(), f"rank[{run.world.rank}]"
+    noted = numbers.checked()
+    if run.mark_step is not None:
+        run.mark_step("state")
     for unit in run.units:
+        if not (wait or unit.hooks.snapshot_safe(unit)):
+            raise CheckpointError(
+                f"save_state(wait=False): the state of unit {unit.name!r} cannot be copied while strategy"
+                f" {unit.strategy!r} holds it\nsave with wait=True"
+            )
         unit.drop_cut_ties()
+    state, path = State(), f"rank[{run.world.rank}]"
     plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.prepared.loaders]
-    state.shared["units"] = {unit.name: _unit(state, unit) for unit in run.units}
-    state.shared["prepared"] = _prepared(run)
-    state.shared["registered"] = state.encode_objects(run.registered, "registered")
-    state.shared["run"] = _run_state(run, alone=alone)
-    state.own["reader"] = 0 if alone else run.topology.reader
-    state.own["random"] = state.encode(
-        {**run.hooks.rng_state(), **states(run)}, f"{path}.random", replicated=False
-    )
-    state.own["loaders"] = state.encode(loaders, f"{path}.loaders", replicated=False)
-    state.own["plugins"] = plugins
+    units = {unit.name: _unit(state, unit) for unit in run.units}
+    registered = encoded_objects(state, run.registered, "registered")
+    state.shared = {
+        "units": units,
+        "prepared": _prepared(run),
+        "registered": registered,
+        "run": _run_state(run, alone=alone),
+    }
+    random = {**run.hooks.rng_state(), **states(run)}
+    state.own = {
+        "reader": 0 if alone else run.topology.reader,
+        "random": state.encode(random, f"{path}.random", replicated=False),
+        "loaders": state.encode(loaders, f"{path}.loaders", replicated=False),
+        "plugins": plugins,
+    }
+    digests = [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
+    state.note, state.check = (digests, noted), lambda: _check_names(run, state)
     return state
 
 
-def split_rank_state(control: Collectives, state: Collected) -> None:
+def encoded_objects(state: State, items: Sequence[Any], path: str) -> list[Any]:
+    """Encode objects with a `state_dict`, each with the name of its class."""
+    objects = [(class_of(item), item.state_dict()) for item in items]
+    return [
+        {"class": kind, "state": state.encode(value, f"{path}[{number}] ({kind})")}
+        for number, (kind, value) in enumerate(objects)
+    ]
+
+
+def settle(state: State, notes: Sequence[Any], rank: int) -> None:
     """Move state that differs from rank 0's (pipeline stages) into this rank's file.
 
-    Collective. Of registered objects rank 0's values are saved; where others differ it says so, once.
+    Of registered objects rank 0's values are saved; where others differ it says so, once. notes: of all ranks.
+
+    Raises:
+        CheckpointError: ranks have different metrics. On all of them.
     """
-    units, registered = state.shared["units"], state.shared["registered"]
-
-    def digest() -> list[str]:
-        return [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
-
-    digests = gather_from_all_ranks(control, "save_state: compare what ranks share", digest)
-    if digests[control.rank][0] != digests[0][0]:
-        state.own["units"] = units
-    for number, thing in enumerate(registered, 1) if control.rank == 0 else ():
+    digests, numbers = zip(*notes, strict=True)
+    require_alike(numbers)
+    if digests[rank][0] != digests[0][0]:
+        state.own["units"] = state.shared["units"]
+    for number, thing in enumerate(state.shared["registered"], 1) if rank == 0 else ():
         others = tuple(
-            rank for rank, told in enumerate(digests) if told[number:][:1] != digests[0][number:][:1]
+            other for other, told in enumerate(digests) if told[number:][:1] != digests[0][number:][:1]
         )
         if others:
             _tell_of_others(number - 1, thing["class"], others)
@@ -144,7 +117,7 @@ def _tell_of_others(number: int, kind: str, ranks: tuple[int, ...]) -> None:
     )
 
 
-def check_names(run: Run, state: Collected) -> None:
+def _check_names(run: Run, state: State) -> None:
     """Raise CheckpointError if a plugin offers other names than the user's model has."""
     for unit in run.units:
         keys = [(key.partition("/"), leaf) for (name, key), leaf in state.leaves.items() if name == unit.name]
@@ -189,20 +162,13 @@ def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry, *, alone: bool
     return f"{plugin}/{name}{owner.get(entry.scope, '')}"
 
 
-def module_states(unit: Unit) -> tuple[dict[str, list[str]], dict[str, Any]]:
-    """Return (other names of weights, extra state) of all models of the unit.
-
-    Canonical name -> keys in `state_dict`, of weights that do not have the name itself; and key -> value of
-    what else is there.
-    """
-    names: dict[str, list[str]] = {}
-    extra: dict[str, Any] = {}
-    for number in range(len(unit.models)):
-        prefix, state = unit.qualify(number, ""), module_state(unit, number)
-        odd = {name: keys for name, keys in (state.names or {}).items() if keys != [name]}
-        names |= {f"{prefix}{name}": [f"{prefix}{key}" for key in keys] for name, keys in odd.items()}
-        extra |= {f"{prefix}{key}": value for key, value in state.extra.items()}
-    return names, extra
+def extra_states(unit: Unit) -> dict[str, Any]:
+    """Return the extra state of all models of the unit, by its keys in `state_dict`."""
+    return {
+        f"{unit.qualify(number, '')}{key}": value
+        for number in range(len(unit.models))
+        for key, value in extra_state(unit, number).items()
+    }
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
@@ -243,7 +209,7 @@ def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     return places
 
 
-def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
+def _unit(collected: State, unit: Unit) -> dict[str, Any]:
     path = f"units.{unit.name}"
     buffers = {
         unit.qualify(number, name)
@@ -255,7 +221,6 @@ def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
     for name, leaf in without_apart(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
-    names, extra = module_states(unit)
     listed: set[str] = set()
     return {
         "strategy": unit.strategy,
@@ -263,11 +228,10 @@ def _unit(collected: Collected, unit: Unit) -> dict[str, Any]:
         "aliases": dict(unit.aliases),
         "extra": {
             name: collected.encode(value, f"{path}.{name} (in its state_dict)")
-            for name, value in without_apart(unit, extra).items()
+            for name, value in without_apart(unit, extra_states(unit)).items()
         },
-        **({"names": told} if (told := without_apart(unit, names)) else {}),
         "optimizers": [_optimizer(collected, unit, optimizer, path, listed) for optimizer in unit.optimizers],
-        "schedulers": collected.encode_objects(unit.schedulers, f"{path}.schedulers"),
+        "schedulers": encoded_objects(collected, unit.schedulers, f"{path}.schedulers"),
     }
 
 
@@ -286,7 +250,7 @@ def _unapplied(unit: Unit) -> CheckpointError:
 
 
 def _optimizer(
-    collected: Collected, unit: Unit, optimizer: Optimizer, path: str, listed: set[str]
+    collected: State, unit: Unit, optimizer: Optimizer, path: str, listed: set[str]
 ) -> dict[str, Any]:
     """Describe an optimizer, and collect its tensors.
 
@@ -310,11 +274,10 @@ def _optimizer(
         "plain": collected.encode(
             {name: dict(plain) for name, plain in state.plain.items()}, f"{path}.state"
         ),
-        **({"own": collected.encode(dict(state.own), f"{path}.state_dict()")} if state.own else {}),
     }
 
 
-def _plugins(collected: Collected, unit: Unit, *, alone: bool) -> dict[str, dict[str, dict[str, Any]]]:
+def _plugins(collected: State, unit: Unit, *, alone: bool) -> dict[str, dict[str, dict[str, Any]]]:
     """Scope -> plugin -> the plugin's plain entries; tensor entries become leaves."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
     saving = unit.hooks.implementations("save_state")

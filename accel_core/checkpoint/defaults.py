@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core.checkpoint.own_state import own_state
+from accel_core.checkpoint.undeclared import refuse_own_state
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.errors import CheckpointError
@@ -48,9 +48,10 @@ class BaseState:
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         # late: start-up need not wait for them
-        from accel_core.checkpoint.codec import key_text
         from accel_core.contract.state import LeavesOnUse, OptimizerState
+        from accel_core.storage.codec import key_text
 
+        refuse_own_state(optimizer)
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}  # hashing takes time
         kept: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
@@ -84,7 +85,7 @@ class BaseState:
         values = (value for *_, tensors in kept for value in tensors.values())
         if any(type(value) not in _ORDINARY or value.is_nested for value in values):
             len(leaves)  # which makes them: those of other tensors may fail, and must do so before a load
-        return OptimizerState(leaves=leaves, plain=plain, groups=groups, own=own_state(optimizer))
+        return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
     @implements(hooks.refuse_optimizer_state)
     def refuse_optimizer_state(
@@ -105,8 +106,8 @@ class BaseState:
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
         # late: start-up need not wait for them
-        from accel_core.checkpoint.codec import key_of
-        from accel_core.distributed.tensor_bytes import DTYPES
+        from accel_core.storage.codec import key_of
+        from accel_core.storage.tensor_bytes import DTYPES
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}
@@ -243,10 +244,19 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
                     found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
     for name, tensor in found.items():
         if tensor.is_nested or is_lazy(tensor):  # without a shape to store
-            from accel_core.checkpoint.codec import require_plain  # late: start-up need not wait for it
+            from accel_core.storage.codec import require_plain  # late: start-up need not wait for it
 
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
+        if not tensor.is_contiguous() and 0 in tensor.stride() and _repeats(tensor):
+            raise CheckpointError(
+                f"model/{name} of unit {unit.name!r} was made by expand: its elements share memory, into which"
+                " a load cannot write\nmake it a tensor of its own with clone(), or persistent=False"
+            )
     return found
+
+
+def _repeats(tensor: Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _wraps(tensor: Tensor) -> bool:
@@ -286,13 +296,13 @@ def _allocate(
 
 
 def _pack(state: Any) -> Tensor:
-    from accel_core.checkpoint.codec import encode  # late: start-up need not wait for it
+    from accel_core.storage.codec import encode  # late: start-up need not wait for it
 
     return torch.frombuffer(bytearray(json.dumps(encode(state, "random")).encode()), dtype=torch.uint8)
 
 
 def _unpack(stream: Tensor, name: str) -> Any:
-    from accel_core.checkpoint.codec import decode  # late: start-up need not wait for it
+    from accel_core.storage.codec import decode  # late: start-up need not wait for it
 
     return decode(json.loads(bytes(stream.tolist())), name)
 

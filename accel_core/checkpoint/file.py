@@ -7,16 +7,13 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from accel_core.checkpoint.paths import local_path
+from accel_core.checkpoint.places import local_path
 from accel_core.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from accel_core.checkpoint.stored import Place
 
 
 class UnfitObjectError(CheckpointError, TypeError, ValueError):
@@ -53,7 +50,7 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
             beside.unlink(missing_ok=True)
 
 
-def not_written(path: Place, error: Exception) -> CheckpointError:
+def not_written(path: object, error: Exception) -> CheckpointError:
     """Return the error for a file or folder that the disk does not take."""
     reason = getattr(error, "strerror", None) or error  # alone: the file in the text is a temporary one
     return UnwritableError(

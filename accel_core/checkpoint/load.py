@@ -1,399 +1,203 @@
-"""Load a checkpoint: verify and compare first, then change state in place."""
+"""Load a checkpoint: choose one, compare, verify, and only then restore. Four rounds of the ranks."""
 
 from __future__ import annotations
 
-import math
-import os
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+import logging
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, NamedTuple
 
-import torch
+from attrs import frozen
 
-from accel_core.checkpoint.agree import run_on_all_ranks
-from accel_core.checkpoint.collect import class_of, entry_key, module_states, without_apart
-from accel_core.checkpoint.files import DataFile, understanding
-from accel_core.checkpoint.find import find
-from accel_core.checkpoint.module_state import owner_of, restore_extra
-from accel_core.checkpoint.optimizers import OptimizerPlan
-from accel_core.checkpoint.problems import Action, Problems
-from accel_core.checkpoint.random_state import plan_random
-from accel_core.checkpoint.read import Checkpoint, fill
-from accel_core.checkpoint.saved_units import compare_state_of_tied, join_units, tensors_by_sort
-from accel_core.checkpoint.values import EncodedValues
-from accel_core.contract.state import Entry, Leaf
-from accel_core.distributed.progress import show_progress
+from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
+from accel_core.storage.commit import manifests, read_manifest
+from accel_core.storage.files import DamagedError, understanding
+from accel_core.storage.opened import Block, Opened, reading
+from accel_core.storage.protocols import first_here, firsts, sharers
+from accel_core.storage.tensors import Checkpoint
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.manifest import Manifest
-    from accel_core.checkpoint.read import Stored
-    from accel_core.checkpoint.reader import Block
-    from accel_core.checkpoint.retention import CheckpointSeries
-    from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import Unit
+    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.protocols import Comm, Storage
+    from accel_core.storage.series import Series
 
-Scope = Literal["replicated", "per_reader", "per_rank"]
+logger = logging.getLogger(__name__)
+
+
+class Choice(NamedTuple):
+    """A checkpoint that all disks have: its number, None of the caller's own; None for the id of a damaged one."""
+
+    number: int | None
+    save_id: str | None
+
+
+@frozen
+class Search:
+    """The checkpoints to load from: `place`, or those of the series, the newest or best first.
+
+    missing_ok: there may be none.
+    """
+
+    series: Series
+    place: Storage | None
+    best: bool = False
+    missing_ok: bool = False
+
+    def look(self) -> list[tuple[int | None, list[str]]]:
+        """Return number and save ids, the newest first, of what is on this disk."""
+        if self.place is not None:
+            saves = [manifest.save_id for manifest in manifests(self.place)]
+            return [(None, saves)] if saves or self.place.list() else []
+        return [
+            (number, [manifest.save_id for manifest in manifests(self.series.path_of(number))])
+            for number in self.series.candidates(best=self.best)
+        ]
+
+    def at(self, choice: Choice) -> Storage:
+        """Return the checkpoint's folder."""
+        if choice.number is None:
+            assert self.place is not None
+            return self.place
+        return self.series.path_of(choice.number)
+
+    @property
+    def folder(self) -> Storage:
+        """The folder that is looked into."""
+        return self.place or self.series.folder
+
+    def nothing(self, tried: int, *, others: bool) -> CheckpointError:
+        """Return the error where none was loaded. others: there are some without the metric."""
+        if self.place is not None:
+            return CheckpointError(
+                f"{self.place} is not a checkpoint: there is no such folder\n"
+                "give the folder that save_state() returned",
+                path=str(self.place),
+            )
+        if tried:
+            text = (
+                f"none of the {tried} checkpoints in {self.folder} can be loaded, the log says why\n"
+                "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
+            )
+        else:
+            metric = " with a value of project.keep_best" if self.best else ""
+            start = "load_state(missing_ok=True)" if not others else "load_state()"
+            instead = "start without one" if not others else "take the newest"
+            text = f"there is no checkpoint{metric} in {self.folder}\nto {instead}, {start}"
+        return CheckpointError(text, path=str(self.folder))
 
 
 def load(
-    run: Run,
-    series: CheckpointSeries,
-    directory: str | os.PathLike[str] | Place | None,
-    *,
-    strict: bool,
-    missing_ok: bool,
-    best: bool,
-) -> tuple[Place, Manifest] | None:
+    run: Run, comm: Comm, search: Search, *, strict: bool, entered: Callable[[], None]
+) -> tuple[Storage, Manifest] | None:
     """Load a checkpoint, and return its folder and manifest.
 
-    See `CheckpointSession.load`.
+    See `CheckpointSession.load`. entered: called first, on all ranks.
     """
-    control = run.collectives("control")
-    made: list[Restoration] = []
+    entered_once = [entered]
 
-    def compared(checkpoint: Checkpoint) -> Restoration:
-        if not made or made[0].checkpoint is not checkpoint:
-            with understanding(checkpoint.folder, calls_plugins=True):
-                made[:] = [Restoration(run, checkpoint, strict=strict)]
-        return made[0]
+    def look() -> list[tuple[int | None, list[str]]]:
+        while entered_once:
+            entered_once.pop()()
+        return search.look() if first_here(comm, search.folder) else []
 
-    def decoded(checkpoint: Checkpoint) -> Restoration:
-        restoration = compared(checkpoint)
-        with understanding(checkpoint.folder, calls_plugins=True):
-            restoration.values.decode()
-        return restoration
-
-    # What does not fit is found before the rest is asked of a store.
-    needed = (lambda each: compared_blocks(run, each)), (lambda each: compared(each).blocks())
-    checkpoint = find(run, series, directory, needed, missing_ok=missing_ok, best=best)
-    if checkpoint is None:
-        return None
-    try:
-        restoration = run_on_all_ranks(control, "load_state: compare", lambda: decoded(checkpoint))
-        with show_progress(f"loading {checkpoint.folder.name}", restoration.measured()):
-            run_on_all_ranks(control, "load_state: restore", restoration.apply)
-    finally:
-        checkpoint.node_copy.close()
-    return checkpoint.folder, checkpoint.manifest
-
-
-def compared_blocks(run: Run, checkpoint: Checkpoint) -> set[Block]:
-    """Return the blocks of values that `Restoration` looks at to compare."""
-    own = checkpoint.rank_state(_own_rank(run, checkpoint))
-    values = [own["loaders"], own["random"], checkpoint.rank_state(0)["random"]]
-    for part in (checkpoint.state, *checkpoint.ranks.values()):
-        for unit in part.get("units", {}).values():
-            values += [unit["optimizers"], unit["schedulers"]]
-    numbers = [
-        (stored, None)
-        for unit in run.units
-        if len(unit.hooks.implementations("refuse_optimizer_state")) > 1  # a strategy's: it may read them
-        for (name, key), stored in checkpoint.tensors.items()
-        if name == unit.name and stored.kind == "scalar" and key.startswith("optimizer/")
-    ]
-    return checkpoint.blocks_of_values(values) | checkpoint.blocks_of(numbers)
-
-
-def _own_rank(run: Run, checkpoint: Checkpoint) -> int:
-    """Return the rank whose own state this one takes."""
-    return run.world.rank if _is_same_world(run, checkpoint) else 0
-
-
-def _is_same_world(run: Run, checkpoint: Checkpoint) -> bool:
-    world = checkpoint.manifest.world
-    return (world["readers"], world["size"]) == (run.topology.readers, run.world.size)
-
-
-class Restoration:
-    """The actions that bring a run into a checkpoint's state.
-
-    Making one changes nothing.
-
-    values: to be decoded before `apply`.
-
-    Raises:
-        MisfitError: the checkpoint does not fit the run.
-    """
-
-    def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
-        self.run, self.checkpoint = run, checkpoint
-        self.values = EncodedValues(checkpoint)
-        self._problems = Problems(checkpoint.folder, strict)
-        # By what they restore. First what other people's code does, which may fail; then what core copies.
-        self._objects: list[Action] = []
-        self._copies: list[Action] = []
-        self._places: list[tuple[Stored, Leaf]] = []
-        self._optimizer_places: list[tuple[OptimizerPlan, Mapping[str, Leaf]]] = []
-        world, reader, ranks = checkpoint.manifest.world, run.topology.reader, checkpoint.ranks
-        same_readers = world["readers"] == run.topology.readers
-        same_world = _is_same_world(run, checkpoint)
-        self._own = checkpoint.rank_state(_own_rank(run, checkpoint))
-        # Scope of plugins' entries -> the ranks to take them from, where they mean something in this world:
-        # each from the first that has it, for pipeline stages have different ones.
-        self._scopes: dict[Scope, Sequence[Any]] = {"replicated": [*ranks.values()]}
-        if same_readers:
-            same = [state for state in ranks.values() if state["reader"] == reader]
-            if not same:
-                raise checkpoint.lacks(f"what belongs to reader {reader}")
-            self._scopes["per_reader"] = same[:1]
-        if same_world:
-            self._scopes["per_rank"] = [self._own]
-        else:
-            scopes = " and ".join(self._scopes)
-            self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
-        with self._understood("dataloaders"):
-            self._loaders()
-        registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
-        for what, item, state in registered:
-            self._objects.append((what, self.values.handed(state, what, item.load_state_dict)))
-        self._run_state(checkpoint.state.get("run", {}))
-        parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
-        saved = join_units([part["units"] for part in parts if "units" in part])
-        self._problems.compare("unit ", saved, [unit.name for unit in run.units])
-        for unit in run.units:
-            if unit.name in saved:
-                self._unit(unit, saved[unit.name])
-        with self._understood("random streams"):
-            random = plan_random(run, checkpoint, self._own["random"], self._problems, same_world=same_world)
-            self._copies += random
-        self._problems.raise_if_any()
-
-    def apply(self) -> None:
-        """Make all changes.
-
-        Raises:
-            CheckpointError: an action failed; it says which, and what it leaves behind.
-        """
-        actions = [*self._objects, *self._copies]
-        with torch.inference_mode(False), torch.no_grad():  # what is made here is trained on
-            for done, (what, action) in enumerate(actions):
-                try:
-                    action()
-                except Exception as error:  # other people's code, of any kind: the message says where
-                    before = list(dict.fromkeys(name for name, _ in actions[:done]))
-                    raise _mixed(self.checkpoint.folder, what, before, error) from error
-
-    def blocks(self) -> set[Block]:
-        """Return the blocks that `apply` and `values` read."""
-        places: list[tuple[Stored, Leaf | None]] = [*self._places]
-        for plan, leaves in self._optimizer_places:
-            for name, stored, made in plan.places():
-                leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
-                alike = leaf and (leaf.global_shape, leaf.layout) == (stored.shape, stored.layout)
-                places.append((stored, leaf if alike else None))
-        return self.values.blocks() | self.checkpoint.blocks_of(places)
-
-    def measured(self) -> Callable[[], tuple[int, int]]:
-        """Return a measure of the bytes that `apply` reads, for `show_progress`.
-
-        Of all it reads the share that it reads of the weights: what there is of other state, it allocates.
-        """
-        read = DataFile.measured(0)
-
-        def measure() -> tuple[int, int]:
-            files = sum(data.record.size for data, _ in self.checkpoint.shares.values())
-            held = sum(shard.numel() for _, leaf in self._places for _, shard in leaf.shards)
-            whole = sum(math.prod(stored.shape) for stored, _ in self._places)
-            return read()[0], files * held // whole if whole else files
-
-        return measure
-
-    def _run_state(self, saved: Mapping[str, Any]) -> None:
-        """Plugins' state of the whole run, as `_plugins` takes that of a unit."""
-        loading = {hook.plugin: hook.call for hook in self.run.hooks.implementations("load_run_state")}
-        for plugin, encoded in saved.items():
-            what = f"state of plugin {plugin}"
-            if plugin in loading:
-                self._objects.append((what, self.values.handed(encoded, what, loading[plugin])))
-            else:
-                self._problems.warn(f"{what}, which is not in this stack, is left out")
-
-    def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
-        unit.drop_cut_ties()
-        for alias, owner in saved["aliases"].items():
-            if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
-                untied = f"{alias} was tied to {owner}, and is not tied to it here"
-                self._problems.found.append(f"{unit.name}: {untied}")
-        tensors = tensors_by_sort(unit, self.checkpoint, self._problems)
-        if unit.aliases:
-            compare_state_of_tied(unit, self.checkpoint, saved["optimizers"], self._problems)
-        leaves = without_apart(unit, unit.hooks.model_state(unit))
-        misfits = self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
-        self._extra(unit, without_apart(unit, saved["extra"]))
-        schedulers = self._pair(f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)
-        plan = OptimizerPlan(
-            unit, self.checkpoint, saved["optimizers"], tensors["optimizer"], misfits, self._problems
-        )
-        for optimizer in unit.optimizers:
-            plan.add_optimizer(optimizer)
-        plan.note_unclaimed({name for name, leaf in leaves.items() if not leaf.shards})
-        for what, scheduler, state in schedulers:
-            plan.add_scheduler(what, scheduler, self.checkpoint.decode(state, what))
-        self._copies += plan.actions
-        self._optimizer_places.append((plan, leaves))
-        self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
-        self._copies.append((f"{unit.name}", unit.begin_anew))
-        self._plugins(unit, tensors["plugins"])
-
-    def _extra(self, unit: Unit, saved: Mapping[str, Any]) -> None:
-        """Plan the state that modules add to their own `state_dict`.
-
-        A module may make some of it in its first step only.
-        """
-        _, extra = module_states(unit)
-        present = without_apart(unit, extra)
-        for number in range(len(unit.models)):
-            prefix = unit.qualify(number, "")
-            keys = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
-            takeable = {
-                key
-                for name, key in keys.items()
-                if key in present or owner_of(unit, number, name) is not None
-            }
-            here = [*(key for key in present if key.startswith(prefix)), *sorted(takeable)]
-            self._problems.compare(f"{unit.name}: extra state ", keys.values(), here)
-            values: dict[str, Any] = {}
-            taken = {name: key for name, key in keys.items() if key in takeable}
-            for name, key in taken.items():
-                self.values.add(saved[key], f"units.{unit.name}.{key}", partial(values.__setitem__, name))
-            if taken:
-                what = f"extra state of {unit.name}: {', '.join(taken)} ({class_of(unit.models[number])})"
-                self._objects.append((what, partial(restore_extra, unit, number, values)))
-
-    def _loaders(self) -> None:
-        """Positions in the data.
-
-        One that its loader cannot take is a difference like others.
-        """
-        positions = self.checkpoint.decode(self._own["loaders"], "loaders")
-        loaders = self.run.prepared.loaders
-        self._problems.compare("dataloader ", range(len(positions)), range(len(loaders)))
-        for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
-            try:
-                loader.check_state_dict(position)
-            except CheckpointError as error:  # without `strict` it begins where it stands
-                found, _, remedy = str(error).partition("\n")
-                self._problems.found.append(f"dataloader {number}: {found}; {remedy}")
-            else:
-                self._objects.append((f"dataloader {number}", partial(loader.load_state_dict, position)))
-
-    def _fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
-        """Note what is to be copied; gives the names of what does not fit."""
-        misfits, places = set(), []
-        self._problems.compare(what, saved, leaves)
-        for name, stored in saved.items():
-            if name in leaves and self._problems.tensor_fits(f"{what}{name}", leaves[name], stored):
-                stored.require(leaves[name])
-                places.append((stored, leaves[name]))
-            elif name in leaves:
-                misfits.add(name)
-        self._places += places
-        if places:
-            self._copies.append((what.removesuffix("/"), partial(fill, places)))
-        return misfits
-
-    def _pair(self, what: str, saved: Sequence[Any], here: Sequence[Any]) -> list[tuple[str, Any, Any]]:
-        """Objects, in words and themselves, and their saved states, encoded.
-
-        By position. Those that are not of one class are noted, and left out.
-        """
-        pairs = []
-        self._problems.compare(what, range(len(saved)), range(len(here)))
-        for number, (described, item) in enumerate(zip(saved, here, strict=False)):
-            if described["class"] == class_of(item):
-                name = f"{what}{number} ({class_of(item)})"
-                pairs.append((name, item, described["state"]))
-            else:
-                classes = f"is a {described['class']} in the checkpoint, a {class_of(item)} here"
-                self._problems.fatal.append(f"{what}{number} {classes}")
-        return pairs
-
-    def _plugins(self, unit: Unit, tensors: Mapping[str, Stored]) -> None:
-        """Plugins' own entries.
-
-        One that is not in this stack cannot take them back, and one that was not in the checkpoint's has
-        none to take: logged, no error.
-        """
-        restored: dict[str, dict[str, Entry]] = {}
-        leaves: dict[str, Leaf] = {}
-        known, anew = {key.partition("/")[0] for key in tensors}, set[str]()
-        saving = {hook.plugin: hook.call for hook in unit.hooks.implementations("save_state")}
-        for plugin, save in saving.items():
-            entries: Mapping[str, Entry] = save(unit) or {}
-            for name, entry in entries.items():
-                if isinstance(entry.value, Leaf) and entry.scope in self._scopes:
-                    if plugin not in known:
-                        anew.add(plugin)
-                        continue
-                    key = entry_key(self.run, plugin, name, entry)
-                    leaves[key] = entry.value
-                    if key in tensors:
-                        restored.setdefault(plugin, {})[name] = entry
-        for plugin in sorted(anew):
-            self._problems.warn(f"{unit.name}: it has no state of plugin {plugin}, which begins anew")
-        stored = {key: tensors[key] for key in leaves if key in tensors}
-        for key in sorted(self._fill(f"{unit.name}: plugins/", leaves, stored)):
-            self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
-        for scope, plugin, encoded in self._plain_entries(unit):
-            taken = restored.setdefault(plugin, {})
-            for name in [name for name in encoded if name not in taken]:
-                taken[name] = Entry(value=None, scope=scope)  # until it is decoded
-                self.values.add(
-                    encoded[name],
-                    f"units.{unit.name}.{plugin}.{name}",
-                    partial(_set_entry, taken, name, scope),
-                )
-        self._give_back(unit, restored, saving)
-
-    def _give_back(
-        self, unit: Unit, restored: Mapping[str, Mapping[str, Entry]], saving: Collection[str]
-    ) -> None:
-        """Let plugins take back their entries; warn of entries that none takes."""
-        loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
-        for plugin, taken in restored.items():
-            if plugin in loading:
-                what = f"{unit.name}: state of plugin {plugin}"
-                self._copies.append((what, partial(loading[plugin], unit, taken)))
-            elif plugin not in saving:
-                what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
-                self._problems.warn(what)
-            elif plain := [name for name, entry in taken.items() if not isinstance(entry.value, Leaf)]:
-                what = f"{unit.name}: plugin {plugin} has no hook load_state to take back {', '.join(plain)}"
-                self._problems.warn(what)
-
-    def _plain_entries(self, unit: Unit) -> Iterator[tuple[Scope, str, Mapping[str, Any]]]:
-        """(scope, plugin, name -> encoded value) of each rank to take them from."""
-        for scope, states in self._scopes.items():
-            for state in states:
-                for plugin, encoded in state["plugins"][unit.name].get(scope, {}).items():
-                    yield scope, plugin, encoded
-
-    @contextmanager
-    def _understood(self, what: str) -> Iterator[None]:
-        """Note as a problem any error of code that reads values of any content."""
+    choices = _choices(comm, search, look)
+    tried: list[int | None] = []
+    while choices:
+        choice = choices.pop(0)
+        place = search.at(choice)
         try:
-            yield
-        except CheckpointError:
-            raise
-        except Exception as error:  # torch's, Python's and numpy's generators raise what they like
-            self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
+            return place, _Loading(run, comm, place, choice.save_id).restored(strict=strict)
+        except DamagedError as error:
+            now = [each for each in _choices(comm, search, look) if each.number == choice.number]
+            if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
+                choices.insert(0, now[0])
+                continue
+            if search.place is not None:
+                raise
+            tried.append(choice.number)
+            if comm.rank == 0:
+                logger.warning("passed over: %s", error)
+    others = search.best and not tried and any(comm.together("load_state: look", _any_of(search, comm)))
+    if search.missing_ok and not tried and not others:
+        return None
+    raise search.nothing(len(tried), others=others)
 
 
-def _set_entry(taken: dict[str, Entry], name: str, scope: Scope, value: Any) -> None:
-    taken[name] = Entry(value=value, scope=scope)
+def _any_of(search: Search, comm: Comm) -> Callable[[], bool]:
+    return lambda: first_here(comm, search.folder) and bool(search.series.candidates())
 
 
-def _mixed(folder: Place, what: str, done: Sequence[str], error: Exception) -> CheckpointError:
-    """Return the error for an action that failed after others were done."""
-    state = "nothing else was changed"
-    if done:
-        more = f" and {len(done) - 5} more" if len(done) > 5 else ""
-        state = f"the run is in a mixed state: of {folder} it has {', '.join(done[:5])}{more}"
-    return CheckpointError(
-        f"load_state: {what} could not be restored, and may be half loaded: {type(error).__name__}: {error}\n"
-        f"{state}\nload it into a new run, once that object takes back what it gave",
-        path=str(folder),
-    )
+def _choices(
+    comm: Comm, search: Search, look: Callable[[], list[tuple[int | None, list[str]]]]
+) -> list[Choice]:
+    """Return the checkpoints that all disks have, in the order in which they are tried. One round."""
+    found = comm.together("load_state: look", look)
+    disks = [dict(found[rank]) for rank in firsts(comm, search.folder)]
+    chosen = []
+    for number, saves in disks[0].items():
+        others = [disk[number] for disk in disks[1:] if number in disk]
+        if len(others) + 1 < len(disks):
+            continue  # a node lacks it: it was killed before it had committed, or lost its disk
+        common = next((each for each in saves if all(each in other for other in others)), None)
+        if common is None and saves and all(others):
+            raise CheckpointError(
+                f"ranks see different checkpoints in {search.folder}: saves {', '.join([saves[0], others[0][0]])}\n"
+                "give all ranks the same directory, on a disk that all nodes share",
+                path=str(search.folder),
+            )
+        chosen.append(Choice(number, common))
+    return chosen
+
+
+class _Loading:
+    """One checkpoint that is tried."""
+
+    def __init__(self, run: Run, comm: Comm, place: Storage, save_id: str | None) -> None:
+        self.run, self.comm, self.place, self.save_id = run, comm, place, save_id
+        self._stack = ExitStack()
+
+    def restored(self, *, strict: bool) -> Manifest:
+        """Restore the run from it. Raises CheckpointError, on all ranks."""
+        comm, made = self.comm, list[Restoration]()
+
+        def compare() -> set[Block]:
+            checkpoint = self._opened()
+            with understanding(checkpoint.place, calls_plugins=True):
+                made.append(restoration := Restoration(self.run, checkpoint, strict=strict))
+                heads = {(rank, number) for rank, number in checkpoint.blocks if number == 0}
+                return heads | restoration.blocks()
+
+        with self._stack:
+            needed = comm.together("load_state: compare", compare)
+            (restoration,) = made
+            checkpoint = restoration.checkpoint
+            self._verify(checkpoint, needed)
+            before, files = checkpoint.meter.count, sum(d.record.size for d, _ in checkpoint.shares.values())
+            with comm.shown(f"loading {self.place.name}", lambda: (checkpoint.meter.count - before, files)):
+                comm.together("load_state: restore", restoration.apply)
+            return checkpoint.manifest
+
+    def _opened(self) -> Checkpoint:
+        place, save_id = self.place, self.save_id
+        manifest = next((each for each in manifests(place) if each.save_id == save_id), None)
+        if manifest is None:
+            manifest = read_manifest(place)  # which says what is wrong with it
+        home = place.at(manifest.save_id)
+        if first_here(self.comm, place):
+            home = self._stack.enter_context(reading(place, manifest.save_id))
+        self._near = home.near(manifest.save_id)
+        return Checkpoint.with_tensors(Opened.of(place, manifest, self._near))
+
+    def _verify(self, checkpoint: Checkpoint, needed: Sequence[set[Block]]) -> None:
+        """Verify what the ranks that see the same files need, each a share."""
+        comm = self.comm
+        ranks = sharers(comm, self._near)
+        blocks = sorted(set().union(*(needed[rank] for rank in ranks)))
+        share, shares = ranks.index(comm.rank), len(ranks)
+        mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
+        before, total = checkpoint.meter.count, checkpoint.bytes_of(mine)
+        with comm.shown(f"verifying {self.place.name}", lambda: (checkpoint.meter.count - before, total)):
+            comm.together("load_state: verify", lambda: checkpoint.verify(mine))
+        checkpoint.note_verified(blocks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -12,18 +12,18 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
-from accel_core.checkpoint.own_state import is_same, own_state, restore_own_state
-from accel_core.checkpoint.read import fill
+from accel_core.checkpoint.same import is_same
 from accel_core.contract.state import TensorTemplate
 from accel_core.errors import CheckpointError
+from accel_core.storage.tensors import fill
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.checkpoint.problems import Action, Problems
-    from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
+    from accel_core.storage.tensors import Checkpoint, Stored
 
 _PER_GROUP: Final = frozenset(
     {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
@@ -50,12 +50,6 @@ class Saved:
     algorithm: str
     group: SavedGroup
 
-    def is_like(self, other: Saved) -> bool:
-        """Compare all but the place in groups."""
-        return self.algorithm == other.algorithm and is_same(
-            [self.values, self.plain], [other.values, other.plain]
-        )
-
 
 class OptimizerPlan:
     """Comparison of a unit's optimizers and schedulers with the saved ones.
@@ -79,15 +73,9 @@ class OptimizerPlan:
         self.actions: list[Action] = []
         self._places: list[tuple[Mapping[str, Stored], Mapping[str, Leaf]]] = []
         self._unit, self._tensors, self._misfits, self._problems = unit, tensors, misfits, problems
-        # What no optimizer of this run has claimed yet: state by parameter, own state by saved optimizer.
-        self._unclaimed = _by_name_here(unit, _saved_parameters(unit, checkpoint, described), problems)
-        self._own = {
-            number: (
-                saved["class"],
-                checkpoint.decode(saved["own"], f"units.{unit.name} {saved['class']}.own"),
-            )
-            for number, saved in enumerate(described)
-            if "own" in saved
+        self._unclaimed = {  # what no optimizer of this run has claimed yet
+            unit.aliases.get(name, name): saved
+            for name, saved in _saved_parameters(unit, checkpoint, described)
         }
         self._origins: dict[Optimizer, list[set[SavedGroup]]] = {}
 
@@ -102,10 +90,6 @@ class OptimizerPlan:
         for name in [name for name in mine if mine[name].algorithm != algorithm]:
             stepped = f"was stepped by {mine.pop(name).algorithm}, here by {algorithm}, another class"
             problems.found.append(f"{unit.name}: {name} {stepped}")
-        own = self._claim_own(f"{unit.name}: own state of {algorithm}", mine, state.own)
-        if own:
-            what = f"{unit.name}: own state of {algorithm}"
-            self.actions.append((what, partial(restore_own_state, optimizer, own)))
         for number, group in enumerate(state.groups):
             what = f"{unit.name}: group {number} of {algorithm}"
             values = _group_values(what, group, mine, problems)
@@ -113,8 +97,6 @@ class OptimizerPlan:
             places = {mine[name].group for name in group["params"] if name in mine}
             self._origins.setdefault(optimizer, []).append(places)
         self._add_state(optimizer, algorithm, mine, state.leaves)
-        if own:  # a wrapper's `load_state_dict` may have given what it wraps another state to step with
-            self.actions.append((f"{unit.name}: state of {algorithm}", partial(own_state, optimizer)))
 
     def places(self) -> Iterator[tuple[str, Stored, Leaf | None]]:
         """Yield (parameter, stored tensor, leaf that it fills or None before it is made)."""
@@ -127,10 +109,8 @@ class OptimizerPlan:
 
         Call it once all optimizers are added. elsewhere: parameters that other ranks hold.
         """
-        name, unused = self._unit.name, [kind for kind, own in self._own.values() if own]
         left = [parameter for parameter in self._unclaimed if parameter not in elsewhere]
-        self._problems.compare(f"{name}: optimizer state of ", left, ())
-        self._problems.compare(f"{name}: own state of ", unused, ())
+        self._problems.compare(f"{self._unit.name}: optimizer state of ", left, ())
 
     def add_scheduler(self, what: str, scheduler: Any, state: dict[str, Any]) -> None:
         """Fit a scheduler's saved state to the groups of its optimizer.
@@ -139,16 +119,6 @@ class OptimizerPlan:
         """
         self._problems.fatal.extend(_regroup(what, state, self._origins.get(scheduler.optimizer, ())))
         self.actions.append((what, partial(scheduler.load_state_dict, state)))
-
-    def _claim_own(self, what: str, mine: Mapping[str, Saved], here: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the saved state beside parameters, of optimizers that are one here."""
-        numbers = sorted({saved.group.optimizer for saved in mine.values()})
-        claimed = [self._own.pop(number, ("", {}))[1] for number in numbers]
-        if len(claimed) > 1 and any(claimed):
-            self._problems.fatal.append(f"{what}: {len(claimed)} optimizers that each have such are one now")
-        own: Mapping[str, Any] = next(iter(claimed), {})
-        self._problems.compare(f"{what}: ", own.get("rest", ()), here.get("rest", ()))
-        return own
 
     def _add_state(
         self, optimizer: Optimizer, algorithm: str, mine: Mapping[str, Saved], leaves: Mapping[str, Leaf]
@@ -208,22 +178,6 @@ def _saved_parameters(
             bare = Saved(values, {}, algorithm, SavedGroup(number, position))
             for name in group["params"]:
                 yield name, evolve(bare, plain=plain[name]) if name in plain else bare
-
-
-def _by_name_here(unit: Unit, saved: Iterable[tuple[str, Saved]], problems: Problems) -> dict[str, Saved]:
-    """Name as it is here -> what was saved.
-
-    Two that are one here, by a tie, must have been alike.
-    """
-    found: dict[str, Saved] = {}
-    names: dict[str, str] = {}
-    for name, each in saved:
-        here = unit.aliases.get(name, name)
-        known, first = found.setdefault(here, each), names.setdefault(here, name)
-        if first != name and not known.is_like(each):
-            differ = f"{first} and {name} were stepped differently, and are one here, by a tie"
-            problems.found.append(f"{unit.name}: {differ}")
-    return found
 
 
 def _group_values(

@@ -9,14 +9,13 @@ from typing import TYPE_CHECKING
 import torch
 from attrs import field, frozen
 
-from accel_core.checkpoint.plan import raise_problems
-from accel_core.contract.state import Leaf
-from accel_core.distributed.tensor_bytes import DTYPES, name_of
 from accel_core.errors import CheckpointError
+from accel_core.storage.plan import raise_problems
+from accel_core.storage.tensor_bytes import DTYPES, name_of
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.read import Stored
-    from accel_core.checkpoint.stored import Place
+    from accel_core.storage.leaves import Leaf
+    from accel_core.storage.tensors import Stored
 
 Action = tuple[str, Callable[[], object]]
 """(name of what is restored, function that restores it)."""
@@ -35,7 +34,7 @@ class Problems:
     Not strict, only `fatal` ones count.
     """
 
-    folder: Place
+    folder: object
     strict: bool
     found: list[str] = field(factory=list)
     fatal: list[str] = field(factory=list)

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 from xxhash import xxh3_64_intdigest
 
 from accel_core.distributed.streams import check, reseed, restore, states
-from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.storage.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from accel_core.checkpoint.problems import Action, Problems
-    from accel_core.checkpoint.read import Checkpoint
     from accel_core.contract.run import Run
+    from accel_core.storage.tensors import Checkpoint
 
 
 def plan_random(

@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.checkpoint.codec import decode
-from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.storage.codec import decode
 
 if TYPE_CHECKING:
     from accel_core.checkpoint.problems import Problems
-    from accel_core.checkpoint.read import Checkpoint, Stored
     from accel_core.contract.unit import Unit
+    from accel_core.storage.tensors import Checkpoint, Stored
 
 
 def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -45,43 +44,10 @@ def tensors_by_sort(unit: Unit, checkpoint: Checkpoint, problems: Problems) -> d
         if unit.aliases:
             owner, slash, part = here.rpartition("/") if sort == "optimizer" else (here, "", "")
             here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
-            known, first = tensors[sort].get(here, stored), first_keys.setdefault((sort, here), key)
-            if first != key and not _is_alike(known, stored):
-                differ = f"{first} and {key} differ in the checkpoint, and are one here, by a tie"
-                problems.found.append(f"{unit.name}: {differ}")
-        tensors[sort].setdefault(here, stored)
+            if (first := first_keys.setdefault((sort, here), key)) != key:
+                problems.fatal.append(f"{unit.name}: {first} and {key} are one here, by a tie, and were two")
+        tensors[sort][here] = stored
     return tensors
-
-
-def compare_state_of_tied(
-    unit: Unit, checkpoint: Checkpoint, optimizers: Sequence[Mapping[str, Any]], problems: Problems
-) -> None:
-    """Note weights that are tied here, and of which optimizers kept different state."""
-    # Name here -> name there -> what optimizers have of it.
-    kept: dict[str, dict[str, set[str]]] = {}
-    keys = [key.partition("/") for name, key in checkpoint.tensors if name == unit.name]
-    for owner in [rest for sort, _, rest in keys if sort == "model"]:
-        kept.setdefault(unit.aliases.get(owner, owner), {})[owner] = set()
-    for owner, _, part in [rest.rpartition("/") for sort, _, rest in keys if sort == "optimizer"]:
-        kept.get(unit.aliases.get(owner, owner), {}).setdefault(owner, set()).add(part)
-    for optimizer in optimizers:
-        for group in checkpoint.decode(optimizer["groups"], f"units.{unit.name} groups"):
-            for name in group["params"]:
-                kept.get(unit.aliases.get(name, name), {}).setdefault(name, set()).add("a group")
-    for (first, had), *others in [[*names.items()] for names in kept.values() if names]:
-        for name, has in others:
-            if had != has:
-                words = [", ".join(sorted(parts)) or "nothing" for parts in (had, has)]
-                kinds = f"{first} has {words[0]}; {name} has {words[1]}"
-                differ = f"differ in what their optimizer has of them ({kinds}), and are one here, by a tie"
-                problems.found.append(f"{unit.name}: {first} and {name} {differ}")
-
-
-def _is_alike(one: Stored, other: Stored) -> bool:
-    """Compare contents."""
-    return (one.shape, one.dtype, one.layout) == (other.shape, other.dtype, other.layout) and bytes_of(
-        one.tensor()
-    ) == bytes_of(other.tensor())
 
 
 def _parameters_of(optimizer: Mapping[str, Any]) -> set[str]:

@@ -1,23 +1,22 @@
-"""The checkpoints of one run: save, load, wait, and stop when told to."""
+"""The checkpoints of one run: save, load and wait."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from accel_core.distributed.together import RunComm
 from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
+from accel_core.storage.protocols import Alone
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.copies import Copies
-    from accel_core.checkpoint.preemption import Preemption
-    from accel_core.checkpoint.retention import CheckpointSeries
-    from accel_core.checkpoint.save import Saver
-    from accel_core.checkpoint.stored import Place
     from accel_core.contract.run import Run
+    from accel_core.storage.protocols import Comm, Storage
+    from accel_core.storage.save import Saver
+    from accel_core.storage.series import Numbering, Series
 
 
 class CheckpointSession:
@@ -29,56 +28,50 @@ class CheckpointSession:
     def __init__(self, run: Run) -> None:
         self.run = run
         self._saver: Saver | None = None
-        self._copies: Copies | None = None
-        self._preemption: Preemption | None = None
-        self._is_preempted = False
+        self._step: int | None = None
+        """Of the save under way, as the caller gave it."""
 
     @cached_property
-    def series(self) -> CheckpointSeries:
+    def series(self) -> Series:
         """The numbers and the lineage of the run's checkpoints."""
-        from accel_core.checkpoint.retention import CheckpointSeries  # late: start-up need not wait for it
+        from accel_core.storage.series import Series  # late: start-up need not wait for it
 
-        return CheckpointSeries(self.run)
+        return Series(self._numbering, self.run.config.project.iteration)
 
-    def _prepare_copies(self) -> Copies:
-        from accel_core.checkpoint.copies import Copies  # late: start-up need not wait for it
+    def _numbering(self) -> Numbering:
+        from accel_core.checkpoint.places import storage_at
+        from accel_core.contract.config import metric_and_mode
+        from accel_core.storage.series import Numbering
 
-        self._copies = self._copies or Copies(self.series)
-        return self._copies
+        project = self.run.config.project
+        folder = storage_at(project.project_dir or ".", each_node=project.save_on_each_node).at("checkpoints")
+        best = None if project.keep_best is None else metric_and_mode(project.keep_best)
+        return Numbering(folder, self.run.run_id, project.total_limit, best)
+
+    @cached_property
+    def comm(self) -> Comm:
+        """The ranks of the run. The first use is collective."""
+        return RunComm(self.run)
 
     def check_place(self) -> None:
         """Refuse a project's URL that cannot be reached. Raises CheckpointError."""
         project = self.run.config.project
-        is_url = "://" in (project.project_dir or "")
-        if not project.automatic_checkpoint_naming or not (is_url or project.store):
-            return
-        if project.store and (is_url or "://" not in project.store):
-            raise CheckpointError(
-                f"project.store {project.store!r} is for copies of checkpoints that are saved in"
-                f" {project.project_dir or 'the working folder'!r}\n"
-                "give a local folder as project.project_dir, and a URL as project.store"
-            )
-        # late: start-up need not wait for them
-        from accel_core.checkpoint.bound import Bound
-        from accel_core.checkpoint.votes import Votes
-        from accel_core.distributed.progress import show_progress
+        if project.automatic_checkpoint_naming and "://" in (project.project_dir or ""):
+            from accel_core.distributed.progress import show_progress  # late: start-up need not wait for them
+            from accel_core.storage.files import listed
 
-        bound = Bound(Votes.of(self.run, alone=True).patience, renewed=True)
-        with show_progress(f"looking at {project.store or project.project_dir}"), bound.applied():
-            if is_url:
-                self.series.folder.exists()
-            else:
-                self._prepare_copies().plan()
+            with show_progress(f"looking at {project.project_dir}"):
+                listed(self.series.folder)
 
     def save(
         self,
-        directory: str | os.PathLike[str] | Place | None,
+        directory: str | os.PathLike[str] | None,
         *,
         step: int | None = None,
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
-    ) -> Place:
+    ) -> Storage:
         """Save all state of the run as the checkpoint `directory`.
 
         Collective: all ranks, one directory. With `alone` it is not collective: this rank saves what it
@@ -89,8 +82,7 @@ class CheckpointSession:
         `project.keep_best`. Without a directory it is the next of the numbered ones, and those over
         `total_limit` are removed once it is complete. With `wait=False` a copy of the state is taken now,
         and a thread writes it while training goes on; the next save waits for that, and raises what went
-        wrong, as do `wait` and the end of the run. Once the job was told to stop, a numbered one is copied
-        to `project.store` though that is not due.
+        wrong, as do `wait` and the end of the run.
 
         Raises:
             CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
@@ -98,26 +90,86 @@ class CheckpointSession:
                 `alone` this rank holds only a part of something.
                 Raised on all ranks; what was there before is unchanged.
         """
-        from accel_core.checkpoint.save import Saver  # late: start-up need not wait for it
+        from accel_core.checkpoint.collect import Numbers, collect, settle, without_collecting_garbage
+        from accel_core.checkpoint.places import storage_at
+        from accel_core.storage.plan import IncompleteError
+        from accel_core.storage.save import Saver
 
-        run = self.run
+        run, series = self.run, self.series
         run.require_alive()
         if not alone:
             objects = len(run.registered)
             assemble(run, "save_state", f"{objects} registered object(s)" if objects else "")
-        if self._saver is None or self._saver.alone is not alone:
-            self._wait_for_save()
-            self._saver = Saver(run, self.series, self._prepare_copies(), alone=alone)
-        return self._saver.save(directory, step=step, wait=wait, metrics=metrics, at_once=self._is_preempted)
+        if self._saver is None or isinstance(self._saver.comm, Alone) is not alone:
+            self.wait()
+            self._saver = Saver(Alone() if alone else self.comm)
+        saver, project = self._saver, run.config.project
+        numbers = Numbers(step, metrics, project.keep_best if directory is None else None)
+        where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
+        with without_collecting_garbage():
+            try:
+                pending = saver.save(
+                    lambda: collect(run, numbers, alone=alone, wait=wait),
+                    lambda state, notes: settle(state, notes, saver.comm.rank),
+                    lambda: {**numbers.members(), **self._members(len(saver.comm.nodes))},
+                    series,
+                    where,
+                    wait=wait,
+                    entered=self.wait,
+                )
+            except IncompleteError as error:
+                if not alone:
+                    raise
+                text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
+                raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
+        self._step = numbers.step
+        if wait:
+            self.wait()
+        return pending.place
+
+    def _members(self, ranks: int) -> dict[str, Any]:
+        """Return the members of a manifest that describe the run."""
+        import platform
+        from datetime import datetime, timezone
+
+        import torch
+
+        from accel_core._version import __version__
+
+        run = self.run
+        readers = run.topology.readers if ranks == run.world.size else 1
+        exact_at = {"size": ranks, "readers": readers}
+        members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
+        versions = {
+            "accel-core": __version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+        }
+        return {
+            "run_id": run.run_id,
+            "lineage": self.series.lineage,
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "world": {**exact_at, "nodes": run.world.nodes},
+            "mesh": {dim.name: dim.size for dim in run.mesh.dims} if run.mesh else {},
+            "stack": {
+                "summary": str(run.stack),
+                "device": run.device.type,
+                "units": {unit.name: unit.strategy for unit in run.units},
+                "plugins": {name: {"distribution": each.origin, "why": why} for name, each, why in members},
+            },
+            "versions": versions,
+            "config": run.resolved.tree,
+            "random": {"exact_at": exact_at, "elsewhere": "derived"},
+        }
 
     def load(
         self,
-        directory: str | os.PathLike[str] | Place | None,
+        directory: str | os.PathLike[str] | None,
         *,
         strict: bool = True,
         missing_ok: bool = False,
         best: bool = False,
-    ) -> Place | None:
+    ) -> Storage | None:
         """Bring the run into the state that the checkpoint `directory` holds.
 
         Collective: all ranks.
@@ -136,87 +188,37 @@ class CheckpointSession:
                 or of a plugin failed while state was being restored: the message says what, and what has
                 changed.
         """
-        from accel_core.checkpoint.agree import run_on_all_ranks  # late: start-up need not wait for it
         from accel_core.checkpoint.collect import without_collecting_garbage
-        from accel_core.checkpoint.load import load
+        from accel_core.checkpoint.load import Search, load
+        from accel_core.checkpoint.places import storage_at
 
-        run = self.run
+        run, project = self.run, self.run.config.project
         run.require_alive()
         assemble(run, "load_state")
-        # One rank may have saved alone, so that the others have nothing to wait for.
-        run_on_all_ranks(
-            run.collectives("control"), "load_state: wait for the save before", self._wait_for_save
-        )
-        if run.config.project.store:  # it may be what is loaded; its error stays for `wait`
-            self._prepare_copies().wait_together("load_state", run.world.size)
+        where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
+        search = Search(self.series, where, best=best, missing_ok=missing_ok)
         with without_collecting_garbage():  # until `load` has dropped what it made
-            loaded = load(run, self.series, directory, strict=strict, missing_ok=missing_ok, best=best)
+            loaded = load(run, self.comm, search, strict=strict, entered=self.wait)
         if loaded is None:
             return None
-        folder, manifest = loaded
+        found, manifest = loaded
         run.resume(manifest.run_id)
-        self.series.resume(manifest)
-        if self._copies is not None and directory is None and not best and isinstance(folder, Path):
-            self._copies.make_up(manifest)
-        return folder
+        first = run.world.first_of_disk(each_node=project.save_on_each_node)
+        self.series.resume(manifest, counts=project.automatic_checkpoint_naming and first)
+        return found
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait for the save that is under way and then for its copy.
+        """Wait for the save that is under way. Not collective.
 
-        Not collective. `patience`: the most seconds to wait for each. Unset: what goes to a store is waited
-        for up to ten times `process_group.timeout`.
-
-        Raises:
-            CheckpointError: one of them failed; raised once. If both did, the copy's is raised next.
-        """
-        try:
-            self._wait_for_save(patience)
-        except CheckpointError:
-            if self._copies is not None:
-                self._copies.join(patience)
-            raise
-        if self._copies is not None:
-            self._copies.wait(patience)
-
-    def _wait_for_save(self, patience: float | None = None) -> None:
-        if self._saver is not None:
-            self._saver.wait(patience)
-
-    def is_preempted(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
-        """Ask whether all ranks stop now, because one was told to.
-
-        All ask, after each step.
-
-        The first call begins to watch for these signals, once `check` has not raised.
+        patience: the most seconds to wait.
 
         Raises:
-            CheckpointError: a rank does not answer.
+            CheckpointError: it failed; raised once.
         """
-        from accel_core.checkpoint.preemption import Preemption  # late: start-up need not wait for it
+        if self._saver is not None and (pending := self._saver.wait(patience)) is not None:
+            from accel_core.checkpoint.places import told  # late: start-up need not wait for it
 
-        if self._preemption is None:
-            check()
-            self._preemption = Preemption(self.run, signals)
-        # A checkpoint holds no gradients: within a window there is nothing to ask yet.
-        self._is_preempted = all(unit.window.boundary for unit in self.run.units) and self._preemption.due()
-        return self._is_preempted
-
-    def hear_signals(self) -> None:
-        """Let a signal end the process again; only its wait, if it is stopping for one."""
-        if self._is_preempted:
-            self.interrupt_by_signals()
-        else:
-            self.end_watch()
-
-    def interrupt_by_signals(self) -> None:
-        """Let a signal that is watched for end a wait, as Ctrl-C does."""
-        if self._preemption is not None:
-            self._preemption.interrupt(again=self._is_preempted)
-
-    def end_watch(self) -> None:
-        """Watch for signals no more."""
-        if self._preemption is not None:
-            self._preemption.end()
+            self.run.hooks.checkpoint_committed(told(pending.place), self._step)
 
     def free_memory(self) -> None:
         """Free the copy of the state that a save with `wait=False` keeps for the next."""
@@ -226,3 +228,4 @@ class CheckpointSession:
     def forget_groups(self) -> None:
         """Drop what holds the process group."""
         self._saver = None
+        self.__dict__.pop("comm", None)

@@ -5,25 +5,29 @@ from __future__ import annotations
 import json
 import os
 import re
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core.checkpoint.codec import require_plain
-from accel_core.checkpoint.commit import workshop
 from accel_core.checkpoint.file import not_written, write_whole
-from accel_core.checkpoint.files import sync_folder, write_file
-from accel_core.checkpoint.stored import Place, StoredPath
-from accel_core.checkpoint.stored_commit import send, spool
+from accel_core.checkpoint.places import local_path, scheme_of, storage_at
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError, ConfigError
+from accel_core.storage.codec import require_plain
+from accel_core.storage.commit import new_save_id, prune
+from accel_core.storage.disk import Disk
+from accel_core.storage.files import listed
+
+if TYPE_CHECKING:
+    from accel_core.storage.protocols import Storage
 
 Names = list[str]
 """All names of one weight, in the model's order; a tied weight has several."""
@@ -45,7 +49,7 @@ _ANY: Final = re.compile(r"(model|pytorch_model)(-\d{5}-of-\d{5})?(\.safetensors
 
 
 def write_weights(
-    folder: Place,
+    folder: str | os.PathLike[str],
     weights: Iterable[tuple[Names, Tensor]],
     extra: dict[str, Any],
     limit: int,
@@ -60,12 +64,15 @@ def write_weights(
     if they are known. replace: weights of the other format go too; else they stay beside. In a store,
     weights that are there are not replaced: a reader could mix the two.
     """
-    if isinstance(folder, StoredPath):
-        _send(
-            folder, lambda beside: write_weights(beside, weights, extra, limit, safe=safe, total=total), total
-        )
+    if scheme_of(os.fspath(folder)):
+        with tempfile.TemporaryDirectory(prefix="accel-weights-") as beside:
+            where = storage_at(folder)
+            _refuse_there(where)
+            write_weights(beside, weights, extra, limit, safe=safe, total=total)
+            _send(Path(beside), where)
         return
-    _refuse(folder, extra, safe=safe, replace=replace)
+    home = local_path(folder)
+    _refuse(home, extra, safe=safe, replace=replace)
     done = 0
 
     def counted() -> Iterator[tuple[Names, Tensor]]:
@@ -75,37 +82,51 @@ def write_weights(
             done += tensor.nbytes
 
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with show_progress(f"writing {folder}", lambda: (done, total)), workshop(folder) as beside:
-            written = _write_parts(beside, counted(), extra, limit, safe=safe)
-            with _alone(folder):
-                _publish(folder, beside, written, safe=safe, replace=replace)
+        with show_progress(f"writing {home}", lambda: (done, total)), _workshop(home) as beside_it:
+            written = _write_parts(beside_it, counted(), extra, limit, safe=safe)
+            with _alone(home):
+                _publish(home, beside_it, written, safe=safe, replace=replace)
     except OSError as error:
-        raise not_written(folder, error) from error
+        raise not_written(home, error) from error
 
 
-def weights_in(folder: Place) -> list[Place]:
-    """Return the files of weights in a folder, whatever wrote them."""
-    entries: Iterable[Place] = folder.iterdir() if folder.is_dir() else ()
-    return sorted((path for path in entries if _ANY.fullmatch(path.name)), key=str)
+@contextmanager
+def _workshop(folder: Path) -> Iterator[Path]:
+    """Give a folder to write into, which is removed; so are those that killed writers have left."""
+    disk = Disk(folder.absolute())
+    prune(disk, 0)
+    beside = disk.at(new_save_id())
+    with beside.claim():
+        try:
+            yield beside.path
+        finally:
+            beside.remove([*beside.list()])
 
 
-def _send(folder: StoredPath, write: Callable[[Path], None], total: int) -> None:
-    """Let `write` make the files on this machine, and send them, the index last."""
+def weights_in(folder: Storage) -> list[str]:
+    """Return the names of files of weights in a folder, whatever wrote them."""
+    return sorted(name for name in listed(folder) if _ANY.fullmatch(name))
+
+
+def _refuse_there(folder: Storage) -> None:
     if there := weights_in(folder):
         raise CheckpointError(
-            f"{there[0]} exists, and was left as it is\nwrite to another folder, or remove it",
+            f"{folder}/{there[0]} exists, and was left as it is\nwrite to another folder, or remove it",
             path=str(folder),
         )
-    with spool(total) as beside:
-        write(beside)
-        names = sorted((path.name for path in beside.iterdir()), key=lambda name: name.endswith(".json"))
-        try:
-            send(beside, names, folder)
-        except OSError as error:
-            with suppress(OSError):
-                folder.remove(names)
-            raise not_written(folder, error) from error
+
+
+def _send(source: Path, folder: Storage) -> None:
+    """Send all files, the index last; if one cannot be sent, none is left."""
+    names = sorted((path.name for path in source.iterdir()), key=lambda name: name.endswith(".json"))
+    try:
+        for name in names:
+            with folder.writer(name) as target, (source / name).open("rb") as file:
+                shutil.copyfileobj(file, target, 1 << 22)
+    except OSError as error:
+        with suppress(OSError):
+            folder.remove(names)
+        raise not_written(folder, error) from error
 
 
 def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool, replace: bool) -> None:
@@ -173,14 +194,6 @@ def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> T
     return tensor
 
 
-_handles: Final[dict[tuple[Path, int], int]] = {}
-"""Folders that threads of this process save into.
-
-Ctrl-C within the end of a save leaves its handle, maybe locked. The thread's next save goes on with that
-handle: it would wait for itself with another.
-"""
-
-
 @contextmanager
 def _alone(folder: Path) -> Iterator[None]:
     """Wait for other saves into the folder, as far as its file system has locks."""
@@ -189,20 +202,15 @@ def _alone(folder: Path) -> Iterator[None]:
     except ImportError:  # Windows; `_publish` compares what is there afterwards
         yield
         return
-    key = folder, threading.get_ident()
-    if key not in _handles:
-        _handles[key] = os.open(folder, os.O_RDONLY)
-    handle = _handles[key]
+    handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):  # some network file systems lock no folders
             fcntl.flock(handle, fcntl.LOCK_EX)
         yield
     finally:
-        if _handles.get(key) == handle:
-            with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
-            del _handles[key]
-            os.close(handle)
+        with suppress(OSError):
+            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
+        os.close(handle)
 
 
 def _publish(
@@ -226,7 +234,8 @@ def _publish(
         homes = {name: file for file, (names, _) in zip(files, written, strict=True) for name in names}
         total = sum(size for _, size in written)
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
-        write_file(beside / index, [text.encode()])
+        with Disk(beside).writer(index) as listing:
+            listing.write(text.encode())
         made[index] = (beside / index).stat()
         (beside / index).replace(folder / index)
     for old in list(folder.iterdir()):
@@ -239,4 +248,4 @@ def _publish(
             " those of this one\nsave again, and give each of them a folder of its own",
             path=str(folder),
         )
-    sync_folder(folder)
+    Disk(folder.absolute()).sync()

@@ -9,13 +9,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from accel_core.checkpoint.agree import run_on_all_ranks
-from accel_core.checkpoint.module_state import module_state, state_dict_outline
-from accel_core.checkpoint.stored import place
-from accel_core.checkpoint.votes import work_together
+from accel_core.checkpoint.extra import extra_state
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
+from accel_core.distributed.together import run_on_all_ranks
 from accel_core.distributed.watch import assemble
 from accel_core.errors import AccelError
 
@@ -54,12 +52,9 @@ def _weights(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
-    told = module_state(unit, number)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
-            keys = told.keys_of(names.get(canonical, [canonical.removeprefix(prefix)]))
-            if keys:
-                yield keys, tensor
+            yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
 
 
 def full_parameters(
@@ -90,13 +85,26 @@ def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
     """
     unit, number = _home(run, model)
     found: dict[str, Any] = {name: tensor for names, tensor in _weights(unit, number) for name in names}
-    found |= module_state(unit, number).extra
-    told: Any = state_dict_outline(unit, number)
-    whole = OrderedDict((key, found.pop(key)) for key in told if key in found)
+    found |= extra_state(unit, number)
+    whole = OrderedDict((key, found.pop(key)) for key in _in_order(unit, number) if key in found)
     whole.update(found)
-    if hasattr(told, "_metadata"):  # versions of modules, for `load_state_dict`
-        whole._metadata = told._metadata  # type: ignore[attr-defined]
+    versions = ((_key(unit, number, name), m) for name, m in unit.models[number].named_modules())
+    whole._metadata = OrderedDict(  # type: ignore[attr-defined]  # for `load_state_dict`
+        (name, {"version": module._version}) for name, module in versions
+    )
     return whole
+
+
+def _in_order(unit: Unit, number: int) -> Iterator[str]:
+    """Yield the keys of the model's `state_dict` in its order: of each module the weights, and what it adds."""
+    for name, module in unit.models[number].named_modules(remove_duplicate=False):
+        own = (*module._parameters, *module._buffers, "_extra_state")
+        yield from (_key(unit, number, f"{name}.{key}" if name else key) for key in own)
+
+
+def _key(unit: Unit, number: int, name: str) -> str:
+    start = unit.qualify(number, "")
+    return unit.qualify(number, name).removeprefix(start).rstrip(".") if name else ""
 
 
 def save_model(
@@ -111,15 +119,14 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    folder, size = place(directory), bytes_in(limit)
+    size = bytes_in(limit)
     unit, number = _home(run, model)
     weights = _weights(unit, number)
 
-    @work_together(run, "save_model")
     def write() -> None:
         try:
             if here:
-                write_weights(folder, weights, module_state(unit, number).extra, size, safe=safe)
+                write_weights(directory, weights, extra_state(unit, number), size, safe=safe)
         finally:
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)

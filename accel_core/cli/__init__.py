@@ -21,7 +21,6 @@ BUILT_IN: Final = {  # each in the module of its name, if not in that of another
     "launch": "Start a script on one or many processes.",
     "submit": "Hand a script to a scheduler, which starts it later.",
     "config": "Check, show and write configuration files.",
-    "checkpoint": "List, verify, export and import checkpoints.",
     "plugins": "List what is installed, and say what is wrong with it.",
     "env": "Describe this machine, for bug reports.",
 }

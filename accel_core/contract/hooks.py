@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from accel_core.contract.state import Entry, Json, Leaf, OptimizerState, TensorTemplate
     from accel_core.contract.unit import StepOutput, Unit
     from accel_core.contract.world import Collectives, Topology, World
+    from accel_core.storage.protocols import Storage
 
 Point = Literal["batch", "backward", "step", "host_read", "state"]
 PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
@@ -680,43 +681,11 @@ def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
 
 
 @spec("owner", asked="store")
-def list_stored(url: str) -> Mapping[str, int | None]:
-    """Return the entries of a folder: name -> bytes, None of a folder in it.
+def open_storage(url: str) -> Storage:
+    """Return the folder of this URL, which need not be there: see `accel_core.storage.protocols.Storage`.
 
-    The entries are current, not cached. Empty for an empty folder; FileNotFoundError for a missing bucket.
-    All hooks of stores may be called from any thread, and raise OSError and its kinds only: PermissionError
-    for missing rights and credentials, FileNotFoundError, FileExistsError.
+    Raises CheckpointError for a URL that cannot be one.
     """
-
-
-@spec("owner", asked="store")
-def read_stored(url: str, start: int, size: int) -> bytes:
-    """Return exactly these bytes of a file.
-
-    Core asks for at most 64 MiB, except for a whole manifest, and never for bytes after the file's end.
-    """
-
-
-@spec("owner", asked="store")
-def create_stored(url: str, content: bytes) -> None:
-    """Create a small file atomically: of two calls at once, one fails.
-
-    FileExistsError if the name exists; io.UnsupportedOperation if the store cannot create atomically: core
-    then reads the store, and writes files of weights to it, but no checkpoints.
-    """
-
-
-@spec("owner", asked="store")
-def send_stored(path: Path, url: str) -> None:
-    """Write a file with the content of a local one, which may be large.
-
-    A file of this name is replaced.
-    """
-
-
-@spec("owner", asked="store")
-def remove_stored(urls: Sequence[str]) -> None:
-    """Remove files; a file that does not exist is not an error."""
 
 
 # -- observers and helpers -----------------------------------------------------------------------

@@ -25,9 +25,9 @@ from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.shuffling import drawn_seed
 from accel_core.data.uneven import checking_forwards
 from accel_core.distributed.logging import get_logger
-from accel_core.distributed.nested import can_pin
 from accel_core.distributed.random import synchronize_rng_states
 from accel_core.errors import CheckpointError
+from accel_core.storage.tensor_bytes import can_pin
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run

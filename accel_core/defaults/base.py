@@ -25,11 +25,12 @@ from accel_core.contract.world import Collectives, Topology
 from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
-from accel_core.distributed.nested import can_pin, recursively_apply, send_to_device
+from accel_core.distributed.nested import recursively_apply, send_to_device
 from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import no_op
 from accel_core.plugins.discovery import offering
+from accel_core.storage.tensor_bytes import can_pin
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -203,7 +203,7 @@ class CollectiveCall:
         return self.data_group.broadcast(own.new_empty(lengths[source]) if payload is None else own, source)
 
     def _pickled(self, value: Any) -> Tensor:
-        from accel_core.distributed.tensor_bytes import pickled  # late: start-up need not wait for it
+        from accel_core.storage.tensor_bytes import pickled  # late: start-up need not wait for it
 
         with self.local():
             return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
-from functools import cache
 from itertools import islice
 from typing import Any, Final
 
@@ -283,15 +282,3 @@ def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
         else:
             object.__setattr__(same, key, child)
     return same
-
-
-@cache
-def can_pin(device: torch.device) -> bool:
-    """Return True if torch pins memory for this kind of device."""
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None or accelerator.type != device.type:
-        return False
-    try:
-        return torch.empty(1, device="cpu").pin_memory().is_pinned()
-    except RuntimeError:  # also NotImplementedError: devices without say it in either way
-        return False

@@ -7,7 +7,6 @@ import sys
 import traceback
 from contextlib import suppress
 
-from accel_core.checkpoint import unreported
 from accel_core.contract.run import live_runs
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CheckpointError, uncaught_error
@@ -30,6 +29,8 @@ def end_runs() -> None:
         except Exception:  # of a tracker, for example; the other runs must end too
             traceback.print_exc()
             lost = True
+    from accel_core.storage.pending import unreported  # late: start-up need not wait for it
+
     for process, said in unreported.values():
         if process == os.getpid():
             tell(f"accel: {said}\n")

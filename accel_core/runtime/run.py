@@ -37,6 +37,7 @@ from accel_core.runtime.assembly import (
 )
 from accel_core.runtime.exit import end_runs
 from accel_core.runtime.join import agree_on_run, join_world, leave_world
+from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
@@ -106,6 +107,7 @@ class Run:
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""
         self.checkpoints = CheckpointSession(self)
+        self.stop_signals = StopSignals(self)
         self._profile_is_used = False
         self.step: Callable[..., bool] = apply_step
         """The call of an optimizer's `step` at a boundary."""
@@ -291,7 +293,7 @@ class Run:
         if not (failed or self._profile_is_used or self.world.rank):
             tell("".join(f"accel: {note}\n" for note in unused_profile_options(self.resolved)))
         problems: list[BaseException] = []
-        self.checkpoints.hear_signals()
+        self.stop_signals.hear()
         try:
             self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
         except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
@@ -299,7 +301,7 @@ class Run:
         self.ended = True
         self.prepared.refuse_steps(_ended)
         live_runs.discard(self)
-        steps: list[Callable[[], object]] = [self.checkpoints.end_watch]
+        steps: list[Callable[[], object]] = [self.stop_signals.end]
         finished = self.trackers.names if self.trackers.has_finished else ()
         observers = self.hooks.implementations("run_ended")
         steps += [observer.call for observer in observers if observer.plugin not in finished]

@@ -51,7 +51,7 @@ def pieces() -> list[tuple[bool, int, int]]:
     module = simulate("sim")
     stage()
     from accel_core.checkpoint.staging import staged, staging_device
-    from accel_core.distributed.tensor_bytes import bytes_of
+    from accel_core.storage.tensor_bytes import bytes_of
 
     whole = torch.arange(1000, dtype=torch.float32)
     awkward = [

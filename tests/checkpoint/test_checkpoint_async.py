@@ -12,7 +12,7 @@ from exit_job import at_exit
 
 from accel_core import CheckpointError
 from accel_core.checkpoint import pending_save
-from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.storage.tensor_bytes import bytes_of
 
 
 @pytest.fixture

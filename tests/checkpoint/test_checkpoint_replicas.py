@@ -11,7 +11,7 @@ from xxhash import xxh3_64_intdigest
 
 from accel_core.checkpoint import replicas as module
 from accel_core.checkpoint.replicas import Replicas, checksums, sums
-from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.storage.tensor_bytes import bytes_of
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn),

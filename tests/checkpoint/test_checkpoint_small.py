@@ -12,7 +12,7 @@ from accel_core import Accelerator
 from accel_core.checkpoint.files import DataFile
 from accel_core.checkpoint.layout import _joined, _pieces
 from accel_core.checkpoint.read import Checkpoint
-from accel_core.distributed.tensor_bytes import bytes_of
+from accel_core.storage.tensor_bytes import bytes_of
 
 DTYPES = (
     torch.float32,

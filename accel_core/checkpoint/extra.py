@@ -1,0 +1,99 @@
+"""What modules add to their `state_dict` beside weights, told from weights by identity."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from accel_core.checkpoint.same import is_same
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.contract.unit import Unit
+
+
+def extra_state(unit: Unit, number: int) -> dict[str, Any]:
+    """Return the extra state of the unit's model `number`, by its keys. Not collective.
+
+    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict` or a `state_dict` of
+    their own.
+    """
+    found: dict[str, Any] = {}
+    for prefix, module in _telling(unit, number):
+        weights = {id(each) for each in (*module._parameters.values(), *module._buffers.values())}
+        told: dict[str, Any] = {}
+        if type(module).state_dict is not nn.Module.state_dict:
+            told = {key: value for key, value in module.state_dict(keep_vars=True).items() if "." not in key}
+        elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            module._save_to_state_dict(told, "", True)
+        else:
+            told["_extra_state"] = module.get_extra_state()
+        found |= {f"{prefix}{key}": value for key, value in told.items() if id(value) not in weights}
+    return found
+
+
+def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, dict[str, str]]:
+    """Return for each module the keys that it can take back: its own key -> that of the model."""
+    taken: dict[nn.Module, dict[str, str]] = {}
+    telling = dict(_telling(unit, number))
+    for key in keys:
+        prefix, name = key, ""
+        while prefix:  # the innermost module that tells such state
+            prefix, _, part = prefix.removesuffix(".").rpartition(".")
+            prefix, name = f"{prefix}." if prefix else "", f"{part}.{name}" if name else part
+            if (module := telling.get(prefix)) is not None:
+                taken.setdefault(module, {})[name] = key
+                break
+    return taken
+
+
+def restore_extra(module: nn.Module, state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """Give a module its extra state back. Weights are left as they are.
+
+    here: what it has now.
+
+    Raises:
+        CheckpointError: it does not take it.
+    """
+    values = {
+        key: value.to(here[key].device)
+        if isinstance(value, Tensor) and isinstance(here.get(key), Tensor)
+        else value
+        for key, value in state.items()
+    }
+    unexpected: list[str] = []
+    errors: list[str] = []
+    metadata = {"version": module._version}
+    module._load_from_state_dict(dict(values), "", metadata, True, [], unexpected, errors)
+    ignored = [key for key in unexpected if not is_same(values.get(key), here.get(key))]
+    if errors or ignored:
+        what = "; ".join(errors) or f"it takes no notice of its {', '.join(ignored)}, and has other values"
+        raise CheckpointError(
+            f"{type(module).__qualname__}: {what}\nbuild the model as it was when it was saved"
+        )
+
+
+def _telling(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (prefix of its keys, module) of each module that tells more than weights."""
+    start = unit.qualify(number, "")
+    for name, module in unit.models[number].named_modules():
+        if _has_more(module):
+            canonical = unit.qualify(number, name).rstrip(".").removeprefix(start.rstrip(".")).lstrip(".")
+            yield f"{canonical}." if canonical else "", module
+
+
+def _has_more(module: nn.Module) -> bool:
+    kind = type(module)
+    return not (isinstance(module, torch.jit.ScriptModule) or _is_torchs(kind)) and (
+        kind.get_extra_state is not nn.Module.get_extra_state
+        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
+        or kind.state_dict is not nn.Module.state_dict
+    )
+
+
+def _is_torchs(kind: type[nn.Module]) -> bool:
+    """Tell torch's own wrappers, which only undo what they do to names."""
+    return kind.__module__.startswith("torch.") and kind.get_extra_state is nn.Module.get_extra_state

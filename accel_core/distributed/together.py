@@ -1,0 +1,102 @@
+"""One step of a collective operation: done on all ranks, or raised on all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from accel_core.contract.world import current_operation
+from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.distributed.progress import show_progress
+from accel_core.errors import CheckpointError, CollectiveError
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives
+    from accel_core.storage.protocols import Measure
+
+T = TypeVar("T")
+
+
+class RunComm:
+    """The ranks of a run, as storage asks for them: see `accel_core.storage.protocols.Comm`.
+
+    Made by all ranks.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._control = run.collectives("control")
+        self._mailbox = StoreMailbox.of(run)
+        self.rank = run.world.rank
+        self.nodes: Sequence[int] = self._control.all_gather_object(run.world.node_rank)
+
+    def together(self, step: str, action: Callable[[], T]) -> list[T]:
+        """See `gather_from_all_ranks`."""
+        return gather_from_all_ranks(self._control, step, action)
+
+    def mailbox(self, key: str) -> StoreMailbox:
+        """Return the mailbox of this key."""
+        return self._mailbox.under(key)
+
+    def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[None]:
+        """Show it on the main process."""
+        return show_progress(text, measure)
+
+
+def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
+    """Return this rank's result of `action`, once it has succeeded on every rank.
+
+    Collective; raises as `gather_from_all_ranks`.
+    """
+    results: list[T] = []
+    gather_from_all_ranks(control, step, lambda: results.append(action()))
+    return results[0]
+
+
+def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> list[T]:
+    """Run `action` on every rank; return each rank's result, in rank order.
+
+    Collective.
+
+    step: in words; must be the same on all ranks.
+
+    Raises:
+        CheckpointError: `action` failed on some rank; the message has each rank's failure. One that all
+            ranks have alike is raised as it is; else it is of the most special kind among them.
+        CollectiveError: ranks make different steps.
+    """
+    error: Exception | None = None
+    result: Any = None
+    try:
+        result = action()
+    except Exception as raised:  # whatever it is, the other ranks are waiting for this one's word
+        error = raised
+    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
+    failure = None if error is None else (kind, f"{type(error).__name__}: {error}")
+    before = current_operation.get()
+    try:  # Ctrl-C may come between any two instructions
+        current_operation.set(step)  # what an error says that is raised inside
+        votes = control.all_gather_object((step, failure, result))
+    finally:
+        current_operation.set(before)
+    steps, failures, results = zip(*votes, strict=True)
+    _compare_steps(steps)
+    if error is not None and len(set(failures)) == 1:
+        raise error
+    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+    if failed:
+        kind = max((kind for kind, _ in failed.values()), key=lambda kind: len(kind.__mro__))
+        text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
+        raise kind(text, path=getattr(error, "path", None)) from error
+    return list(results)
+
+
+def _compare_steps(steps: Sequence[str]) -> None:
+    if len(set(steps)) > 1:
+        listed = "\n".join(f"  rank {rank}: {step}" for rank, step in enumerate(steps))
+        raise CollectiveError(
+            f"{steps[0]}: the ranks are at different steps\n{listed}\ncall it on all ranks alike",
+            operation=steps[0],
+        )

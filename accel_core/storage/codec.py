@@ -1,0 +1,337 @@
+"""Tagged JSON: plain Python state as JSON text, and back with the same types.
+
+JSON alone turns tuples into lists and integer keys into text, and knows no infinity: a scheduler
+restored from it skips its milestones. Here what JSON cannot say is an object with one key that
+starts with "$" (docs/checkpoint-format.md lists them). Decoding builds data only: it imports nothing,
+and calls nothing that a file names.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import operator
+import sys
+from base64 import b64decode, b64encode
+from collections import Counter, OrderedDict, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from datetime import date, datetime, time, timedelta, timezone
+from decimal import Decimal
+from enum import Enum
+from fractions import Fraction
+from functools import partial
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any, Final
+from urllib.parse import quote, unquote
+from uuid import UUID
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.tensor_bytes import DTYPES, bytes_of, name_of, tensor_from
+
+INLINE_BYTES: Final = 1 << 16
+"""Larger tensors go to the data file, where there is one to take them."""
+
+
+Store = Callable[[str, Tensor], str]
+"""Function that stores a tensor: (path in the state, tensor) -> its key."""
+Fetch = Callable[[str], Tensor]
+"""The key given by a `Store` -> the tensor."""
+_REMEDY: Final = (
+    "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
+)
+_PLAIN_TENSOR: Final = (
+    "let state_dict() return an ordinary tensor that has its values, such as to_dense() or dequantize() gives"
+)
+_FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
+"""Types that a defaultdict may fill itself with."""
+_NOWHERE: Final[Mapping[str, Tensor]] = {}
+
+
+def not_plain(tensor: Tensor) -> str:
+    """Words for a tensor that is not its elements in memory.
+
+    It is "" for a tensor that can be stored.
+    """
+    if type(tensor) is not Tensor and is_lazy(tensor):
+        return "a lazy tensor without a shape, before the first batch,"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.is_quantized:
+        return f"a quantised tensor ({name_of(tensor.dtype)})"
+    return f"a tensor on {tensor.device}, without values," if tensor.is_meta else ""
+
+
+def require_plain(what: str, tensor: Tensor) -> None:
+    """Raise CheckpointError if the tensor cannot be stored."""
+    if odd := not_plain(tensor):
+        raise CheckpointError(
+            f"{what} is {odd} and cannot be stored\n"
+            "make it an ordinary tensor, or a buffer with persistent=False that the model computes again"
+        )
+
+
+def encode(value: Any, path: str, store: Store | None = None) -> Any:
+    """`value` as what `json.dumps` takes.
+
+    Types are matched exactly: a subclass could not be rebuilt without running its code.
+
+    Raises:
+        CheckpointError: something in it is not plain data; the message names its path.
+    """
+    kind = type(value)
+    if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
+        return value
+    if kind is list:
+        return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
+    if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
+        return {key: encode(item, f"{path}{_step(key)}", store) for key, item in value.items()}
+    if kind in (dict, OrderedDict, Counter, defaultdict):
+        items = [(key, encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
+        body = [[encode(key, f"{path} key", store), item] for key, item in items]
+        return {_TAG_OF[kind]: [_factory(value, path), body] if kind is defaultdict else body}
+    if isinstance(value, Tensor):
+        if odd := not_plain(value):
+            raise _refusal(path, f"{odd} is not plain data", _PLAIN_TENSOR)
+        if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
+            return {"$stored": store(path, value.detach())}
+    if (named := _of_class(value)) is not None:
+        return {tag: encode(body, path, store) for tag, body in named.items()}
+    tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
+    if tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS:
+        about = f"an array of dtype {value.dtype} is not plain data"
+        raise _refusal(path, about, "let state_dict() return its tolist(), or an array of numbers or text")
+    if tag is None:
+        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
+    body = encode(_TAGS[tag][1](value), path, store)
+    # A set of text has another order in each process, and ranks compare what they encode.
+    return {tag: sorted(body, key=repr) if isinstance(value, set | frozenset) else body}
+
+
+def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
+    """Decode tagged JSON, as `json.loads` gives it. Tensors come back on the CPU.
+
+    Raises:
+        CheckpointError: a tag is unknown or malformed; the message names its path.
+    """
+    if isinstance(value, list):
+        return [decode(item, f"{path}[{number}]", fetch) for number, item in enumerate(value)]
+    if not isinstance(value, dict):
+        return value
+    tag = next(iter(value), "") if len(value) == 1 else ""
+    if not tag.startswith("$"):
+        return {key: decode(item, f"{path}.{key}", fetch) for key, item in value.items()}
+    body = decode(value[tag], path, fetch)
+    try:
+        return fetch(body) if tag == "$stored" else _MAKE[tag](body)
+    except (LookupError, ValueError, TypeError, AttributeError, RuntimeError, ArithmeticError) as error:
+        # Whatever a damaged or crafted body makes of the constructors.
+        about = f"{path}: {tag} is unknown or malformed ({error})"
+        raise CheckpointError(
+            f"{about}\nload another checkpoint; `accel checkpoint list` names them"
+        ) from error
+
+
+def stored_keys(value: Any) -> Iterator[str]:
+    """Yield the keys of the large tensors in tagged JSON, as `decode` asks for them."""
+    if isinstance(value, dict) and value.keys() == {"$stored"}:
+        yield value["$stored"]
+    elif isinstance(value, dict | list):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from stored_keys(item)
+
+
+def key_text(key: Any, path: str) -> str:
+    """Return the key of a mapping as text without "/": itself, where it is such text.
+
+    Raises:
+        CheckpointError: it is not plain data; the message names its path.
+    """
+    if type(key) is str and not key.startswith("%") and "/" not in key:
+        return key
+    return "%" + quote(json.dumps(encode(key, path)), safe="")
+
+
+def key_of(text: str) -> Any:
+    """Return the key that `key_text` made this text of."""
+    return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
+
+
+def _step(key: str) -> str:
+    """Return a key in a path.
+
+    Two paths are never alike, for large tensors are stored under them.
+    """
+    return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
+
+
+def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be stored: {problem}\n{remedy}")
+
+
+def _of_class(value: Any) -> dict[str, list[Any]] | None:
+    """Tag and body of an enum's member or a named tuple of an importable class."""
+    kind = type(value)
+    home = [kind.__module__, kind.__qualname__]
+    fields = getattr(kind, "_fields", None)
+    if isinstance(value, Enum):
+        body = {"$enum": [*home, value.name]} if kind.__members__.get(value.name) is value else None
+    elif isinstance(value, tuple) and fields is not None:
+        # A subclass may have more attributes, which its items do not hold.
+        whole = len(fields) == len(value) and not getattr(value, "__dict__", None)
+        body = {"$named": [*home, list(value)]} if whole else None
+    else:
+        return None
+    return body if _class_at(*home) is kind else None
+
+
+def _class_at(module: str, name: str) -> Any:
+    """Return a class that this program has imported already; None where it has not."""
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, "__dict__", {}).get(part)  # getattr would import, where modules are lazy
+    return found
+
+
+def _member(body: Any) -> Any:
+    module, name, member = body
+    return _imported(module, name, Enum).__members__[member]
+
+
+def _named_tuple(body: Any) -> Any:
+    module, name, items = body
+    kind = _imported(module, name, tuple)
+    if len(items) != len(kind._fields):
+        raise ValueError(f"{name} has the fields {', '.join(kind._fields)}")
+    return tuple.__new__(kind, items)
+
+
+def _imported(module: str, name: str, base: type) -> Any:
+    found = _class_at(module, name)
+    if not (isinstance(found, type) and issubclass(found, base)):
+        raise CheckpointError(
+            f"the checkpoint holds a {module}.{name}, and this program has no such class\n"
+            f"import {module} before load_state(), which imports nothing itself"
+        )
+    return found
+
+
+def _instead_of(value: Any) -> str:
+    """Return the remedy for a value whose class cannot be found by its name."""
+    if isinstance(value, Enum):
+        return "define the enum at the top level of a module, or let state_dict() return its member's .value"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return (
+            "define the named tuple at the top level of a module, without attributes beside its fields,"
+            " or let state_dict() return its _asdict()"
+        )
+    return _REMEDY
+
+
+def _factory(value: defaultdict[Any, Any], path: str) -> str | None:
+    made = value.default_factory
+    name = getattr(made, "__name__", "")
+    if made is not None and _FACTORIES.get(name) is not made:
+        known = ", ".join(_FACTORIES)
+        raise _refusal(
+            path, f"a defaultdict of {made!r} is not plain data", f"make it a dict, or one of {known}"
+        )
+    return made and name
+
+
+def _of_moment(value: Any) -> list[Any]:
+    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
+
+
+def _moment(kind: type[datetime | time], body: Any) -> Any:
+    text, fold, zone = body
+    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+
+
+def _text(data: Any) -> str:
+    return b64encode(data).decode("ascii")
+
+
+_bytes: Final = partial(b64decode, validate=True)
+
+
+def _array(body: Any) -> Any:
+    dtype, shape, text = body
+    if np.dtype(dtype).kind not in _KINDS:
+        raise ValueError(f"dtype {dtype}")
+    return np.frombuffer(_bytes(text), dtype=dtype).reshape(shape).copy()
+
+
+def _of_array(value: Any) -> list[Any]:
+    return [value.dtype.str, list(value.shape), _text(value.tobytes())]
+
+
+_KINDS: Final = "biufcSUMm"
+"""numpy's kinds of dtype that are nothing but their bytes."""
+
+_TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]]]] = {
+    "$float": (float, repr, float),
+    "$complex": (complex, lambda value: [value.real, value.imag], lambda body: complex(*body)),
+    "$bytes": (bytes, _text, _bytes),
+    "$bytearray": (bytearray, _text, lambda body: bytearray(_bytes(body))),
+    "$range": (range, lambda value: [value.start, value.stop, value.step], lambda body: range(*body)),
+    "$decimal": (Decimal, str, Decimal),
+    "$fraction": (
+        Fraction,
+        lambda value: [value.numerator, value.denominator],
+        lambda body: Fraction(*map(operator.index, body)),
+    ),
+    "$date": (date, date.isoformat, date.fromisoformat),
+    "$time": (time, _of_moment, partial(_moment, time)),
+    "$datetime": (datetime, _of_moment, partial(_moment, datetime)),
+    "$timedelta": (
+        timedelta,
+        lambda value: [value.days, value.seconds, value.microseconds],
+        lambda body: timedelta(*body),
+    ),
+    "$timezone": (
+        timezone,
+        lambda value: [value.utcoffset(None), value.tzname(None)],
+        lambda body: timezone(*body),
+    ),
+    "$path": (type(Path()), str, Path),
+    "$posixpath": (PurePosixPath, str, PurePosixPath),
+    "$windowspath": (PureWindowsPath, str, PureWindowsPath),
+    "$uuid": (UUID, str, UUID),
+    "$tuple": (tuple, list, tuple),
+    "$size": (torch.Size, list, torch.Size),
+    "$set": (set, list, set),
+    "$frozenset": (frozenset, list, frozenset),
+    "$deque": (deque, lambda value: [value.maxlen, list(value)], lambda body: deque(body[1], body[0])),
+    "$dict": (dict, dict.items, dict),
+    "$defaultdict": (
+        defaultdict,
+        dict.items,
+        lambda body: defaultdict(body[0] and _FACTORIES[body[0]], dict(body[1])),
+    ),
+    "$ordered": (OrderedDict, dict.items, OrderedDict),
+    "$counter": (Counter, dict.items, lambda body: Counter(dict(body))),
+    "$dtype": (torch.dtype, name_of, DTYPES.__getitem__),
+    "$device": (torch.device, str, torch.device),
+    "$tensor": (
+        Tensor,
+        lambda value: [name_of(value.dtype), list(value.shape), _text(bytes_of(value))],
+        lambda body: tensor_from(bytearray(_bytes(body[2])), *body[:2]),
+    ),
+    "$array": (np.ndarray, _of_array, _array),
+    "$scalar": (np.generic, _of_array, lambda body: _array(body)[()]),
+}
+"""Tag -> (type, function value -> body, function decoded body -> value).
+
+The body is encoded in turn.
+"""
+
+_MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()} | {"$enum": _member, "$named": _named_tuple}
+
+_TAG_OF: Final = {kind: tag for tag, (kind, _, _) in _TAGS.items()} | {torch.nn.Parameter: "$tensor"}

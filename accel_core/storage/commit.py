@@ -1,0 +1,237 @@
+"""The commit of a save: the exclusive creation of the next manifest.
+
+    NAME/SAVE_ID/...              the files of one save
+    NAME/manifest-00000007.json   the commit. The whole one of the highest number counts
+
+A kill at any instant leaves the checkpoint before, or the new one. Nothing is renamed, and other files in
+the folder are never looked at. What is left of a save that was killed is a folder SAVE_ID that no manifest
+names and no process claims. The first rank of each disk calls the functions that write.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING, Final
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.files import UnreadableError, cannot_be_read, damaged, listed
+from accel_core.storage.manifest import SAVE, Manifest, manifest_of, understood
+
+if TYPE_CHECKING:
+    from accel_core.storage.protocols import Storage
+
+logger = logging.getLogger(__name__)
+
+_COMMIT: Final = re.compile(r"manifest-(\d{8})\.json")
+MANIFEST_BYTES: Final = 1 << 28
+"""No manifest is larger: it has a line of some 100 bytes for each file."""
+
+
+def new_save_id() -> str:
+    """Return an id for one save."""
+    return f"save-{secrets.token_hex(8)}"
+
+
+# -- what is there --------------------------------------------------------------------------------------
+
+
+def commits(place: Storage) -> dict[int, str]:
+    """Return number -> name of the manifests in a folder, the newest last. Raises UnreadableError."""
+    found = {int(named[1]): name for name in listed(place) if (named := _COMMIT.fullmatch(name))}
+    return {number: found[number] for number in sorted(found)}
+
+
+def is_there(place: Storage) -> bool:
+    """Return True if the folder is a checkpoint, damaged or not."""
+    return bool(commits(place))
+
+
+def read_manifest(place: Storage) -> Manifest:
+    """Return the manifest that counts: of the newest commit that is whole.
+
+    Raises:
+        CheckpointError: there is none, it is damaged, or of a version that is not known here.
+    """
+    while found := commits(place):
+        failure = None
+        for number, name in reversed(found.items()):
+            try:
+                manifest = _read(place, number, name)
+            except CheckpointError as error:
+                failure = failure or error  # it may be being written: the one before counts until it is
+                if isinstance(error, UnreadableError):
+                    break
+            else:
+                if manifest is None:  # it was replaced meanwhile
+                    break
+                return manifest
+        if failure is not None and commits(place) == found:
+            raise failure
+    raise CheckpointError(
+        f"{place} is not a checkpoint: manifest-N.json is missing\n"
+        "give the folder that save_state() returned",
+        path=str(place),
+    )
+
+
+def _read(place: Storage, number: int, name: str) -> Manifest | None:
+    """Return a manifest; None if it is gone."""
+    path, size = f"{place}/{name}", place.list().get(name)
+    if size is None or size > MANIFEST_BYTES:
+        if name not in place.list():
+            return None
+        raise damaged(path, f"it is not a file of at most {MANIFEST_BYTES} bytes")
+    content = bytearray(size)
+    try:
+        place.read(name, 0, memoryview(content))
+    except (OSError, EOFError) as error:
+        if isinstance(error, FileNotFoundError) and name not in place.list():
+            return None
+        raise cannot_be_read(path, error) from error
+    return understood(bytes(content), path, number)
+
+
+def manifests(place: Storage) -> list[Manifest]:
+    """Return the manifests of a folder that are whole, the newest first. Raises UnreadableError."""
+    found = []
+    for number, name in reversed(commits(place).items()):
+        with suppress(CheckpointError):
+            if (manifest := _read(place, number, name)) is not None:
+                found.append(manifest)
+    return found
+
+
+def intact(place: Storage) -> Manifest | None:
+    """Return the manifest; None of a damaged checkpoint. Raises UnreadableError."""
+    try:
+        return read_manifest(place)
+    except UnreadableError:
+        raise
+    except CheckpointError:
+        return None
+
+
+# -- by the first rank of each disk ------------------------------------------------------------------------
+
+
+def begin(place: Storage) -> int:
+    """Return the number of the next commit.
+
+    Raises:
+        CheckpointError: the place holds something, and is no checkpoint.
+    """
+    try:
+        entries = place.list()
+    except OSError as error:
+        raise cannot_be_saved(place, error) from error
+    numbers = [int(named[1]) for name in entries if (named := _COMMIT.fullmatch(name))]
+    if not numbers and (foreign := [name for name in entries if not SAVE.fullmatch(name)]):
+        raise CheckpointError(
+            f"{place} exists and is not a checkpoint: it holds {foreign[0]}; it was left as it is\n"
+            "save to another folder, or move this one away",
+            path=str(place),
+        )
+    return max(numbers, default=0) + 1
+
+
+def cannot_be_saved(place: Storage, error: OSError) -> CheckpointError:
+    """Return the error for a place that cannot be written."""
+    return CheckpointError(
+        f"{place} cannot be saved: {type(error).__name__}: {error}\n"
+        "save to a folder in which this process may create files",
+        path=str(place),
+    )
+
+
+def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Mapping[str, int]) -> None:
+    """Create the manifest of this number. sizes: of the files of this save that are in this place.
+
+    Raises:
+        CheckpointError: another save has come between, or a file of this one is not there.
+    """
+    save_id = str(members["save_id"])
+    home = place.at(save_id)
+    entries = listed(home)
+    if gone := [name for name, size in sizes.items() if entries.get(name) != size]:
+        raise CheckpointError(
+            f"{home}/{gone[0]} was removed after it was written: another program removes files of {place}\n"
+            "save to a folder of which nothing else removes files",
+            path=str(place),
+        )
+    try:
+        place.create(f"manifest-{number:08d}.json", manifest_of(members))
+    except OSError as error:
+        if not is_committed(place, save_id):
+            if not isinstance(error, FileExistsError):
+                raise
+            raise CheckpointError(
+                f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another"
+                " run saves there\nboth keep what they have; give each run a folder (project_dir) of its own",
+                path=str(place),
+            ) from None
+
+
+def is_committed(place: Storage, save_id: str) -> bool:
+    """Return True if a manifest names this save. Raises UnreadableError."""
+    return any(manifest.save_id == save_id for manifest in manifests(place))
+
+
+def prune(place: Storage, keep: int) -> None:
+    """Remove commits before this number, and what saves that are over have left. What fails is logged.
+
+    Manifests go first, then the files that none of those left names. A writer commits while it holds its
+    claim, so that what is not claimed, and not named afterwards, never will be.
+    """
+    try:
+        found = commits(place)
+        if older := [name for number, name in found.items() if number < keep]:
+            place.remove(older)
+        _remove_unnamed(place)
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s: what this save replaces could not be removed: %s", place, error)
+
+
+def _remove_unnamed(place: Storage) -> None:
+    over = [name for name in listed(place) if SAVE.fullmatch(name) and not place.at(name).is_claimed()]
+    if not over:
+        return
+    for number, name in commits(place).items():
+        try:
+            manifest = _read(place, number, name)
+        except CheckpointError as error:  # nobody knows what it names
+            logger.warning("nothing is removed there: %s", error)
+            return
+        if manifest is not None and manifest.save_id in over:
+            over.remove(manifest.save_id)
+    for save_id in over:
+        home = place.at(save_id)
+        home.remove([*listed(home)])
+
+
+def discard(place: Storage, save_id: str) -> None:
+    """Remove a save that failed, its manifest first. What fails is logged."""
+    try:
+        mine = [m.number for m in manifests(place) if m.save_id == save_id]
+        if mine:
+            place.remove([f"manifest-{number:08d}.json" for number in mine])
+        home = place.at(save_id)
+        if left := [*listed(home)]:
+            home.remove(left)
+            place.remove([])
+    except (OSError, CheckpointError) as error:
+        logger.warning("%s, left by a failed save, could not be removed: %s", place.at(save_id), error)
+
+
+def remove(place: Storage) -> list[str]:
+    """Remove a checkpoint, its manifests first. Returns what else lies there. Raises OSError."""
+    place.remove([*commits(place).values()])
+    for name in filter(SAVE.fullmatch, listed(place)):
+        home = place.at(name)
+        if not home.is_claimed():
+            home.remove([*listed(home)])
+    place.remove([])
+    return [name for name in listed(place) if not SAVE.fullmatch(name)]

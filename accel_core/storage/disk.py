@@ -1,0 +1,276 @@
+"""A folder on a disk."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import secrets
+import shutil
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from stat import S_ISREG
+from typing import Any, BinaryIO, Final
+
+try:
+    import fcntl
+
+    HAS_LOCKS = True
+except ImportError:  # Windows: claims are judged by their age
+    HAS_LOCKS = False
+
+CLAIM: Final = "claim-"
+"""Start of the name of a claim's file."""
+CLAIM_SECONDS: Final = 24 * 3600.0
+"""Age from which a claim counts for nothing where its lock cannot be asked."""
+BEGIN_SECONDS: Final = 60.0
+"""Time that a process has from making a folder or a claim's file to locking it."""
+OPEN_FILES: Final = 64
+"""Largest number of files of a folder that are open at once."""
+_AT_FDCWD: Final = -100
+_RENAME_NOREPLACE: Final = 1
+_NOT_HERE: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL)
+"""Errors by which file systems and kernels say that they have no such operation."""
+_held: Final[set[Path]] = set()
+"""Claims of this process: on some systems a lock is lost when its own process looks at it."""
+_reading: Final = threading.Lock()
+"""Held while a file is opened, or moved and read where a system reads nowhere else."""
+
+
+class Disk:
+    """See `Storage`. path: absolute. shared: all nodes see it."""
+
+    def __init__(self, path: Path, *, shared: bool = True) -> None:
+        self.path, self.shared = path, shared
+        self._open: OrderedDict[str, int] = OrderedDict()
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        return f"Disk({self.path!r})"
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return self.path.name
+
+    def at(self, name: str) -> Disk:
+        """Return a folder in it."""
+        return Disk(self.path / name, shared=self.shared)
+
+    def list(self) -> Mapping[str, int | None]:
+        """Return name -> bytes of each regular file, None of all else: links are not followed."""
+        try:
+            with os.scandir(self.path) as entries:
+                return {each.name: _size(each) for each in entries}
+        except FileNotFoundError:
+            return {}
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        """Fill `into`; follows no symbolic link and waits for no pipe."""
+        while into:
+            with _reading:  # another thread may close the oldest
+                count = _read_at(self._handle(name), into, start)
+            if not count:
+                raise EOFError(f"it ends after {start} bytes")
+            start, into = start + count, into[count:]
+
+    def _handle(self, name: str) -> int:
+        if (handle := self._open.get(name)) is not None:
+            return handle
+        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
+        path = self.path / name
+        handle = os.open(path, sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY))
+        self._open[name] = handle
+        if not S_ISREG(os.fstat(handle).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "it is not a file", str(path))
+        if len(self._open) > OPEN_FILES:
+            os.close(self._open.popitem(last=False)[1])
+        return handle
+
+    def create(self, name: str, content: bytes) -> None:
+        """Give a synced file of a folder of its own this name too, which fails if the name is taken."""
+        beside = self.at(f"save-{secrets.token_hex(8)}")  # left by a kill, it goes as any save's folder does
+        with beside.claim():
+            try:
+                with beside.writer(name) as file:
+                    file.write(content)
+                try:
+                    _name_once(beside.path / name, self.path / name, content)
+                except FileExistsError:  # maybe of our own request, which was answered late and sent again
+                    if (self.path / name).read_bytes() != content:
+                        raise
+                self.sync()
+            finally:
+                beside.remove([name])
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[BinaryIO]:
+        """Write a new file; it and its name are synced."""
+        with (self.path / name).open("xb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        self.sync()
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove files, and the folder if it is empty then."""
+        for name in names:
+            with suppress(FileNotFoundError):
+                (self.path / name).unlink()
+        with suppress(OSError):
+            self.path.rmdir()
+
+    @contextmanager
+    def claim(self) -> Iterator[None]:
+        """Make the folder, and a file in it that this process locks, where the file system has locks."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        path = self.path / f"{CLAIM}{secrets.token_hex(8)}"
+        with path.open("xb", buffering=0) as file:
+            _held.add(path)
+            try:
+                is_locked = _lock(file.fileno())
+                file.write(f"{_boot() if is_locked else '-'} {platform.node()}\n".encode())
+                yield
+            finally:
+                _held.discard(path)
+                with suppress(OSError):
+                    path.unlink()
+                with suppress(OSError):
+                    self.path.rmdir()
+
+    def is_claimed(self) -> bool:
+        """Return True if a claim's lock is held, or may be, or the folder is so new that one may come."""
+        entries = self.list()
+        if not entries:
+            return _age(self.path) < BEGIN_SECONDS
+        return any(_is_alive(self.path / name) for name in entries if name.startswith(CLAIM))
+
+    def room(self) -> int | None:
+        """Return the free bytes of its disk; None of a file system that has no size."""
+        there = next((each for each in (self.path, *self.path.parents) if each.exists()), self.path)
+        disk = shutil.disk_usage(there)
+        return disk.free if disk.total else None
+
+    def near(self, word: str) -> Disk:
+        """Return itself."""
+        del word
+        return self
+
+    def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
+        """Do nothing."""
+
+    def sync(self) -> None:
+        """Make the folder's entries survive a power cut."""
+        if os.name != "nt":  # a folder cannot be opened there
+            handle = os.open(self.path, os.O_RDONLY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def __del__(self) -> None:
+        while self._open:
+            os.close(self._open.popitem()[1])
+
+
+def _size(entry: os.DirEntry[str]) -> int | None:
+    try:
+        return entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
+    except FileNotFoundError:  # it was removed since
+        return None
+
+
+def _read_at(handle: int, into: memoryview, start: int) -> int:
+    """Read from this place on; how many bytes came."""
+    if hasattr(os, "preadv"):
+        return os.preadv(handle, [into], start)
+    os.lseek(handle, start, os.SEEK_SET)
+    content = os.read(handle, len(into))
+    into[: len(content)] = content
+    return len(content)
+
+
+def _name_once(source: Path, target: Path, content: bytes) -> None:
+    """Give a file a name that nothing has, in one step where the file system can."""
+    try:
+        os.link(source, target)
+        return
+    except FileExistsError:
+        raise
+    except OSError as error:
+        if error.errno not in _NOT_HERE:
+            raise
+    if _rename_once(source, target):
+        return
+    with target.open("xb") as file:  # not whole at once: a reader takes the one before, until it is
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _rename_once(source: Path, target: Path) -> bool:
+    """Rename, unless the target exists; False where the system cannot."""
+    try:
+        rename: Any = ctypes.CDLL(None, use_errno=True).renameat2
+    except (AttributeError, OSError, TypeError):
+        return False
+    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in _NOT_HERE:
+        return False
+    raise OSError(number, os.strerror(number), str(target))
+
+
+def _lock(handle: int) -> bool:
+    """Lock a claim's file; False where there are no locks."""
+    if not HAS_LOCKS:
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    else:
+        return True
+
+
+def _is_alive(claim: Path) -> bool:
+    """Return True if the process that made this claim may be alive."""
+    if claim in _held:
+        return True
+    try:
+        with claim.open("rb") as file:
+            boot, _, _ = file.read(1024).decode(errors="replace").partition(" ")
+            if not boot:  # it is being made
+                return _age(claim) < BEGIN_SECONDS
+            if not HAS_LOCKS or boot != _boot():  # of another machine, or without a lock
+                return _age(claim) < CLAIM_SECONDS
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    except OSError:
+        return _age(claim) < CLAIM_SECONDS
+    return False
+
+
+def _age(path: Path) -> float:
+    """Return the seconds since a file or folder was changed; of one that is gone, many."""
+    try:
+        return time.time() - path.stat().st_mtime
+    except OSError:
+        return float("inf")
+
+
+def _boot() -> str:
+    """Return the id of this machine's start, of whose processes a lock tells; else the machine's name."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else platform.node()

@@ -1,0 +1,122 @@
+"""Tensors of a state as this rank holds them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from attrs import define
+
+from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Json = Any
+"""A value that the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
+
+Kind = Literal["like_param", "scalar", "factored", "opaque"]
+
+
+@define(kw_only=True, eq=False)
+class Leaf:
+    """One tensor of the global state, as far as this rank holds it.
+
+    Nothing changes one; a frozen one takes twice the time to make, and there are as many as tensors.
+
+    kind: `like_param` has the shape of the parameter it belongs to (the parameter itself too);
+        `scalar` is 0-dim; `factored` has a shape of its own; `opaque` only means something to the
+        plugin with the same `layout`.
+    shards: (offset, tensor) boxes of this rank, possibly none. A tensor is a **view of the live
+        storage**: loading copies into it. Box shape and dtype are the tensor's.
+    replicated: other ranks may hold the same box; core picks who writes.
+    """
+
+    kind: Kind
+    global_shape: tuple[int, ...]
+    shards: tuple[tuple[tuple[int, ...], Tensor], ...]
+    replicated: bool = False
+    layout: str | None = None
+
+
+def whole(
+    tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
+) -> Leaf:
+    """Return the leaf of a tensor that this rank holds entirely."""
+    shape, data = tuple(tensor.shape), tensor.detach() if tensor.requires_grad else tensor
+    shards = (((0,) * len(shape), data),)
+    return Leaf(kind=kind, global_shape=shape, shards=shards, replicated=replicated, layout=layout)
+
+
+def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
+    """Return a tensor's leaf: this rank's part of a DTensor, others whole."""
+    if not hasattr(tensor, "device_mesh"):
+        return whole(tensor, kind=kind, layout=layout)
+    from torch.distributed import get_world_size
+
+    dtensor: Any = tensor.detach()
+    local = dtensor.to_local()
+    mesh = dtensor.device_mesh
+    held = dtensor.__create_chunk_list__() if mesh.get_coordinate() is not None else ()
+    return Leaf(
+        kind=kind,
+        global_shape=tuple(dtensor.shape),
+        shards=tuple((tuple(chunk.offsets), local) for chunk in held),
+        # Ranks outside its mesh may hold the same: those along a dimension that knows nothing of it.
+        replicated=any(placement.is_replicate() for placement in dtensor.placements)
+        or mesh.size() < get_world_size(),
+        layout=layout,
+    )
+
+
+def flat_range(
+    data: Tensor,
+    shape: Sequence[int],
+    start: int,
+    *,
+    strides: Sequence[int] | None = None,
+    kind: Kind = "like_param",
+    replicated: bool = False,
+) -> Leaf:
+    """Return the leaf of an engine that holds a flattened tensor from `start` on.
+
+    `data` is 1-dim, and the live storage. `strides`: of the tensor before it was flattened, where the engine
+    flattened its memory; None where it flattened its elements, row by row. At most 2 * len(shape) - 1 boxes.
+    All of a tensor without elements is one box.
+
+    Raises:
+        CheckpointError: a tensor of these strides has gaps, or elements that share memory.
+    """
+    order = _memory_order(shape, strides)
+    sizes, dims = tuple(shape[dim] for dim in order) or (1,), len(shape)
+    back = [order.index(dim) for dim in range(dims)]
+    steps = [math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
+    shards, at, end = [], start, start + data.numel()
+    if not math.prod(sizes):
+        shards.append(((0,) * dims, data.detach()[:0].view(tuple(shape))))
+    while at < end:
+        dim = next(dim for dim, step in enumerate(steps) if at % step == 0 and at + step <= end)
+        offset = [at // step % size for step, size in zip(steps, sizes, strict=True)]
+        rows = min((end - at) // steps[dim], sizes[dim] - offset[dim])
+        box = (*(1,) * dim, rows, *sizes[dim + 1 :])[:dims]
+        elements = data.detach()[at - start :][: rows * steps[dim]]
+        shards.append((tuple(offset[dim] for dim in back), elements.view(box).permute(back)))
+        at += rows * steps[dim]
+    return Leaf(kind=kind, global_shape=tuple(shape), shards=tuple(shards), replicated=replicated)
+
+
+def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[int]:
+    """Return a dense tensor's dimensions, from widest steps to narrowest."""
+    if strides is None or not math.prod(shape):
+        return [*range(len(shape))]
+    order = sorted(range(len(shape)), key=lambda dim: -strides[dim])
+    step = 1
+    for dim in reversed(order):
+        if shape[dim] != 1 and strides[dim] != step:
+            raise CheckpointError(
+                f"a tensor of shape {list(shape)} and strides {list(strides)} has gaps, or elements that"
+                " share memory, and its place in a flat vector is unknown\nmake the parameter contiguous()"
+            )
+        step *= shape[dim]
+    return order

@@ -1,0 +1,168 @@
+"""An opened checkpoint: what describes it is verified and read, its tensors are not. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from secrets import token_hex
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+from attrs import frozen
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.commit import read_manifest
+from accel_core.storage.files import DataFile, Meter, damaged, listed, understanding
+
+if TYPE_CHECKING:
+    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.protocols import Storage
+
+Block: TypeAlias = tuple[int, int]
+"""Rank whose data file it is in, and its number there."""
+R = TypeVar("R")
+
+
+@frozen(eq=False)
+class Opened:
+    """An opened checkpoint. Only what its manifest vouches for is ever looked at.
+
+    state: what all ranks shared, still encoded; shares: rank -> its data file and index. Where nodes had
+    disks of their own, the files of other nodes may be absent. meter: counts the bytes that are read.
+    """
+
+    place: Storage
+    manifest: Manifest
+    state: Mapping[str, Any]
+    shares: Mapping[int, tuple[DataFile, dict[str, Any]]]
+    meter: Meter
+
+    @classmethod
+    def of(cls, place: Storage, manifest: Manifest, home: Storage) -> Opened:
+        """Open the checkpoint of this manifest. home: the folder of its files, or a copy of it.
+
+        Raises:
+            CheckpointError: a file is missing or damaged; the message names it.
+        """
+        entries, meter = listed(home), Meter()
+
+        def opened(name: str) -> DataFile:
+            file = DataFile(home, name, manifest.files[name], meter)
+            if entries.get(name) != file.record.size:
+                there = (
+                    f"it is not a file of {file.record.size} bytes" if name in entries else "it is not there"
+                )
+                raise damaged(file, there)
+            return file
+
+        with understanding(f"{place}/manifest-{manifest.number:08d}.json"):
+            state, shares = opened("state.json").json(), {}
+            for rank in range(manifest.world["size"]):
+                names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+                if manifest.domains and not any(name in entries for name in names):
+                    continue
+                data, file = map(opened, names)
+                index = file.json()
+                with understanding(file):
+                    data.check(index["blocks"])
+                shares[rank] = data, index
+        return cls(place, manifest, state, shares, meter)
+
+    @property
+    def absent(self) -> str:
+        """In words, the nodes whose files are not in this folder; "" if all are."""
+        nodes = {
+            node: [rank for rank in there if rank not in self.shares]
+            for node, there in enumerate(self.manifest.domains)
+        }
+        return "; ".join(
+            f"node {node}, with the files of rank(s) {', '.join(map(str, ranks))}"
+            for node, ranks in nodes.items()
+            if ranks
+        )
+
+    def lacks(self, what: str) -> CheckpointError:
+        """Return the error for a part that is on another node."""
+        return CheckpointError(
+            f"{self.place} lacks {what}: it was saved on the disks of several nodes, and what {self.absent},"
+            f" wrote is not here\ncopy the files of {self.place.name} on that node into this folder",
+            path=str(self.place),
+        )
+
+    @property
+    def blocks(self) -> list[Block]:
+        """All blocks of the data files."""
+        return [(rank, number) for rank, (data, _) in self.shares.items() for number in data.blocks]
+
+    def verify(self, blocks: Iterable[Block]) -> None:
+        """Compare these blocks with their digests. Raises CheckpointError."""
+        for data, numbers in self._by_file(blocks):
+            data.fetch(numbers)
+            data.verify(numbers)
+
+    def note_verified(self, blocks: Iterable[Block]) -> None:
+        """Count blocks that other ranks have verified."""
+        for data, numbers in self._by_file(blocks):
+            data.verified.update(numbers)
+
+    def bytes_of(self, blocks: Iterable[Block]) -> int:
+        """Return how many bytes blocks have."""
+        return sum(self.shares[rank][0].size_of(number) for rank, number in blocks)
+
+    def _by_file(self, blocks: Iterable[Block]) -> list[tuple[DataFile, Sequence[int]]]:
+        numbers: dict[int, list[int]] = {}
+        for rank, number in blocks:
+            numbers.setdefault(rank, []).append(number)
+        return [(self.shares[rank][0], each) for rank, each in numbers.items()]
+
+    def described(
+        self, rank: int, read: Callable[[Mapping[str, Any]], R]
+    ) -> Iterator[tuple[str, str, R, Any]]:
+        """Yield (unit, key, outline, where) of each tensor of a rank, unchecked.
+
+        read: gives what stands for an outline, a mapping as docs/checkpoint-format.md has it; called once for
+        each. where: start of the whole tensor in the data file, or a list of `[offset, shape, start]`.
+
+        Raises:
+            AttributeError, LookupError, TypeError, ValueError: no save writes this.
+        """
+        _, index = self.shares[rank]
+        outlines = dict(enumerate(map(read, index["outlines"])))  # a list would take -1, too
+        for unit, keys in index["tensors"].items():
+            for key, (number, where) in keys.items():
+                yield unit, key, outlines[number], where
+
+
+@contextmanager
+def open_checkpoint(place: Storage) -> Iterator[Opened]:
+    """Give an opened checkpoint, which nobody removes meanwhile. By a process alone.
+
+    Raises:
+        CheckpointError: it is not a checkpoint, or what describes it is damaged; the message names a file.
+    """
+    with ExitStack() as stack:
+        before: Collection[str] = ()
+        while True:
+            manifest = read_manifest(place)
+            home = stack.enter_context(reading(place, manifest.save_id))
+            try:
+                found = Opened.of(place, manifest, home.near(token_hex(8)))
+                break
+            except CheckpointError:
+                if manifest.save_id in before:
+                    raise
+                before = {manifest.save_id}  # it may have been replaced by another save meanwhile
+                stack.close()
+        yield found
+
+
+@contextmanager
+def reading(place: Storage, save_id: str) -> Iterator[Storage]:
+    """Give the folder of a save, which nobody removes meanwhile, if this process may write there."""
+    home = place.at(save_id)
+    with ExitStack() as stack:
+        try:
+            if home.list():  # a claim would make it
+                stack.enter_context(home.claim())
+        except OSError:
+            pass
+        yield home

@@ -1,0 +1,275 @@
+"""One save from its snapshot to its commit, by files and messages, in any thread.
+
+    rank 0 leads                                    each other rank follows
+    writes its files                                writes its files
+    puts vote-0                                     puts vote-R: records of the files, or an error
+    waits for vote-0 ... vote-N               <-
+    if all have written: commits                    [nodes with disks of their own: the first rank of each
+    [tells them the manifest's members        ->    commits, and puts commit-R
+     and waits for commit-R]                  <-    ]
+    puts the verdict: an error, or none       ->    waits for the verdict
+    waits for heard-1 ... heard-N             <-    puts heard-R
+    deletes all of these messages
+
+No collective: a dead rank costs a time-out and is named; one that writes for longer is alive. A rank that
+gets no verdict has failed. Then the first rank of each disk removes what the new checkpoint replaces, or
+what is left of the save.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from itertools import chain
+from typing import TYPE_CHECKING, Any, Final
+
+from attrs import asdict, define, field
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.commit import commit, discard, prune
+from accel_core.storage.files import FileRecord, Meter, as_json, write_file
+from accel_core.storage.protocols import first_here, firsts
+
+if TYPE_CHECKING:
+    from accel_core.storage.protocols import Comm, Mailbox, Message, Storage
+
+HEARD_SECONDS: Final = 10.0
+"""Seconds that rank 0 waits for the others to hear the verdict."""
+LOOK_SECONDS: Final = 0.5
+"""Between two looks at what is waited for; Ctrl-C is heard then."""
+SAID_RANKS: Final = 10
+SAID_BYTES: Final = 500
+"""Length of a rank's error in its vote: a vote stays below 1 KiB."""
+unreported: Final[dict[str, tuple[int, str]]] = {}
+"""Background saves whose failure was not reported yet: id -> (process, message)."""
+
+
+@define(eq=False)
+class Share:
+    """The files of one rank, as bytes and buffers: writing runs no loop over leaves.
+
+    head, body: of the data file, `size` bytes; each part of the body is valid until the next one.
+    own: JSON of this rank's state. index: members of a JSON object, of where the tensors are.
+    state: JSON of what all ranks share, for the rank that writes it.
+    """
+
+    rank: int
+    head: bytes
+    body: Iterable[memoryview]
+    size: int
+    own: bytes
+    index: bytes
+    state: bytes | None
+    meter: Meter = field(factory=Meter)
+
+    def write(self, home: Storage) -> dict[str, FileRecord]:
+        """Write the files, durably; name -> record."""
+        data, index = f"rank-{self.rank:05d}.safetensors", f"rank-{self.rank:05d}.json"
+        with home.writer(data) as file:
+            record, blocks = write_file(file, chain([self.head], self.body), self.meter)
+        text = [b'{"rank":%d,"state":' % self.rank, self.own, b',"blocks":', as_json(blocks)]
+        parts = {
+            index: [*text, b",", self.index, b"}"],
+            **({} if self.state is None else {"state.json": [self.state]}),
+        }
+        records = {data: record}
+        for name, content in parts.items():
+            with home.writer(name) as file:
+                records[name], _ = write_file(file, content)
+        return records
+
+
+@define(eq=False)
+class Pending:
+    """A save that is under way.
+
+    `run` does it, here or in a thread of its own; `wait` waits for it.
+
+    place: the checkpoint. number: of the commit there. claim: of the save's folder, which this releases.
+    members: of the manifest, but for its files; of rank 0. committed: called on the first rank of each disk.
+    """
+
+    place: Storage
+    save_id: str
+    number: int
+    share: Share
+    members: Mapping[str, Any]
+    claim: ExitStack
+    comm: Comm
+    mail: Mailbox
+    committed: Callable[[], None]
+    _failure: str | None = field(default="it has not run", init=False)
+    _cause: BaseException | None = field(default=None, init=False)
+    """The error of this rank's part."""
+    _is_given_up: bool = field(default=False, init=False)
+    _thread: threading.Thread | None = field(default=None, init=False)
+    _done: threading.Event = field(factory=threading.Event, init=False)
+
+    def start(self) -> None:
+        """Let a thread do it. Where none can be had, it fails on all ranks."""
+        # Daemon thread: the run's atexit handler waits for it and shows progress.
+        self._thread = threading.Thread(target=self.run, name=f"save {self.place.name}", daemon=True)
+        try:
+            self._thread.start()
+        except BaseException as error:
+            self._thread, self._cause = None, error
+            self.run()
+            raise
+
+    def run(self) -> None:
+        """Write, vote, and hear the verdict. A failure is kept for `wait`."""
+        rank = self.comm.rank
+        try:
+            with self.claim, self.mail.alive():
+                self.mail.put(f"vote-{rank}", self._attempt(self._write))
+                self._failure = self._lead() if rank == 0 else self._follow()
+                if first_here(self.comm, self.place):
+                    self._clear_up()
+        except Exception as error:  # the mailbox's: the process that serves it is gone
+            self._failure = f"rank {rank}: {type(error).__name__}: {error}"
+            self._cause = self._cause or error
+        finally:
+            if self._thread is not None and self._failure is not None and not self._is_given_up:
+                unreported[self.save_id] = os.getpid(), self._message
+            self._done.set()
+        if self._cause is not None and not isinstance(self._cause, Exception):
+            raise self._cause  # Ctrl-C: the others know
+
+    @property
+    def is_over(self) -> bool:
+        """True once nothing of it is read or written any more."""
+        return self._thread is None or self._done.is_set()
+
+    def wait(self, patience: float | None = None) -> None:
+        """Return once it is over.
+
+        Raises:
+            CheckpointError: it failed on some rank, or is not over after `patience` seconds.
+        """
+        deadline = None if patience is None else time.monotonic() + patience
+        with nullcontext() if self.is_over else self.shown():
+            while not self.is_over and not self._done.wait(LOOK_SECONDS):
+                if deadline is not None and time.monotonic() > deadline:
+                    self._is_given_up = True
+                    self._failure = f"it was not over after {patience:g} s"
+                    break
+        unreported.pop(self.save_id, None)
+        if self._failure is not None:
+            raise CheckpointError(self._message, path=str(self.place)) from self._cause
+
+    def shown(self) -> AbstractContextManager[object]:
+        """Show how much of this rank's data is written, while that is waited for."""
+        size = len(self.share.head) + self.share.size
+        return self.comm.shown(f"writing {self.place.name}", lambda: (self.share.meter.count, size))
+
+    @property
+    def _message(self) -> str:
+        return (
+            f"the save to {self.place} failed; a checkpoint that was there is still whole\n"
+            f"{self._failure}\nmend that and save again"
+        )
+
+    def _attempt(self, action: Callable[[], Message]) -> Message:
+        """Return the result of `action`, or its error, as a message to the other ranks."""
+        try:
+            if self._cause is not None:
+                raise self._cause
+            return action()
+        except BaseException as error:
+            self._cause = error
+            return {"error": f"{type(error).__name__}: {error}"[:SAID_BYTES]}
+
+    def _write(self) -> Message:
+        try:
+            records = self.share.write(self.place.at(self.save_id))
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"{self.place}/{self.save_id}, made by rank 0, is not visible here\n"
+                "give all ranks the same directory, on a disk that all nodes share,"
+                " or set project.save_on_each_node"
+            ) from error
+        return {"files": {name: asdict(record) for name, record in records.items()}}
+
+    def _commit(self, members: Mapping[str, Any]) -> Message:
+        """Create the manifest. members: all of them."""
+        if self._is_given_up:
+            raise CheckpointError("nobody waits for it any more")
+        here = {rank for rank, node in enumerate(self.comm.nodes) if node == self.comm.nodes[self.comm.rank]}
+        sizes = {
+            name: each["size"]
+            for name, each in members["files"].items()
+            if self.place.shared or _rank_of(name) in {*here, None}
+        }
+        commit(self.place, members, self.number, sizes)
+        return {}
+
+    def _clear_up(self) -> None:
+        if self._failure is None:
+            prune(self.place, self.number)
+            self.committed()
+        else:
+            discard(self.place, self.save_id)
+
+    # -- rank 0 --------------------------------------------------------------------------------------------
+
+    def _lead(self) -> str | None:
+        """Hear all ranks, then commit. Returns why it failed, if it did."""
+        mail, ranks = self.mail, range(len(self.comm.nodes))
+        heard = mail.wait({rank: f"vote-{rank}" for rank in ranks}, mail.timeout)
+        failures = self._failures(heard)
+        others = firsts(self.comm, self.place)[1:]
+        files = {
+            name: each for vote in heard.values() if vote for name, each in vote.get("files", {}).items()
+        }
+        members = {**self.members, "files": dict(sorted(files.items()))}
+        if others:
+            mail.put("commit", {"members": None if failures else members})
+        if not failures:
+            answers: dict[int, Message | None] = {0: self._attempt(lambda: self._commit(members))}
+            answers |= mail.wait({rank: f"commit-{rank}" for rank in others}, mail.timeout)
+            failures = self._failures(answers)
+        failure = "\n".join(failures[:SAID_RANKS]) or None
+        mail.put("verdict", {"failure": failure})
+        # Rank 0 often serves the store: it must not be gone before all have heard.
+        alive = [rank for rank, vote in heard.items() if vote is not None and rank]
+        left = mail.wait({rank: f"heard-{rank}" for rank in alive}, HEARD_SECONDS)
+        mail.delete(
+            "vote-0", "alive-0", *(f"commit-{rank}" for rank in others), *(["commit"] if others else [])
+        )
+        for rank in [rank for rank, answer in left.items() if answer is not None]:
+            mail.delete(f"vote-{rank}", f"heard-{rank}", f"alive-{rank}")
+        if None not in [*heard.values(), *left.values()]:
+            mail.delete("verdict")
+        return failure
+
+    def _failures(self, heard: Mapping[int, Message | None]) -> list[str]:
+        silent = {"error": f"no vote within {self.mail.timeout:g} s; it died or hangs"}
+        said = {rank: (silent if each is None else each).get("error") for rank, each in heard.items()}
+        return [f"rank {rank}: {error}" for rank, error in said.items() if error is not None]
+
+    # -- each other rank -----------------------------------------------------------------------------------
+
+    def _follow(self) -> str | None:
+        """Hear the verdict from rank 0; the first rank of a disk commits there. Returns as `_lead`."""
+        mail, rank = self.mail, self.comm.rank
+        # Twice: rank 0 may have written as long as this rank waits, and then waited for others.
+        patience = 2 * mail.timeout
+        if first_here(self.comm, self.place):  # of a disk that rank 0 does not see
+            asked = mail.wait({0: "commit"}, patience)[0]
+            if asked is not None and asked["members"] is not None:
+                mail.put(f"commit-{rank}", self._attempt(lambda: self._commit(asked["members"])))
+        verdict = mail.wait({0: "verdict"}, patience)[0]
+        if verdict is None:
+            return f"rank 0: no verdict within {patience:g} s; it died or hangs"
+        failure: str | None = verdict["failure"]
+        mail.put(f"heard-{rank}", {})
+        return failure
+
+
+def _rank_of(name: str) -> int | None:
+    """Return the rank that wrote a file, None of one that each disk has."""
+    number = name.removeprefix("rank-").partition(".")[0]
+    return int(number) if number.isdecimal() else None

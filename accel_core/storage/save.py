@@ -1,0 +1,182 @@
+"""Save a state: agree on it and snapshot it on all ranks, and start to write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.commit import begin, cannot_be_saved, discard, new_save_id
+from accel_core.storage.declarations import gather_groups
+from accel_core.storage.files import as_json
+from accel_core.storage.layout import Layout
+from accel_core.storage.pending import Pending, Share
+from accel_core.storage.plan import plan
+from accel_core.storage.protocols import first_here, firsts
+
+if TYPE_CHECKING:
+    from accel_core.storage.protocols import Comm, Storage
+    from accel_core.storage.series import Series
+    from accel_core.storage.state import State
+
+
+class Saver:
+    """Saves the states of the same ranks, again and again: it keeps what one save leaves to the next."""
+
+    def __init__(self, comm: Comm) -> None:
+        self.comm = comm
+        self._layout: Layout | None = None
+        self._was_shared = True
+        """Of the place that the layout was made for."""
+        self._pending: Pending | None = None
+
+    def save(
+        self,
+        collect: Callable[[], State],
+        settle: Callable[[State, Sequence[Any]], None],
+        members: Callable[[], Mapping[str, Any]],
+        series: Series,
+        place: Storage | None,
+        *,
+        wait: bool,
+        entered: Callable[[], object],
+    ) -> Pending:
+        """Save a state in `place`, or as the next of the series. Collective.
+
+        Two rounds of the ranks, and up to two more where a leaf is new. With `wait` it is over when this
+        returns, unless it failed, which `Pending.wait` raises. Else a copy was taken, and a thread writes it.
+
+        entered: called first; waits for the save before. collect: gives this rank's state. settle: is given it with the notes of all ranks, and may change it.
+        members: of the manifest, but for those of the save itself; of rank 0.
+
+        Raises:
+            CheckpointError: the save before has failed, something cannot be stored, ranks disagree, or the
+                place cannot be written. On all ranks; what was there is unchanged.
+        """
+        comm, where = self.comm, series.folder if place is None else place
+        states: list[State] = []
+
+        def enter() -> tuple[Any, str | None, int, str]:
+            entered()
+            states[:] = [state := collect()]
+            number = series.free_number() if place is None and first_here(comm, where) else series.next_number
+            return state.note, self._name_for(state, where), number, new_save_id()
+
+        notes, names, numbers, ids = zip(*comm.together("save_state: collect", enter), strict=True)
+        (state,), number, save_id = states, max(numbers), ids[0]
+        settle(state, notes)
+        layout = self._layout
+        if layout is None or None in names or len({*names}) > 1:
+            layout = self._plan(state, where)
+        target = place or where.at(f"checkpoint_{number}")
+        shared = self._shared(state, target)
+        claim = ExitStack()
+
+        def start() -> tuple[int, Share]:
+            commit = self._begin(target, save_id, layout.size, claim)
+            body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
+            own = as_json(state.own)
+            return commit, Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared)
+
+        started: list[tuple[int, Share]] = []
+        try:
+            comm.together("save_state: begin", lambda: started.append(start()))
+            series.number_from(number + 1)
+            ((commit, share),) = started
+            named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
+            about = {**named, "domains": self._domains(target), **members()} if comm.rank == 0 else {}
+        except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
+            if first_here(comm, target):
+                discard(target, save_id)
+            claim.close()
+            raise
+
+        def committed() -> None:
+            if place is None:
+                series.committed(number, save_id)
+
+        mail = comm.mailbox(f"save/{save_id}")
+        pending = Pending(target, save_id, commit, share, about, claim, comm, mail, committed)
+        self._pending = pending
+        if wait:
+            with pending.shown():
+                pending.run()
+        else:
+            pending.start()
+        return pending
+
+    def wait(self, patience: float | None = None) -> Pending | None:
+        """Wait for the save under way; return it, if there is one. As `Pending.wait`."""
+        pending = self._pending
+        if pending is not None:
+            try:
+                pending.wait(patience)
+            finally:
+                if pending.is_over:  # else Ctrl-C has ended the wait only: a thread still reads the copy
+                    self._pending = None
+        return pending
+
+    def free_memory(self) -> None:
+        """Give back the memory of the copy. What a thread still writes, it holds until it has ended."""
+        self._layout = None
+
+    def _name_for(self, state: State, where: Storage) -> str | None:
+        """Return the name of the layout of the save before, if it serves this state."""
+        before = self._layout
+        same = before is not None and before.declared == state.declared and self._was_shared == where.shared
+        return before.name if before is not None and same else None
+
+    def _plan(self, state: State, where: Storage) -> Layout:
+        """Agree on who writes what."""
+        self._layout = None  # with its buffer, before the next one is made
+        comm, self._was_shared = self.comm, where.shared
+        word, groups = gather_groups(comm, state.declared, state.check)
+        disks = [0] * len(comm.nodes) if where.shared else comm.nodes
+        writes = plan(groups, comm.rank, disks)
+        self._layout = Layout.of(word, state.declared, writes, state.leaves)
+        return self._layout
+
+    def _shared(self, state: State, target: Storage) -> bytes | None:
+        """Return the JSON of what all ranks share, for the first rank of each disk: rank 0's."""
+        rank = self.comm.rank
+        if target.shared or len({*self.comm.nodes}) == 1:
+            return as_json(state.shared) if rank == 0 else None
+        told = self.comm.together("save_state: shared", lambda: as_json(state.shared) if rank == 0 else None)
+        return told[0] if first_here(self.comm, target) else None
+
+    def _begin(self, target: Storage, save_id: str, size: int, claim: ExitStack) -> int:
+        """Make the save's folder, by the first rank of each disk. Returns the number of its commit."""
+        if not first_here(self.comm, target):
+            return 0
+        number = begin(target)
+        try:
+            room = target.room()
+        except OSError:
+            room = None
+        if room is not None and room < size:
+            raise CheckpointError(
+                f"{target} cannot be saved: its disk has room for {room} bytes, and {size} are needed\n"
+                "make room, or save to another disk",
+                path=str(target),
+            )
+        home = target.at(save_id)
+        try:
+            claim.enter_context(home.claim())
+            is_mine = len(home.list()) <= 1
+        except OSError as error:
+            raise cannot_be_saved(target, error) from error
+        if not is_mine:
+            raise CheckpointError(
+                f"{target} is one folder for several nodes, though project.save_on_each_node says that"
+                " each has a disk of its own\nset project.save_on_each_node to false",
+                path=str(target),
+            )
+        return number
+
+    def _domains(self, target: Storage) -> list[list[int]]:
+        """Return the ranks of each disk, where there are several."""
+        nodes, leading = self.comm.nodes, firsts(self.comm, target)
+        if len(leading) == 1:
+            return []
+        return [[rank for rank, node in enumerate(nodes) if node == nodes[first]] for first in leading]

@@ -1,0 +1,316 @@
+"""Read the tensors of a checkpoint, by key."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from attrs import define, field, frozen
+from torch import Tensor
+from torch._utils import _unflatten_dense_tensors
+
+from accel_core.storage.codec import decode, stored_keys
+from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, understanding
+from accel_core.storage.leaves import Kind, Leaf, whole
+from accel_core.storage.opened import Block, Opened
+from accel_core.storage.plan import Box, Key, intersect, tiling_problem
+from accel_core.storage.tensor_bytes import DTYPES, bytes_within
+
+if TYPE_CHECKING:
+    from accel_core.errors import CheckpointError
+
+STAGING_BYTES: Final = 16 << 20
+"""Bytes read at a time, where a tensor is not read straight into its place."""
+ALIKE: Final = 64
+"""So many small tensors of one size are worth a read of their own."""
+SMALL_ELEMENTS: Final = 1 << 14
+"""Larger tensors are read one by one: reading takes longer than asking for it."""
+
+_Small: TypeAlias = tuple[int, int, Tensor]
+"""Start in the file, number of elements, and the tensor to fill."""
+
+
+@define
+class Stored:
+    """A tensor of the checkpoint, and the file and start of each of its boxes.
+
+    Nothing changes one, but making a frozen one takes twice the time, and there are as many as tensors.
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str | None
+    boxes: dict[Box, tuple[DataFile, int]] = field(factory=dict, eq=False)
+    _lacks: Callable[[str], CheckpointError] | None = field(default=None, eq=False)
+    """Makes the error for needed boxes on another node; None if all are on this one."""
+
+    def tensor(self) -> Tensor:
+        """Return the whole tensor, in memory of its own."""
+        tensor = torch.empty(self.shape, dtype=DTYPES[self.dtype], device="cpu")
+        self.read(tensor)
+        return tensor
+
+    def read(self, target: Tensor) -> None:
+        """Fill a tensor of the whole tensor's shape."""
+        fill([(self, whole(target))])
+
+    @property
+    def place(self) -> tuple[DataFile, int] | None:
+        """The file and the start of all its bytes; None if they lie in several boxes."""
+        if len(self.boxes) != 1 or self.layout is not None:
+            return None
+        ((_, (file, start)),) = self.boxes.items()
+        return file, start
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize
+
+    def number(self) -> float:
+        """Return the value of a tensor of one element."""
+        return float(self.tensor())
+
+    def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
+        """File, start and end of what `fill` reads for a leaf, or of all without one."""
+        for wanted in _boxes_of(leaf) if leaf else self.boxes:
+            for box in [wanted] if wanted in self.boxes else self.boxes:
+                if common := intersect(box, wanted):
+                    file, start = self.boxes[box]
+                    row = math.prod(box.shape[1:]) * DTYPES[self.dtype].itemsize
+                    first, rows = (common.offset[0] - box.offset[0], common.shape[0]) if box.shape else (0, 1)
+                    yield file, start + first * row, start + (first + rows) * row
+
+    def _join(self, tensor: Tensor, wanted: Box) -> None:
+        """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
+        for box, (file, start) in self.boxes.items():
+            if common := intersect(box, wanted):
+                self._copy(tensor[_slices(common, wanted)], common, box, file, start)
+
+    def _copy(self, target: Tensor, part: Box, box: Box, file: DataFile, start: int) -> None:
+        """Fill `target` with a part of a box, some rows of the file at a time."""
+        if not part.shape:
+            target.copy_(file.tensor(self.dtype, (), start))
+            return
+        row = math.prod(box.shape[1:])
+        size = row * DTYPES[self.dtype].itemsize
+        at = max(1, STAGING_BYTES // max(1, size))
+        inner = slice(None), *_slices(part, box)[1:]
+        first = part.offset[0] - box.offset[0]
+        for begin in range(0, part.shape[0], at):
+            rows = min(at, part.shape[0] - begin)
+            source = file.tensor(self.dtype, (rows, *box.shape[1:]), start + (first + begin) * size)
+            target[begin : begin + rows].copy_(source[inner])
+
+    def require(self, leaf: Leaf) -> None:
+        """Raise CheckpointError if a part that this rank needs is on another node."""
+        if self._lacks is not None:
+            wanted = _boxes_of(leaf)
+            common = [intersect(box, each) for each in wanted for box in self.boxes]
+            if sum(each.volume for each in wanted) > sum(each.volume for each in common if each):
+                raise self._lacks(f"parts of a tensor of shape {list(self.shape)}")
+
+
+def _boxes_of(leaf: Leaf) -> list[Box]:
+    return [Box(tuple(offset), tuple(tensor.shape)) for offset, tensor in leaf.shards]
+
+
+@frozen(eq=False)
+class Checkpoint(Opened):
+    """An opened checkpoint with its tensors.
+
+    ranks: the state of each rank, still encoded.
+    """
+
+    ranks: Mapping[int, Mapping[str, Any]]
+    tensors: Mapping[Key, Stored]
+
+    @classmethod
+    def with_tensors(cls, files: Opened) -> Checkpoint:
+        """Return the opened checkpoint with its tensors, of which none is read.
+
+        Raises:
+            CheckpointError: what describes them is not what a save writes.
+        """
+        tensors: dict[Key, Stored] = {}
+        cut: set[Key] = set()
+        ranks: dict[int, Any] = {}
+        for rank, (data, index) in files.shares.items():
+            with understanding(f"{data.home}/rank-{rank:05d}.json"):
+                cut |= _add_tensors(tensors, rank, files)
+                del index["outlines"], index["tensors"]  # what is made of them holds all that they say
+                ranks[rank] = index["state"]
+        with understanding(files.place):
+            for unit, key in cut if not files.absent else ():
+                stored = tensors[unit, key]
+                if problem := tiling_problem(stored.shape, stored.boxes):
+                    raise ValueError(f"{unit}: {key}: {problem}")
+        return cls(files.place, files.manifest, files.state, files.shares, files.meter, ranks, tensors)
+
+    def rank_state(self, rank: int) -> Mapping[str, Any]:
+        """Return the state of one rank, still encoded."""
+        if rank not in self.ranks:
+            raise self.lacks(f"what belongs to rank {rank} alone")
+        return self.ranks[rank]
+
+    def blocks_of(self, places: Iterable[tuple[Stored, Leaf | None]]) -> set[Block]:
+        """Return the blocks that `Stored.parts` of these lie in."""
+        ranks = {data: rank for rank, (data, _) in self.shares.items()}
+        return {
+            (ranks[file], number)
+            for stored, leaf in places
+            for file, start, end in stored.parts(leaf)
+            for number in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+        }
+
+    def blocks_of_values(self, encoded: Iterable[Any]) -> set[Block]:
+        """Return the blocks that `decode` reads of these values."""
+        return self.blocks_of((self.tensors["", key], None) for each in encoded for key in stored_keys(each))
+
+    def decode(self, value: Any, path: str) -> Any:
+        """Return the value that was encoded, its large tensors read from the data files."""
+        try:
+            return decode(value, path, self._fetch)
+        except RecursionError as error:
+            raise damaged(self.place, f"{path} is nested without end") from error
+
+    def try_decode(self, value: Any, path: str) -> None:
+        """Raise what `decode` raises, without reading a data file."""
+        try:
+            decode(value, path, lambda key: torch.empty(0) if ("", key) in self.tensors else _missing(key))
+        except RecursionError as error:
+            raise damaged(self.place, f"{path} is nested without end") from error
+
+    def _fetch(self, key: str) -> Tensor:
+        return self.tensors["", key].tensor()
+
+
+def _missing(key: str) -> Tensor:
+    raise LookupError(f"there is no tensor {key}")
+
+
+def _add_tensors(tensors: dict[Key, Stored], rank: int, files: Opened) -> set[Key]:
+    """Add the tensors of a rank's file; return those that are not one box."""
+    data, _ = files.shares[rank]
+    lacks, has_domains, end = files.lacks if files.absent else None, files.manifest.domains, data.record.size
+    cut = set()
+    for unit, key, ((kind, shape, dtype, layout), whole_box), where in files.described(rank, _outline):
+        described = Stored(kind, shape, dtype, layout, lacks=lacks)
+        stored = tensors.setdefault((unit, key), described)
+        if stored is not described and stored != described:
+            raise ValueError(f"{key} is described otherwise by another rank")
+        is_cut = type(where) is list
+        parts = _measured_parts(dtype, where) if is_cut else [(whole_box, where)]
+        for (box, size), start in parts:
+            if type(start) is not int or not 0 <= start <= end - size:
+                raise ValueError(f"{key} {box} is not within its file, at {start!r}")
+            # Each node has its own copy of what is the same on all; the lowest rank's is read.
+            if box in stored.boxes and (not has_domains or stored.boxes[box][0] is data):
+                raise ValueError(f"{key} {box} is there twice")
+            stored.boxes.setdefault(box, (data, start))
+        if is_cut or len(stored.boxes) > 1:
+            cut.add((unit, key))
+    return cut
+
+
+def _outline(
+    each: Mapping[str, Any],
+) -> tuple[tuple[Kind, tuple[int, ...], str, str | None], tuple[Box, int]]:
+    """Return what such a tensor is, and its whole box with the bytes of that."""
+    shape, dtype = tuple(each["shape"]), each["dtype"]
+    return (each["kind"], shape, dtype, each["layout"]), _measured(dtype, (0,) * len(shape), shape)
+
+
+def _measured_parts(dtype: str, boxes: Iterable[Any]) -> list[tuple[tuple[Box, int], int]]:
+    return [(_measured(dtype, tuple(offset), tuple(shape)), start) for offset, shape, start in boxes]
+
+
+@lru_cache(maxsize=4096)
+def _measured(dtype: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[Box, int]:
+    """Return a box, one object for equal ones, and its bytes."""
+    if not {*map(type, offset), *map(type, shape)} <= {int}:
+        raise ValueError(f"[{offset}, {shape}] is not a box of whole numbers")
+    return Box(offset, shape), bytes_within(sys.maxsize, dtype, shape, 0)
+
+
+def fill(pairs: Iterable[tuple[Stored, Leaf]]) -> None:
+    """Overwrite the parts of the leaves that this rank holds.
+
+    Small tensors that are neighbours in a file are read at once.
+
+    Raises:
+        CheckpointError: a part is on another node, or cannot be read.
+    """
+    # By device too: some devices' libraries crash on a list of tensors to copy into that are on several.
+    small: dict[tuple[DataFile, str, torch.device], list[_Small]] = defaultdict(list)
+    for stored, leaf in pairs:
+        if stored._lacks is not None:
+            stored.require(leaf)
+        for offset, tensor in leaf.shards:
+            # A tuple finds the box that equals it, and takes less time to make.
+            wanted: Any = tuple(offset), tensor.shape
+            file, start = stored.boxes.get(wanted, (None, 0))
+            if file is None:
+                stored._join(tensor, Box(*wanted))
+            elif 0 < (size := tensor.numel()) <= SMALL_ELEMENTS and not _is_lazy(tensor):
+                small[file, stored.dtype, tensor.device].append((start, size, tensor))
+            elif _takes_bytes(tensor, stored.dtype):
+                file.read(start, tensor.reshape(-1).view(torch.uint8).numpy().data)
+            else:
+                box = Box(*wanted)
+                stored._copy(tensor, box, box, file, start)
+    for (file, dtype, _), parts in small.items():
+        for start, sizes, targets in _neighbours(parts, DTYPES[dtype].itemsize):
+            torch._foreach_copy_(targets, _cut(file.tensor(dtype, (sum(sizes),), start), targets))
+
+
+def _cut(source: Tensor, targets: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the parts of a flat tensor, shaped as the targets."""
+    if len({target.shape for target in targets}) > 1:
+        return tuple(_unflatten_dense_tensors(source, targets))
+    return source.view(len(targets), *targets[0].shape).unbind()  # in a third of the time
+
+
+def _neighbours(parts: Iterable[_Small], itemsize: int) -> Iterator[tuple[int, list[int], list[Tensor]]]:
+    """(start in the file, sizes, tensors) of each row of tensors without a gap.
+
+    A long row ends where the size changes, for `_cut`.
+    """
+    sizes: list[int] = []
+    run: list[Tensor] = []
+    first = end = 0
+    for start, size, tensor in sorted(parts, key=itemgetter(0)):
+        is_other = len(run) >= ALIKE and size != sizes[-1]
+        if run and (start != end or end - first >= STAGING_BYTES or is_other):
+            yield first, sizes, run
+            sizes, run = [], []
+        first = start if not run else first
+        sizes.append(size)
+        run.append(tensor)
+        end = start + size * itemsize
+    if run:
+        yield first, sizes, run
+
+
+def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
+    """Return True if the tensor's memory is laid out as the file's."""
+    return tensor.is_cpu and tensor.dtype == DTYPES[dtype] and tensor.is_contiguous() and not _is_lazy(tensor)
+
+
+def _is_lazy(tensor: Tensor) -> bool:
+    """Return True if torch conjugates or negates the tensor when it reads it."""
+    return tensor.is_neg() or tensor.is_conj()
+
+
+def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
+    return tuple(
+        slice(first - start, first - start + size)
+        for first, start, size in zip(part.offset, whole.offset, part.shape, strict=True)
+    )

@@ -1,0 +1,99 @@
+"""Write a checkpoint from tensors that come one by one, for converters. By a process alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from attrs import asdict
+from torch import Tensor
+
+from accel_core.errors import CheckpointError
+from accel_core.storage.commit import begin, cannot_be_saved, commit, discard, new_save_id, prune
+from accel_core.storage.files import FileRecord, as_json
+from accel_core.storage.layout import Layout
+from accel_core.storage.leaves import Kind, whole
+from accel_core.storage.pending import Share
+from accel_core.storage.plan import Key, declare
+from accel_core.storage.state import State
+from accel_core.storage.tensor_bytes import DTYPES, bytes_of
+
+if TYPE_CHECKING:
+    from accel_core.storage.protocols import Storage
+
+
+class Outline(NamedTuple):
+    """What a tensor is. dtype: torch's name without the prefix."""
+
+    kind: Kind
+    shape: tuple[int, ...]
+    dtype: str
+    layout: str | None = None
+
+
+def write_checkpoint(
+    place: Storage,
+    members: Mapping[str, Any],
+    shared: Mapping[str, Any],
+    ranks: Sequence[Mapping[str, Any]],
+    outlines: Mapping[Key, Outline],
+    read: Callable[[Key], Tensor],
+) -> None:
+    """Save as the checkpoint `place`, as atomically as a run does.
+
+    Memory is needed for one tensor at a time, beside `shared` and `ranks`.
+
+    members: of the manifest, without those of the save itself. shared: of `state.json`. ranks: the `state` of
+    each rank. Both are not encoded yet. read: gives each whole tensor, once.
+
+    Raises:
+        CheckpointError: something is not plain data, or the place cannot be written.
+    """
+    save_id, number = new_save_id(), begin(place)
+    home, files = place.at(save_id), dict[str, FileRecord]()
+    try:
+        with home.claim():
+            try:
+                for rank, own in enumerate(ranks):
+                    share = _share(rank, shared, own, outlines if rank == 0 else {}, read)
+                    files |= share.write(home)
+                time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+                named: dict[str, Any] = {"save_id": save_id, "name": None, "domains": [], "time": time}
+                records = {name: asdict(record) for name, record in sorted(files.items())}
+                sizes = {name: record.size for name, record in files.items()}
+                commit(place, {**members, **named, "files": records}, number, sizes)
+            except BaseException:
+                discard(place, save_id)
+                raise
+    except OSError as error:
+        raise cannot_be_saved(place, error) from error
+    prune(place, number)
+
+
+def _share(
+    rank: int,
+    shared: Mapping[str, Any],
+    own: Mapping[str, Any],
+    outlines: Mapping[Key, Outline],
+    read: Callable[[Key], Tensor],
+) -> Share:
+    state = State()
+    for key, outline in outlines.items():
+        if outline.dtype not in DTYPES:
+            raise CheckpointError(f"{key[1]}: torch has no dtype {outline.dtype}\nconvert it before")
+        tensor = torch.empty(outline.shape, dtype=DTYPES[outline.dtype], device="meta")
+        state.leaves[key] = whole(tensor, kind=outline.kind, layout=outline.layout)
+        state.declared[key] = declare(state.leaves[key], spread=True)
+    text = as_json(state.encode(dict(shared), "state")) if rank == 0 else None
+    told = as_json(state.encode(dict(own), f"rank[{rank}]"))
+    writes = {key: list(declared.boxes) for key, declared in state.declared.items()}
+    layout = Layout.of("", state.declared, writes, state.leaves)
+
+    def body() -> Iterator[memoryview]:
+        for key in layout.keys:
+            ((_, tensor),) = state.leaves[key].shards
+            yield bytes_of(read(key) if tensor.is_meta else tensor)
+
+    return Share(rank, layout.head, body(), layout.size, told, layout.index, text)
