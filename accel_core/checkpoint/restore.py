@@ -134,7 +134,7 @@ class Restoration:
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
                 untied = f"{alias} was tied to {owner}, and is not tied to it here"
-                self._problems.fatal.append(f"{unit.name}: {untied}")
+                self._problems.found.append(f"{unit.name}: {untied}")
         tensors = tensors_by_sort(unit, self.checkpoint, self._problems)
         leaves = without_apart(unit, unit.hooks.model_state(unit))
         misfits = self._fill(f"{unit.name}: model/", leaves, without_apart(unit, tensors["model"]))
