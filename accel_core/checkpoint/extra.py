@@ -18,19 +18,24 @@ if TYPE_CHECKING:
 def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     """Return the extra state of the unit's model `number`, by its keys. Not collective.
 
-    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict` or a `state_dict` of
+    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict`, hooks or a `state_dict` of
     their own.
     """
     found: dict[str, Any] = {}
     for prefix, module in _telling(unit, number):
-        weights = {id(each) for each in (*module._parameters.values(), *module._buffers.values())}
+        own = {**module._parameters, **module._buffers}
+        weights = {id(each) for each in own.values()}
         told: dict[str, Any] = {}
         if type(module).state_dict is not nn.Module.state_dict:
             told = {key: value for key, value in module.state_dict(keep_vars=True).items() if "." not in key}
         elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
             module._save_to_state_dict(told, "", True)
-        else:
+        elif type(module).get_extra_state is not nn.Module.get_extra_state:
             told["_extra_state"] = module.get_extra_state()
+        if hooks := _own_hooks(module):
+            told = {**own, **told}
+            for hook in hooks:
+                hook(module, told, "", {})
         found |= {f"{prefix}{key}": value for key, value in told.items() if id(value) not in weights}
     return found
 
@@ -91,7 +96,14 @@ def _has_more(module: nn.Module) -> bool:
         kind.get_extra_state is not nn.Module.get_extra_state
         or kind._save_to_state_dict is not nn.Module._save_to_state_dict
         or kind.state_dict is not nn.Module.state_dict
+        or bool(_own_hooks(module))
     )
+
+
+def _own_hooks(module: nn.Module) -> list[Any]:
+    """Return hooks on what the module's `state_dict` tells, but for those of torch's own wrappers."""
+    hooks = module._state_dict_hooks.values()
+    return [each for each in hooks if not str(getattr(each, "__module__", "")).startswith("torch.")]
 
 
 def _is_torchs(kind: type[nn.Module]) -> bool:

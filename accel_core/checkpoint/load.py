@@ -37,12 +37,12 @@ class Choice(NamedTuple):
 class Search:
     """The checkpoints to load from: `place`, or those of the series, the newest or best first.
 
-    missing_ok: there may be none.
+    best: by this metric. missing_ok: there may be none.
     """
 
     series: Series
     place: Storage | None
-    best: bool = False
+    best: str | None = None
     missing_ok: bool = False
 
     def look(self) -> list[tuple[int | None, list[str]]]:
@@ -52,7 +52,7 @@ class Search:
             return [(None, saves)] if saves or self.place.list() else []
         return [
             (number, [manifest.save_id for manifest in manifests(self.series.path_of(number))])
-            for number in self.series.candidates(best=self.best)
+            for number in self.series.candidates(best=self.best is not None)
         ]
 
     def at(self, choice: Choice) -> Storage:
@@ -81,7 +81,7 @@ class Search:
                 "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
             )
         else:
-            metric = " with a value of project.keep_best" if self.best else ""
+            metric = f" with a value of {self.best!r}" if self.best else ""
             start = "load_state(missing_ok=True)" if not others else "load_state()"
             instead = "start without one" if not others else "take the newest"
             text = f"there is no checkpoint{metric} in {self.folder}\nto {instead}, {start}"
@@ -119,7 +119,11 @@ def load(
             tried.append(choice.number)
             if comm.rank == 0:
                 logger.warning("passed over: %s", error)
-    others = search.best and not tried and any(comm.together("load_state: look", _any_of(search, comm)))
+    others = (
+        search.best is not None
+        and not tried
+        and any(comm.together("load_state: look", _any_of(search, comm)))
+    )
     if search.missing_ok and not tried and not others:
         return None
     raise search.nothing(len(tried), others=others)

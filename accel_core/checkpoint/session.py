@@ -196,7 +196,7 @@ class CheckpointSession:
         run.require_alive()
         assemble(run, "load_state")
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
-        search = Search(self.series, where, best=best, missing_ok=missing_ok)
+        search = Search(self.series, where, project.keep_best if best else None, missing_ok)
         with without_collecting_garbage():  # until `load` has dropped what it made
             loaded = load(run, self.comm, search, strict=strict, entered=self.wait)
         if loaded is None:

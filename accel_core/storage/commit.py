@@ -126,12 +126,14 @@ def begin(place: Storage) -> int:
     """
     try:
         entries = place.list()
+    except NotADirectoryError:
+        entries = {"": 0}
     except OSError as error:
         raise cannot_be_saved(place, error) from error
     numbers = [int(named[1]) for name in entries if (named := _COMMIT.fullmatch(name))]
-    if not numbers and (foreign := [name for name in entries if not SAVE.fullmatch(name)]):
+    if not numbers and not all(map(SAVE.fullmatch, entries)):
         raise CheckpointError(
-            f"{place} exists and is not a checkpoint: it holds {foreign[0]}; it was left as it is\n"
+            f"{place} exists and is not a checkpoint; it was left as it is\n"
             "save to another folder, or move this one away",
             path=str(place),
         )
@@ -168,11 +170,16 @@ def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Ma
         if not is_committed(place, save_id):
             if not isinstance(error, FileExistsError):
                 raise
-            raise CheckpointError(
-                f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another"
-                " run saves there\nboth keep what they have; give each run a folder (project_dir) of its own",
-                path=str(place),
-            ) from None
+            raise overtaken(place, number) from None
+
+
+def overtaken(place: Storage, number: int) -> CheckpointError:
+    """Return the error for a place where another save has created the commit of this number."""
+    return CheckpointError(
+        f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another run saves"
+        " there\nboth keep what they have; give each run a folder (project_dir) of its own",
+        path=str(place),
+    )
 
 
 def is_committed(place: Storage, save_id: str) -> bool:
@@ -210,6 +217,8 @@ def _remove_unnamed(place: Storage) -> None:
     for save_id in over:
         home = place.at(save_id)
         home.remove([*listed(home)])
+    if over:
+        place.remove([])
 
 
 def discard(place: Storage, save_id: str) -> None:

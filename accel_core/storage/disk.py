@@ -120,7 +120,9 @@ class Disk:
         self.sync()
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove files, and the folder if it is empty then."""
+        """Remove files, and the folder if it is empty then; what a link leads to is not removed."""
+        if self.path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link, and what it leads to stays", str(self.path))
         for name in names:
             with suppress(FileNotFoundError):
                 (self.path / name).unlink()

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import begin, cannot_be_saved, discard, new_save_id
+from accel_core.storage.commit import begin, cannot_be_saved, discard, new_save_id, overtaken
 from accel_core.storage.declarations import gather_groups
 from accel_core.storage.files import as_json
 from accel_core.storage.layout import Layout
@@ -74,7 +74,7 @@ class Saver:
         claim = ExitStack()
 
         def start() -> tuple[int, Share]:
-            commit = self._begin(target, save_id, layout.size, claim)
+            commit = self._begin(target, save_id, layout.size, claim, is_new=place is None)
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             own = as_json(state.own)
             return commit, Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared)
@@ -145,11 +145,16 @@ class Saver:
         told = self.comm.together("save_state: shared", lambda: as_json(state.shared) if rank == 0 else None)
         return told[0] if first_here(self.comm, target) else None
 
-    def _begin(self, target: Storage, save_id: str, size: int, claim: ExitStack) -> int:
-        """Make the save's folder, by the first rank of each disk. Returns the number of its commit."""
+    def _begin(self, target: Storage, save_id: str, size: int, claim: ExitStack, *, is_new: bool) -> int:
+        """Make the save's folder, by the first rank of each disk. Returns the number of its commit.
+
+        is_new: it replaces no checkpoint.
+        """
         if not first_here(self.comm, target):
             return 0
         number = begin(target)
+        if is_new and number > 1:
+            raise overtaken(target, 1)
         try:
             room = target.room()
         except OSError:

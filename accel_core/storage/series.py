@@ -104,6 +104,8 @@ class Series:
         for number in sorted(self._numbers(), reverse=True):
             place = self.path_of(number)
             if not commits(place):
+                if listed(place):
+                    logger.warning("passed over: %s holds no save that has ended", place)
                 continue
             manifest = intact(place)  # None: loading it finds out why, and says so
             if manifest is None or manifest.name == place.name:
@@ -181,16 +183,17 @@ class Series:
         for number in [number for number in over if number not in best]:
             place, manifest, expected = self.path_of(number), found[number], self.kept[number]
             if manifest is not None and place.at(manifest.save_id).is_claimed():
-                continue  # counted again by the next save
-            del self.kept[number]
+                continue  # by the next save
             if manifest is None or (manifest.name, manifest.save_id) != (place.name, expected):
                 logger.warning("%s is not what this run saved; it stays", place)
+                del self.kept[number]
                 continue
             try:
                 left = remove(place)
             except (OSError, CheckpointError) as error:
                 logger.warning("%s could not be removed: %s", place, error)
                 continue
+            del self.kept[number]
             if left:
                 logger.warning(
                     "%s: the checkpoint is removed by total_limit; %s, not part of it, stays",

@@ -20,7 +20,7 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.checkpoint import pending_save, save
-from accel_core.checkpoint.manifest import read_manifest
+from accel_core.storage.manifest import read_manifest
 from accel_core.checkpoint.votes import Votes
 from accel_core.distributed import progress
 from accel_testing.patience import patience

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from accel_core.checkpoint import plan as planning
-from accel_core.checkpoint.declarations import gather_groups
-from accel_core.checkpoint.plan import Box, Declared, Group, Key
+from accel_core.storage.declarations import gather_groups
+from accel_core.storage.plan import Box, Declared, Group, Key
 
 
 class Untold(BaseException):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -11,12 +10,10 @@ import time
 import numpy as np
 import pytest
 import torch
-from click.testing import CliRunner
+from lookup import members_of
 from series_job import Job
 
 from accel_core import CheckpointError, ConfigError, ProjectConfiguration
-from accel_core.checkpoint.metrics import best_first
-from accel_core.cli import accel
 from accel_testing.processes import ProcessError
 
 
@@ -132,7 +129,7 @@ def test_a_step_that_is_not_a_whole_number_is_refused(job, tmp_path, step):
 def test_a_step_may_be_a_tensor(job):
     folder = job().accelerator.save_state(step=torch.tensor(3), metrics={"val_loss": 1})
 
-    assert json.loads((folder / "manifest.json").read_text())["step"] == 3
+    assert members_of(folder)["step"] == 3
 
 
 def test_a_name_of_ones_own_needs_no_metric(job, tmp_path):
@@ -186,20 +183,6 @@ def test_a_name_may_have_a_colon(job, tmp_path):
     assert left(tmp_path) == [1, 2]
 
 
-def test_list_shows_the_metrics(job, tmp_path):
-    saved(job(total_limit=None), 0.25, math.nan)
-
-    rows = json.loads(CliRunner().invoke(accel, ["checkpoint", "list", str(tmp_path), "--json"]).stdout)
-    shown = CliRunner().invoke(accel, ["checkpoint", "list", str(tmp_path)]).stdout
-
-    assert {row["name"]: row["metrics"] for row in rows} == {
-        "checkpoint_0": {"val_loss": 0.25},
-        "checkpoint_1": {"val_loss": "nan"},
-    }
-    assert "METRICS" in shown
-    assert "val_loss 0.25" in shown
-
-
 def save_on_two(folder, values):
     accelerator = Job(folder, keep_best="val_loss", total_limit=1, record_every=0).accelerator
     for both in values:
@@ -218,7 +201,3 @@ def test_two_ranks_keep_the_same(tmp_path, run_processes):
 def test_ranks_that_measured_otherwise_are_told(tmp_path, run_processes):
     with pytest.raises(ProcessError, match=r"rank 0 has the metrics .*0.7.*, rank 1 has .*0.6"):
         run_processes(save_on_two, str(tmp_path), [(0.7, 0.6)])
-
-
-def test_none_is_the_best_of_none():
-    assert best_first("val_loss", {1: None}) == []

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from planning import plan
 
 from accel_core import CheckpointError, Leaf, flat_range
-from accel_core.checkpoint.layout import Layout
-from accel_core.checkpoint.plan import declare
+from accel_core.storage.layout import Layout
+from accel_core.storage.plan import declare
 
 
 @given(st.data())

@@ -69,7 +69,7 @@ def test_dtypes_that_torch_does_not_copy_are_saved(accelerator, tmp_path, wait):
     accelerator.prepare(Graph(codes.view(torch.int4)))
     accelerator.save_state(tmp_path / "ck", wait=wait)
     accelerator.wait_for_checkpoint()
-    assert (tmp_path / "ck" / "rank-00000.safetensors").read_bytes().endswith(bytes(range(8)))
+    assert (home_of(tmp_path / "ck") / "rank-00000.safetensors").read_bytes().endswith(bytes(range(8)))
 
 
 def test_tensors_of_a_modules_own_account_are_written_as_weights_are(accelerator, tmp_path):

@@ -13,8 +13,8 @@ import torch
 from rank_threads import Barred
 
 from accel_core import CollectiveError
-from accel_core.checkpoint.agree import run_on_all_ranks
-from accel_core.checkpoint.codec import decode
+from accel_core.distributed.together import run_on_all_ranks
+from accel_core.storage.codec import decode
 from accel_core.checkpoint.random_state import derived_seed
 
 pytestmark = pytest.mark.needs("accel-ddp")

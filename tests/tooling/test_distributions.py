@@ -46,7 +46,7 @@ PLUGINS = {
         "trackio",
         "wandb",
     },
-    "accel-report": {"report", "watch"},
+    "accel-report": {"replicas", "report", "watch"},
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
     "accel-ray": {"ray"},

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
-from accel_core.checkpoint.files import write_file
+from accel_core.storage.files import write_file
 from accel_core.checkpoint.weight_files import bytes_in, write_weights
 
 
