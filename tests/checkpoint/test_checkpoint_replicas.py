@@ -7,10 +7,10 @@ from itertools import permutations
 
 import pytest
 import torch
+from accel_core.checkpoint.replicas import Replicas, checksums, sums
 from xxhash import xxh3_64_intdigest
 
 from accel_core.checkpoint import replicas as module
-from accel_core.checkpoint.replicas import Replicas, checksums, sums
 from accel_core.storage.tensor_bytes import bytes_of
 
 DTYPES = [

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from accel_core import Card
+from attrs import frozen
 
-__all__ = ["REPORT", "WATCH"]
+from accel_core import Card, KwargsHandler, option
+
+__all__ = ["REPLICAS", "REPORT", "WATCH", "ReplicasConfig"]
 
 REPORT = Card(
     name="report",
@@ -20,4 +22,21 @@ WATCH = Card(
     summary="Show a run while it trains, from its record.",
     api_version="1.0",
     implementation="accel_report.commands:watch",
+)
+
+
+@frozen(kw_only=True)
+class ReplicasConfig(KwargsHandler):
+    """Options of the comparison of replicas. Section `replicas`."""
+
+    every: int = option(100, minimum=1, help="Optimizer steps of a unit from one comparison to the next.")
+
+
+REPLICAS = Card(
+    name="replicas",
+    slot="extension",
+    summary="Compares what several ranks hold alike, by checksums, and names what has drifted apart.",
+    api_version="1.0",
+    config="accel_report.card:ReplicasConfig",
+    implementation="accel_report.replicas:Replicas",
 )
