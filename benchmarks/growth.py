@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
 from accel_core.checkpoint.collect import without_collecting_garbage
-from accel_core.checkpoint.declarations import gather_groups
-from accel_core.checkpoint.plan import Box, Declared, plan
+from accel_core.storage.declarations import gather_groups
+from accel_core.storage.plan import Box, Declared, plan
 
 LEAVES, SHAPES = 1000, 10
 """Of each rank, where ranks grow."""
@@ -115,12 +115,13 @@ class _ToldError(Exception):
 
 
 class _Ranks:
-    """Collectives of one rank among many that do not exist: it tells, or hears what all have told."""
+    """One rank among many that do not exist: it tells, or hears what all have told."""
 
-    def __init__(self, rank: int, size: int, told: list[bytes], *, hears: bool) -> None:
-        self.rank, self.size, self._told, self._hears = rank, size, told, hears
+    def __init__(self, rank: int, told: list[bytes], *, hears: bool) -> None:
+        self.rank, self._told, self._hears = rank, told, hears
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def together(self, step: str, action: Callable[[], Any]) -> list[Any]:
+        value = action()
         if self._hears:
             return [pickle.loads(each) for each in self._told]
         self._told.append(pickle.dumps(value))
@@ -142,14 +143,12 @@ def _plans(ranks: int, *, sharded: bool) -> float:
     told: list[bytes] = []
     for rank in range(ranks):
         try:
-            gather_groups(
-                _Ranks(rank, ranks, told, hears=False), _declared(rank, ranks, sharded=sharded), int
-            )
+            gather_groups(_Ranks(rank, told, hears=False), _declared(rank, ranks, sharded=sharded), int)
         except _ToldError:
             continue
-    mine, control = _declared(0, ranks, sharded=sharded), _Ranks(0, ranks, told, hears=True)
+    mine, comm = _declared(0, ranks, sharded=sharded), _Ranks(0, told, hears=True)
     with without_collecting_garbage():  # as a save does
-        return _worked(lambda: plan(gather_groups(control, mine, _unchecked)[1], 0, [0] * ranks))
+        return _worked(lambda: plan(gather_groups(comm, mine, _unchecked)[1], 0, [0] * ranks))
 
 
 def _unchecked() -> None:

@@ -188,8 +188,8 @@ def saved_among_kernels(device: str) -> str:
 
 
 def device_checksums(device: str) -> str:
-    """Check that checksums of saved tensors equal those of the CPU."""
-    from accel_core.checkpoint.replicas import sums
+    """Check that accel-report's checksums of replicas equal those of the CPU."""
+    from accel_report.replicas import sums
 
     run = accelerator(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):
