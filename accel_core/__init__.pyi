@@ -10,7 +10,9 @@ from accel_core.accelerator.memory import is_out_of_memory as is_out_of_memory
 from accel_core.accelerator.memory import release_memory as release_memory
 from accel_core.checkpoint.places import storage_at as storage_at
 from accel_core.checkpoint.stored_weights import stored_weights as stored_weights
+from accel_core.checkpoint.stored_weights import weights_of_unit as weights_of_unit
 from accel_core.checkpoint.undeclared import refuse_own_state as refuse_own_state
+from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
 from accel_core.contract import hooks as hooks
 from accel_core.contract.card import API_VERSION as API_VERSION
@@ -67,6 +69,7 @@ from accel_core.errors import CollectiveError as CollectiveError
 from accel_core.errors import ConfigError as ConfigError
 from accel_core.errors import LaunchError as LaunchError
 from accel_core.errors import PluginError as PluginError
+from accel_core.errors import uncaught_error as uncaught_error
 from accel_core.launch.mapped import note_mapped_file as note_mapped_file
 from accel_core.launch.notebook import notebook_launcher as notebook_launcher
 from accel_core.plugins.binding import no_op as no_op
@@ -84,12 +87,18 @@ from accel_core.storage.commit import read_manifest as read_manifest
 from accel_core.storage.disk import Disk as Disk
 from accel_core.storage.files import DamagedError as DamagedError
 from accel_core.storage.files import DataFile as DataFile
+from accel_core.storage.files import FileRecord as FileRecord
+from accel_core.storage.files import Meter as Meter
 from accel_core.storage.files import UnreadableError as UnreadableError
 from accel_core.storage.manifest import Manifest as Manifest
 from accel_core.storage.opened import Opened as Opened
 from accel_core.storage.opened import open_checkpoint as open_checkpoint
+from accel_core.storage.pending import Pending as Pending
+from accel_core.storage.plan import Box as Box
+from accel_core.storage.plan import tiling_problem as tiling_problem
 from accel_core.storage.protocols import Storage as Storage
 from accel_core.storage.tensors import Checkpoint as Checkpoint
+from accel_core.storage.tensors import Stored as Stored
 from accel_core.storage.write import Outline as Outline
 from accel_core.storage.write import write_checkpoint as write_checkpoint
 from accel_core.training.prior_state import has_state as has_state

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from attrs import asdict, define, field
 
@@ -45,6 +45,19 @@ SAID_BYTES: Final = 500
 """Length of a rank's error in its vote: a vote stays below 1 KiB."""
 unreported: Final[dict[str, tuple[int, str]]] = {}
 """Background saves whose failure was not reported yet: id -> (process, message)."""
+
+
+class Part(Protocol):
+    """What a rank writes. meter: counts the bytes that are written."""
+
+    meter: Meter
+
+    @property
+    def size(self) -> int:
+        """Bytes of the files."""
+
+    def write(self, home: Storage) -> dict[str, FileRecord]:
+        """Write the files, durably; name -> record."""
 
 
 @define(eq=False)
@@ -90,17 +103,19 @@ class Pending:
 
     place: the checkpoint. number: of the commit there. claim: of the save's folder, which this releases.
     members: of the manifest, but for its files; of rank 0. committed: called on the first rank of each disk.
+    what: in words, for errors.
     """
 
     place: Storage
     save_id: str
     number: int
-    share: Share
+    share: Part
     members: Mapping[str, Any]
     claim: ExitStack
     comm: Comm
     mail: Mailbox
     committed: Callable[[], None]
+    what: str = "save"
     _failure: str | None = field(default="it has not run", init=False)
     _cause: BaseException | None = field(default=None, init=False)
     """The error of this rank's part."""
@@ -115,8 +130,9 @@ class Pending:
         try:
             self._thread.start()
         except BaseException as error:
-            self._thread, self._cause = None, error
-            self.run()
+            if self._thread.ident is None:  # it has not begun
+                self._thread, self._cause = None, error
+                self.run()
             raise
 
     def run(self) -> None:
@@ -162,13 +178,14 @@ class Pending:
 
     def shown(self) -> AbstractContextManager[object]:
         """Show how much of this rank's data is written, while that is waited for."""
-        size = len(self.share.head) + self.share.size
-        return self.comm.shown(f"writing {self.place.name}", lambda: (self.share.meter.count, size))
+        return self.comm.shown(
+            f"writing {self.place.name}", lambda: (self.share.meter.count, self.share.size)
+        )
 
     @property
     def _message(self) -> str:
         return (
-            f"the save to {self.place} failed; a checkpoint that was there is still whole\n"
+            f"the {self.what} to {self.place} failed; a checkpoint that was there is still whole\n"
             f"{self._failure}\nmend that and save again"
         )
 

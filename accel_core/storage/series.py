@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import commits, intact, prune, remove
@@ -68,6 +68,10 @@ class Series:
         """Ids of the ancestors and of the run itself."""
         return [*dict.fromkeys([*self.ancestors, self._numbering().run_id])]
 
+    def copied_to(self, folder: Storage, limit: int | None) -> Series:
+        """Return the series of the copies of these checkpoints in another folder."""
+        return Series(lambda: evolve(self._numbering(), folder=folder, limit=limit))
+
     def number_from(self, number: int) -> None:
         """Give the next checkpoint this number."""
         self.next_number = number
@@ -77,14 +81,9 @@ class Series:
         return self.folder.at(f"checkpoint_{number}")
 
     def free_number(self) -> int:
-        """Return a number above all in the folder, also above those that others save now.
-
-        What killed saves left there is removed.
-        """
+        """Return a number above all in the folder, also above those that others save now."""
         there = self._numbers()
-        for number in there:
-            if not commits(self.path_of(number)):
-                prune(self.path_of(number), 0)
+        self.clear(there)
         number = max([self.next_number, *(each + 1 for each in there if listed(self.path_of(each)))])
         if number > self.next_number:
             logger.warning(
@@ -93,6 +92,12 @@ class Series:
                 *(self.folder, number - 1, number),
             )
         return number
+
+    def clear(self, numbers: Iterable[int] | None = None) -> None:
+        """Remove what killed saves have left, of these numbers or of all."""
+        for number in self._numbers() if numbers is None else numbers:
+            if not commits(self.path_of(number)):
+                prune(self.path_of(number), 0)
 
     def candidates(self, *, best: bool = False) -> list[int]:
         """Return the numbers of checkpoints that may be loaded, newest or best first.

@@ -1,4 +1,4 @@
-"""The card: accel-core reads it before it imports anything else of this package."""
+"""The cards: accel-core reads them before it imports anything else of this package."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from accel_core import Card
 from accel_stores.schemes import CREATES_ONCE, READ
 
-__all__ = ["FSSPEC"]
+__all__ = ["FSSPEC", "MIRROR"]
 
 
 def _probe() -> str | None:
@@ -24,4 +24,13 @@ FSSPEC = Card(
     also=(*CREATES_ONCE, *READ),
     probe=_probe,
     implementation="accel_stores.store:FsspecStore",
+)
+
+MIRROR = Card(
+    name="mirror",
+    slot="extension",
+    summary="Copies numbered checkpoints to a store in the background.",
+    api_version="1.0",
+    config="accel_stores.config:MirrorConfig",
+    implementation="accel_stores.mirror:Mirror",
 )

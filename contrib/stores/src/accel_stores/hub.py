@@ -16,6 +16,8 @@ __all__ = ["Hub", "is_repository"]
 
 WAITS: Final = (0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 12.8, 25.6, 30.0, 30.0, 30.0)
 """Seconds after a commit that another one overtook, cut at random to half."""
+SILENT_SECONDS: Final = 60.0
+"""Seconds without an answer after which a request fails; the library repeats those that read five times."""
 OVERTAKEN: Final = (409, 412)
 """Answers to a commit that came beside another one."""
 
@@ -26,10 +28,12 @@ def is_repository(url: str) -> bool:
 
 
 class Hub:
-    """The operations that the hooks in `store.py` promise. By any thread.
+    """See `Objects`.
 
     created: URL of a file that this process has created -> parent of its commit, hash of its content.
     """
+
+    keeps_history = True
 
     def __init__(self) -> None:
         self.created: dict[str, tuple[str, int]] = {}
@@ -58,7 +62,7 @@ class Hub:
             headers = library.build_hf_headers(token=api.token)
             headers |= {"Range": f"bytes={start}-{start + size - 1}", "Accept-Encoding": "identity"}
             where = hf_hub_url(filename=path, endpoint=api.endpoint, **repo)
-            answer = library.http_backoff("GET", where, headers=headers, timeout=60)
+            answer = library.http_backoff("GET", where, headers=headers, timeout=SILENT_SECONDS)
             library.hf_raise_for_status(answer)
             content: bytes = answer.content
         return content
@@ -93,7 +97,7 @@ class Hub:
             _commit(api, repo, path, lambda head: [new], names_parent=False)
 
     def remove(self, urls: Sequence[str]) -> None:
-        """Remove those files of a repository that are there, by one commit."""
+        """Remove files by one commit."""
         from huggingface_hub import CommitOperationDelete
 
         with _opened(urls[0]) as (api, repo, path):
@@ -107,6 +111,14 @@ class Hub:
             _commit(api, repo, path, onto)
         for url in urls:
             self.created.pop(url, None)
+
+    def pinned(self, url: str) -> str:
+        """Return the URL of the branch's head."""
+        from huggingface_hub import constants
+
+        with _opened(url) as (api, repo, path):
+            kind = constants.REPO_TYPES_URL_PREFIXES.get(repo["repo_type"], "")
+            return f"hf://{kind}{repo['repo_id']}@{api.repo_info(**repo).sha}/{path}"
 
 
 def _commit(
@@ -156,9 +168,12 @@ def _opened(url: str) -> Iterator[tuple[Any, dict[str, Any], str]]:
 
     What it raises within becomes PermissionError and FileNotFoundError by the hub's answer.
     """
-    from huggingface_hub import HfApi, HfFileSystem
+    from huggingface_hub import HfApi, HfFileSystem, get_session
 
     fs: Any = HfFileSystem()
+    session: Any = get_session()
+    if session.timeout.read is None:  # the library's own default; one that the user has set stays
+        session.timeout = SILENT_SECONDS
     try:
         try:
             where = fs.resolve_path(url)
@@ -174,6 +189,8 @@ def _opened(url: str) -> Iterator[tuple[Any, dict[str, Any], str]]:
         if status == 404:
             raise FileNotFoundError(str(error)) from error
         raise
+    except Exception as error:  # of the library below, which has no answer
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _status(error: BaseException | None) -> int | None:
