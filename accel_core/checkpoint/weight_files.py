@@ -52,7 +52,7 @@ def write_weights(
     folder: str | os.PathLike[str],
     weights: Iterable[tuple[Names, Tensor]],
     extra: dict[str, Any],
-    limit: int,
+    limit: int | str,
     *,
     safe: bool,
     total: int = 0,
@@ -71,7 +71,7 @@ def write_weights(
             write_weights(beside, weights, extra, limit, safe=safe, total=total)
             _send(Path(beside), where)
         return
-    home = local_path(folder)
+    home, size = local_path(folder), bytes_in(limit)
     _refuse(home, extra, safe=safe, replace=replace)
     done = 0
 
@@ -83,7 +83,7 @@ def write_weights(
 
     try:
         with show_progress(f"writing {home}", lambda: (done, total)), _workshop(home) as beside_it:
-            written = _write_parts(beside_it, counted(), extra, limit, safe=safe)
+            written = _write_parts(beside_it, counted(), extra, size, safe=safe)
             with _alone(home):
                 _publish(home, beside_it, written, safe=safe, replace=replace)
     except OSError as error:

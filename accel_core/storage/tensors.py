@@ -17,10 +17,10 @@ from torch._utils import _unflatten_dense_tensors
 
 from accel_core.storage.codec import decode, stored_keys
 from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, understanding
-from accel_core.storage.leaves import Kind, Leaf, whole
+from accel_core.storage.leaves import Kind, Leaf
 from accel_core.storage.opened import Block, Opened
 from accel_core.storage.plan import Box, Key, intersect, tiling_problem
-from accel_core.storage.tensor_bytes import DTYPES, bytes_within
+from accel_core.storage.tensor_bytes import DTYPES, bytes_within, copyable
 
 if TYPE_CHECKING:
     from accel_core.errors import CheckpointError
@@ -57,9 +57,10 @@ class Stored:
         self.read(tensor)
         return tensor
 
-    def read(self, target: Tensor) -> None:
-        """Fill a tensor of the whole tensor's shape."""
-        fill([(self, whole(target))])
+    def read(self, target: Tensor, offset: tuple[int, ...] | None = None) -> None:
+        """Fill a tensor: with all of the stored one, or with the part of it that starts at `offset`."""
+        shards = ((offset or (0,) * len(self.shape), target.detach()),)
+        fill([(self, Leaf(kind=self.kind, global_shape=self.shape, shards=shards))])
 
     @property
     def place(self) -> tuple[DataFile, int] | None:
@@ -80,12 +81,19 @@ class Stored:
 
     def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
         """File, start and end of what `fill` reads for a leaf, or of all without one."""
-        for wanted in _boxes_of(leaf) if leaf else self.boxes:
-            for box in [wanted] if wanted in self.boxes else self.boxes:
-                if common := intersect(box, wanted):
-                    file, start = self.boxes[box]
-                    row = math.prod(box.shape[1:]) * DTYPES[self.dtype].itemsize
-                    first, rows = (common.offset[0] - box.offset[0], common.shape[0]) if box.shape else (0, 1)
+        width = DTYPES[self.dtype].itemsize
+        # A tuple finds the box that equals it, and takes less time to make.
+        wanted_boxes: Any = leaf.shards if leaf else self.boxes
+        for offset, part in wanted_boxes:
+            wanted: Any = tuple(offset), part.shape if leaf else part
+            file, start = self.boxes.get(wanted, (None, 0))
+            if file is not None:
+                yield file, start, start + math.prod(wanted[1]) * width
+                continue
+            for box, (file, start) in self.boxes.items():
+                if common := intersect(box, Box(*wanted)):
+                    row = math.prod(box.shape[1:]) * width
+                    first, rows = common.offset[0] - box.offset[0], common.shape[0]
                     yield file, start + first * row, start + (first + rows) * row
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
@@ -101,13 +109,19 @@ class Stored:
             return
         row = math.prod(box.shape[1:])
         size = row * DTYPES[self.dtype].itemsize
+        first = part.offset[0] - box.offset[0]
+        if size > STAGING_BYTES:
+            inner_part, inner_box = (Box(each.offset[1:], each.shape[1:]) for each in (part, box))
+            for number in range(part.shape[0]):
+                self._copy(target[number], inner_part, inner_box, file, start + (first + number) * size)
+            return
         at = max(1, STAGING_BYTES // max(1, size))
         inner = slice(None), *_slices(part, box)[1:]
-        first = part.offset[0] - box.offset[0]
         for begin in range(0, part.shape[0], at):
             rows = min(at, part.shape[0] - begin)
             source = file.tensor(self.dtype, (rows, *box.shape[1:]), start + (first + begin) * size)
-            target[begin : begin + rows].copy_(source[inner])
+            filled, found = copyable((target[begin : begin + rows], source[inner]))
+            filled.copy_(found)
 
     def require(self, leaf: Leaf) -> None:
         """Raise CheckpointError if a part that this rank needs is on another node."""

@@ -114,8 +114,8 @@ def core_is_fresh(folder):
 
 def core_imports(folder, into):
     """(Losses that follow, what was left out)."""
+    from accel_checkpoint_tools import load_deepspeed
     from accel_core import Accelerator
-    from accel_interchange import load_deepspeed
 
     accelerator = Accelerator(cpu=True)
     model, optimizer = accelerator.prepare(module := Net(1), adamw(module, 0.5))

@@ -162,7 +162,7 @@ def one_saves():
 
 
 def core_imports(folder, into, *, two=False, alone=False):
-    from accel_interchange import load_accelerate
+    from accel_checkpoint_tools import load_accelerate
 
     job = Job(one_saves() if alone else core(), 1, two=two)
     left_out = load_accelerate(job.accelerator, folder, into)
@@ -172,8 +172,8 @@ def core_imports(folder, into, *, two=False, alone=False):
 
 
 def core_imports_what_does_not_fit(folder, into):
+    from accel_checkpoint_tools import load_accelerate
     from accel_core import CheckpointError
-    from accel_interchange import load_accelerate
 
     job = Job(core(), 1)
     before = job.modules[0].hidden.weight.clone()
@@ -220,7 +220,7 @@ def torch_loads(folder):
 def core_imports_dcp(folder, into):
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    from accel_interchange import load_dcp
+    from accel_checkpoint_tools import load_dcp
 
     job = Job(core(), 1, groups=False)
     left_out = load_dcp(job.accelerator, folder, into)
@@ -305,9 +305,9 @@ def accelerate_loads_twins(folder):
 
 
 def core_imports_twins(folder, into, out):
-    from accel_core import CheckpointContents
-    from accel_interchange import load_accelerate
-    from accel_interchange.accelerate import write
+    from accel_checkpoint_tools import load_accelerate
+    from accel_checkpoint_tools.accelerate import write
+    from accel_checkpoint_tools.contents import Contents
 
     job = Twins(core(), 1)
     job.step()
@@ -315,7 +315,8 @@ def core_imports_twins(folder, into, out):
     found = job.values()
     job.accelerator.end_training()
     Path(out).mkdir()
-    write(CheckpointContents.read(into), Path(out))
+    with Contents.open(into) as contents:
+        write(contents, Path(out))
     return found, left_out
 
 

@@ -6,15 +6,16 @@ import re
 import shutil
 from pathlib import Path
 
-import interchange_jobs as jobs
+import convert_jobs as jobs
 import pytest
 import torch
 from click.testing import CliRunner
+from opened import tensor, tensors_of
 
-from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
+from accel_checkpoint_tools import accelerate, load_accelerate, load_dcp
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_core import Accelerator, CheckpointError
 from accel_core.cli import accel
-from accel_interchange import accelerate, load_accelerate, load_dcp
-from accel_interchange.fitting import tensor
 
 
 def run(run_processes, job, *folders, world=1, **options):
@@ -48,18 +49,19 @@ def theirs(saved, tmp_path):
 
 @pytest.fixture
 def contents(saved):
-    return CheckpointContents.read(saved[0] / "fresh")
+    with Contents.open(saved[0] / "fresh") as opened:
+        yield opened
 
 
 # -- there and back ------------------------------------------------------------------------------
 
 
 def test_the_state_of_plugins_is_named_as_left_out_both_ways(theirs, contents, tmp_path):
-    contents.leaves["unit0", "plugins/average/weights/norm.bias"] = whole(torch.ones(6))
+    contents.tensors["unit0", "plugins/average/weights/norm.bias"] = Source.of(torch.ones(6))
 
     assert "the state of plugin average" in accelerate.write(contents, tmp_path)
     assert "the state of plugin average, which begins anew" in accelerate.read(theirs, contents)
-    assert ("unit0", "plugins/average/weights/norm.bias") not in contents.leaves
+    assert ("unit0", "plugins/average/weights/norm.bias") not in contents.tensors
 
 
 def test_a_script_goes_on_where_accelerate_stopped(saved, tmp_path, run_processes):
@@ -141,9 +143,9 @@ def test_the_readmes_commands_run(saved, tmp_path, monkeypatch, run_processes):
         command(*line.split()[2:])
 
     assert run(run_processes, jobs.core_loads, tmp_path / "new") == expected
-    one, other = (CheckpointContents.read(tmp_path / name).leaves for name in ("new", "newer"))
+    one, other = (tensors_of(tmp_path / name) for name in ("new", "newer"))
     assert one.keys() == other.keys()
-    assert all(torch.equal(one[key].shards[0][1], other[key].shards[0][1]) for key in one)
+    assert all(torch.equal(one[key], other[key]) for key in one)
 
 
 # -- what does not fit ---------------------------------------------------------------------------
@@ -200,7 +202,7 @@ def test_parameters_in_another_order_are_seen_by_their_shapes(theirs, contents):
 
 
 def test_weights_of_another_model_are_named(theirs, contents):
-    contents.leaves["unit0", "model/more"] = contents.leaves.pop(("unit0", "model/norm.weight"))
+    contents.tensors["unit0", "model/more"] = contents.tensors.pop(("unit0", "model/norm.weight"))
 
     with pytest.raises(CheckpointError, match="more is not in it; norm.weight is in it, but not in this run"):
         accelerate.read(theirs, contents)
@@ -290,9 +292,11 @@ def test_optimizer_state_under_a_key_that_is_no_name_is_refused_by_that_key(tmp_
     optimizer.zero_grad()
     accelerator.save_state(tmp_path / "here")
     accelerator.end_training()
-    contents = CheckpointContents.read(tmp_path / "here")
     (tmp_path / "there").mkdir()
-    with pytest.raises(CheckpointError, match='state of weight under "average/fast"'):
+    with (
+        Contents.open(tmp_path / "here") as contents,
+        pytest.raises(CheckpointError, match='state of weight under "average/fast"'),
+    ):
         accelerate.write(contents, tmp_path / "there")
 
 
@@ -313,13 +317,13 @@ def test_one_tensor_of_all_parameters_is_read_whatever_the_first_parameter_is(tm
     optimizer.zero_grad()
     accelerator.save_state(tmp_path / "here")
     accelerator.end_training()
-    contents = CheckpointContents.read(tmp_path / "here")
-    direction = tensor(contents, "unit0", "optimizer/0.weight/d")
-    (tmp_path / "there").mkdir()
-    accelerate.write(contents, tmp_path / "there")
-    del contents.leaves["unit0", "optimizer/0.weight/d"]
-    assert accelerate.read(tmp_path / "there", contents) == []
-    assert torch.equal(tensor(contents, "unit0", "optimizer/0.weight/d"), direction)
+    with Contents.open(tmp_path / "here") as contents:
+        direction = tensor(contents, "unit0", "optimizer/0.weight/d")
+        (tmp_path / "there").mkdir()
+        accelerate.write(contents, tmp_path / "there")
+        del contents.tensors["unit0", "optimizer/0.weight/d"]
+        assert accelerate.read(tmp_path / "there", contents) == []
+        assert torch.equal(tensor(contents, "unit0", "optimizer/0.weight/d"), direction)
 
 
 # -- sharded strategies --------------------------------------------------------------------------

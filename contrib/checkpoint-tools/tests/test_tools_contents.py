@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import ranks_job
 import torch
+from accel_core.checkpoint.reader import CheckpointFiles
 
 from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
-from accel_core.checkpoint.reader import CheckpointFiles
 
 
 @pytest.fixture

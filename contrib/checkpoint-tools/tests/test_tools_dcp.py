@@ -8,17 +8,18 @@ import pickle
 import re
 import shutil
 
-import interchange_jobs as jobs
+import convert_jobs as jobs
 import pytest
 import torch
 from click.testing import CliRunner
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
-from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
+from accel_checkpoint_tools import dcp
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_checkpoint_tools.trusted import read_metadata
+from accel_core import Accelerator, CheckpointError
 from accel_core.cli import accel
-from accel_interchange import dcp
-from accel_interchange.trusted import read_metadata
 
 PARAMETERS = {
     "model/embedding.weight",
@@ -37,7 +38,12 @@ def command(*words):
 
 
 def lists(contents):
-    return {key: dcp.tensor(contents, unit, key).tolist() for unit, key in contents.leaves}
+    return {key: source.read().tolist() for (_, key), source in contents.tensors.items()}
+
+
+def lists_of(folder):
+    with Contents.open(folder) as contents:
+        return lists(contents)
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +61,8 @@ def theirs(saved, tmp_path):
 
 @pytest.fixture
 def contents(saved):
-    return CheckpointContents.read(saved / "fresh")
+    with Contents.open(saved / "fresh") as opened:
+        yield opened
 
 
 def read(theirs, contents):
@@ -82,9 +89,7 @@ def test_the_command_imports_what_a_run_then_loads(saved, tmp_path, run_processe
     ended = command("import", "--format", "dcp", *folders)
 
     assert "left out: scheduler" in ended.output
-    assert lists(CheckpointContents.read(tmp_path / "new")) == run(
-        run_processes, jobs.torch_state, saved / "theirs"
-    )
+    assert lists_of(tmp_path / "new") == run(run_processes, jobs.torch_state, saved / "theirs")
     job = jobs.Job(jobs.core(), 1, groups=False)
     job.accelerator.load_state(tmp_path / "new")
     job.train(1)
@@ -105,13 +110,13 @@ def test_torch_loads_what_is_exported(tmp_path, run_processes):
 
     assert "left out: schedulers, random streams" in ended.output
     found, rate = run(run_processes, jobs.torch_loads, tmp_path / "theirs")
-    assert found == lists(CheckpointContents.read(tmp_path / "ours"))
+    assert found == lists_of(tmp_path / "ours")
     assert rate == 0.005
 
 
 def averaged(contents):
     """Add the state of a plugin that averages weights."""
-    contents.leaves["unit0", "plugins/average/weights/norm.bias"] = whole(torch.ones(6))
+    contents.tensors["unit0", "plugins/average/weights/norm.bias"] = Source.of(torch.ones(6))
     scopes = contents.ranks[0]["plugins"].setdefault("unit0", {})
     scopes.setdefault("replicated", {})["average"] = {"steps": [3]}
     return contents
@@ -121,7 +126,7 @@ def test_what_a_plugin_has_made_of_other_weights_is_not_kept(theirs, contents):
     left_out = read(theirs, averaged(contents))
 
     assert left_out == ["scheduler", "the state of plugin average, which begins anew"]
-    assert not [key for _, key in contents.leaves if key.startswith("plugins/")]
+    assert not [key for _, key in contents.tensors if key.startswith("plugins/")]
     assert not contents.ranks[0]["plugins"]["unit0"]["replicated"]
 
 
@@ -136,9 +141,9 @@ def test_a_target_that_cannot_be_written_is_named(tmp_path, saved, monkeypatch, 
     (tmp_path / "file").touch()
     written = dcp.write
 
-    def write(*arguments):
+    def write(*arguments, **options):
         (tmp_path / "theirs" / "other").mkdir(parents=True)
-        return written(*arguments)
+        return written(*arguments, **options)
 
     monkeypatch.setattr(dcp, "write", write)
     target = str(tmp_path / taken)
@@ -154,11 +159,10 @@ def test_parts_of_several_ranks_are_put_together(tmp_path, run_processes):
     accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
     accelerator.save_state(tmp_path / "fresh")
     accelerator.end_training()
-    contents = CheckpointContents.read(tmp_path / "fresh")
 
-    read(tmp_path / "theirs", contents)
-
-    assert lists(contents) == expected
+    with Contents.open(tmp_path / "fresh") as contents:
+        read(tmp_path / "theirs", contents)
+        assert lists(contents) == expected
 
 
 # -- what does not fit ---------------------------------------------------------------------------
@@ -256,8 +260,9 @@ def test_code_in_an_item_is_refused_and_not_run(theirs, contents, tmp_path):
 
     rewrite(theirs, change)
 
+    read(theirs, contents)
     with pytest.raises(CheckpointError, match="cannot be read as plain data"):
-        read(theirs, contents)
+        contents.write(tmp_path / "new")
     assert not (tmp_path / "ran").exists()
 
 
@@ -298,7 +303,7 @@ def nowhere(metadata):
     [
         (elsewhere, "is no file in this folder"),
         (beyond, "are not in"),
-        (huge, "its parts have"),
+        (huge, "elements are held by no rank"),
         (huge_parts, "elements cannot be in"),
         (transformed, "it is stored as .'zstd'"),
         (nowhere, "does not describe what is there"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import interchange_deepspeed_jobs as jobs
+import convert_deepspeed_jobs as jobs
 import pytest
 import torch
 from click.testing import CliRunner
+from opened import read, tensors_of
 
-from accel_core import CheckpointContents, CheckpointError
+from accel_checkpoint_tools import deepspeed
+from accel_checkpoint_tools.contents import Contents
+from accel_core import CheckpointError
 from accel_core.cli import accel
-from accel_interchange import deepspeed
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -56,9 +58,13 @@ def fresh(tmp_path_factory, run_processes):
 
 
 def imported(folder, fresh):
-    contents = CheckpointContents.read(fresh)
-    left_out = deepspeed.read(folder, contents, "unit0")
-    return {key: leaf.shards[0][1] for (_, key), leaf in contents.leaves.items()}, left_out
+    with Contents.open(fresh) as contents:
+        left_out = deepspeed.read(folder, contents, "unit0")
+        return by_key(read(contents)), left_out
+
+
+def by_key(tensors):
+    return {key: tensor for (_, key), tensor in tensors.items()}
 
 
 def assert_same(found, told):
@@ -90,9 +96,9 @@ def test_steps_that_only_groups_count_are_kept(saved, fresh, tmp_path):
         for group in inner["param_groups"]:
             group["step"] = jobs.STEPS
         torch.save(content, file)
-    contents = CheckpointContents.read(fresh)
-    deepspeed.read(theirs, contents, "unit0")
-    assert_same({key: leaf.shards[0][1] for (_, key), leaf in contents.leaves.items()}, told)
+    with Contents.open(fresh) as contents:
+        deepspeed.read(theirs, contents, "unit0")
+        assert_same(by_key(read(contents)), told)
     assert contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["step"] == jobs.STEPS
 
 
@@ -123,11 +129,11 @@ def test_a_loss_scale_is_imported_where_it_moved(saved, fresh, tmp_path, moves, 
         content = torch.load(file, weights_only=False)
         content["optimizer_state_dict"]["loss_scaler"].dynamic = moves
         torch.save(content, file)
-    contents = CheckpointContents.read(fresh)
     entries = {"loss_scale": {"cur_scale": 64.0}, "counters": {"global_steps": 0}}
-    contents.ranks[0]["plugins"] = {"unit0": {"replicated": {"deepspeed": entries}}}
+    with Contents.open(fresh) as contents:
+        contents.ranks[0]["plugins"] = {"unit0": {"replicated": {"deepspeed": entries}}}
 
-    list(deepspeed.read(folder, contents, "unit0"))
+        deepspeed.read(folder, contents, "unit0")
 
     assert entries == {"loss_scale": {"cur_scale": expected}, "counters": {"global_steps": jobs.STEPS}}
 
@@ -139,13 +145,7 @@ def test_the_command_imports(saved, fresh, tmp_path):
     ended = CliRunner().invoke(accel, ["checkpoint", *map(str, words)], catch_exceptions=False)
 
     assert ended.exit_code == 0, ended.output
-    assert_same(
-        {
-            key: leaf.shards[0][1]
-            for (_, key), leaf in CheckpointContents.read(tmp_path / "new").leaves.items()
-        },
-        told,
-    )
+    assert_same(by_key(tensors_of(tmp_path / "new")), told)
 
 
 def test_code_in_a_file_is_refused_and_not_run(saved, fresh, tmp_path, monkeypatch):

@@ -15,12 +15,12 @@ from inspect import signature
 import inspect_jobs as jobs
 import pytest
 import torch
+from accel_core.checkpoint.files import write_file
+from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, write_manifest
 from attrs import asdict, evolve
 from click.testing import CliRunner
 
 from accel_core import CheckpointContents, whole
-from accel_core.checkpoint.files import write_file
-from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, write_manifest
 from accel_core.cli import accel
 
 # click 8.1 joins both streams unless it is told not to; later ones keep them apart, and take no argument.

@@ -10,13 +10,13 @@ import weakref
 import pytest
 import ranks_job
 import torch
+from accel_core.checkpoint.manifest import _with_checksum
+from accel_core.checkpoint.read import Stored
 from safetensors.torch import load_file
 from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint import export as exporting
-from accel_core.checkpoint.manifest import _with_checksum
-from accel_core.checkpoint.read import Stored
 from accel_core.errors import CheckpointError
 
 COMMAND = """

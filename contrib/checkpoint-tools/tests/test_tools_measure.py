@@ -8,15 +8,15 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from accel_inspect import blocks, tensors
+from accel_inspect.measure import Tolerance, measure
+from accel_inspect.tensors import Box, StoredTensor
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
 from accel_core import CheckpointError, CheckpointFiles
-from accel_inspect import blocks, tensors
-from accel_inspect.measure import Tolerance, measure
-from accel_inspect.tensors import Box, StoredTensor
 
 EXACT = Tolerance()
 sure = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
 from torch import Tensor
 
-from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.dcp import Folder, named, weights
-from accel_interchange.fitting import (
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_checkpoint_tools.dcp import Folder, named, weights
+from accel_checkpoint_tools.files import save_safetensors, save_torch
+from accel_checkpoint_tools.fitting import (
     optimizer_tensors,
     plugins_left_out,
     put_no_plugins,
@@ -22,8 +23,9 @@ from accel_interchange.fitting import (
     scalers,
     split,
 )
-from accel_interchange.streams import from_foreign, to_foreign
-from accel_interchange.trusted import read_torch
+from accel_checkpoint_tools.streams import from_foreign, to_foreign
+from accel_checkpoint_tools.trusted import read_torch
+from accel_core import CheckpointError
 
 __all__ = ["read", "write"]
 
@@ -31,7 +33,7 @@ _SHARDED: Final = "pytorch_model_fsdp"
 """Accelerate's names of a sharded strategy's weights: a file, or a folder."""
 
 
-def read(folder: Path, contents: CheckpointContents) -> list[str]:
+def read(folder: Path, contents: Contents) -> list[str]:
     """Put what `folder` holds into the contents of a checkpoint of the same run.
 
     Gives what is left out.
@@ -77,7 +79,7 @@ def _folders(folder: Path, stem: str) -> list[Path]:
     return found
 
 
-def _weights(folder: Path, contents: CheckpointContents) -> set[Path]:
+def _weights(folder: Path, contents: Contents) -> set[Path]:
     files = _model_files(folder)
     # Accelerate numbers files by the order of `prepare`, over all units.
     places = _places(contents, "models")
@@ -116,7 +118,7 @@ def _model_files(folder: Path) -> list[Path]:
     return files
 
 
-def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
+def _places(contents: Contents, sort: str) -> list[tuple[str, int]]:
     """Return (unit, number there) of each such object, in `prepare`'s order.
 
     Accelerate numbers so.
@@ -124,21 +126,24 @@ def _places(contents: CheckpointContents, sort: str) -> list[tuple[str, int]]:
     return [(unit, number) for unit, number in contents.state["prepared"][sort]]
 
 
-def _load(file: Path) -> Mapping[str, Tensor]:
+def _load(file: Path) -> Mapping[str, Source]:
     if file.is_dir():
         return weights(Folder.open(file), "model")
     if file.suffix == ".bin":
-        found: Mapping[str, Tensor] = read_torch(file, str(file))
-        return found
+        return _sources(read_torch(file, str(file)))
     try:
-        return load_file(file)
+        opened: Any = safe_open(file, framework="pt")
+        return _sources({name: opened.get_tensor(name) for name in opened.keys()})  # noqa: SIM118  not a dict
     except Exception as error:  # the library's own exception class is not a public name
         raise CheckpointError(f"{file} is damaged: {error}\nrestore this file", path=str(file)) from error
 
 
-def _paired(
-    folder: Path, stem: str, contents: CheckpointContents, sort: str
-) -> Iterator[tuple[Path, str, int]]:
+def _sources(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values, each tensor as its source. Tensors of files are mapped."""
+    return {name: Source.of(each) if isinstance(each, Tensor) else each for name, each in values.items()}
+
+
+def _paired(folder: Path, stem: str, contents: Contents, sort: str) -> Iterator[tuple[Path, str, int]]:
     """(file, unit, number there) of each file of a series."""
     places = _places(contents, sort)
     files = _series(folder, stem, ".bin") or _folders(folder, stem)
@@ -155,7 +160,7 @@ def _same_number(folder: Path, what: str, there: Any, here: Any) -> None:
         )
 
 
-def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int) -> None:
+def _optimizer(file: Path, contents: Contents, unit: str, number: int) -> None:
     described = contents.state["units"][unit]["optimizers"][number]
     if file.is_dir():
         put_optimizer(contents, unit, number, *named(Folder.open(file), "optimizer", described), str(file))
@@ -177,7 +182,7 @@ def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int)
             (mine, {key: value for key, value in group.items() if key not in ("params", "param_names")})
             for group, mine in zip(saved["param_groups"], here, strict=True)
         ]
-        state = {names[number]: values for number, values in saved["state"].items()}
+        state = {names[number]: _sources(values) for number, values in saved["state"].items()}
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(
             f"{file} is not an optimizer's state: {error!r}\nrestore this file", path=str(file)
@@ -185,7 +190,7 @@ def _optimizer(file: Path, contents: CheckpointContents, unit: str, number: int)
     put_optimizer(contents, unit, number, groups, state, str(file))
 
 
-def _registered(folder: Path, contents: CheckpointContents) -> list[Path]:
+def _registered(folder: Path, contents: Contents) -> list[Path]:
     files = [folder / f"custom_checkpoint_{number}.pkl" for number in range(1000)]
     files = [file for file in files if file.exists()]
     _same_number(folder, "registered objects", files, contents.state["registered"])
@@ -194,7 +199,7 @@ def _registered(folder: Path, contents: CheckpointContents) -> list[Path]:
     return files
 
 
-def _scaler(folder: Path, contents: CheckpointContents) -> list[Path]:
+def _scaler(folder: Path, contents: Contents) -> list[Path]:
     file, found = folder / "scaler.pt", scalers(contents)
     if not (file.exists() and found):
         return []
@@ -203,7 +208,7 @@ def _scaler(folder: Path, contents: CheckpointContents) -> list[Path]:
     return [file]
 
 
-def _random(folder: Path, contents: CheckpointContents) -> list[Path]:
+def _random(folder: Path, contents: Contents) -> list[Path]:
     """Random streams of each rank, if there are as many as there were."""
     files = [folder / f"random_states_{rank}.pkl" for rank in range(len(contents.ranks))]
     more = folder / f"random_states_{len(files)}.pkl"
@@ -219,7 +224,7 @@ def _random(folder: Path, contents: CheckpointContents) -> list[Path]:
 # -- export --------------------------------------------------------------------------------------
 
 
-def write(contents: CheckpointContents, folder: Path) -> list[str]:
+def write(contents: Contents, folder: Path) -> list[str]:
     """Write what Accelerate's `load_state` reads into the empty `folder`.
 
     Gives what is left out.
@@ -227,11 +232,10 @@ def write(contents: CheckpointContents, folder: Path) -> list[str]:
     units = contents.state["units"]
     weights = {unit: split(contents, unit) for unit in units}
     for place, (unit, number) in enumerate(_places(contents, "models")):
-        file = folder / f"{_name('model', place)}.safetensors"
-        save_file(weights[unit][number], file, metadata={"format": "pt"})
+        save_safetensors(weights[unit][number], folder / f"{_name('model', place)}.safetensors")
     for place, (unit, number) in enumerate(_places(contents, "optimizers")):
         optimizer = _numbered(contents, unit, units[unit]["optimizers"][number])
-        torch.save(optimizer, folder / f"{_name('optimizer', place)}.bin")
+        save_torch(optimizer, folder / f"{_name('optimizer', place)}.bin")
     for place, (unit, number) in enumerate(_places(contents, "schedulers")):
         scheduler = units[unit]["schedulers"][number]["state"]
         torch.save(scheduler, folder / f"{_name('scheduler', place)}.bin")
@@ -250,18 +254,15 @@ def _name(stem: str, number: int) -> str:
     return f"{stem}_{number}" if number else stem
 
 
-def _numbered(contents: CheckpointContents, unit: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
+def _numbered(contents: Contents, unit: str, optimizer: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's state in the form of torch's `state_dict`."""
     names = [name for group in optimizer["groups"] for name in group["params"]]
     numbers = {name: number for number, name in enumerate(names)}
-    state: dict[int, dict[str, Any]] = {
-        numbers[name]: dict(values) for name, values in optimizer["plain"].items()
-    }
-    for name, key, tensor in optimizer_tensors(contents, unit):
+    state: dict[int, Any] = {numbers[name]: dict(values) for name, values in optimizer["plain"].items()}
+    for name, key, source in optimizer_tensors(contents, unit):
         if name in numbers:
-            state.setdefault(numbers[name], {})[key] = tensor
+            state.setdefault(numbers[name], {})[key] = source
     groups = [
         {**group, "params": [numbers[name] for name in group["params"]]} for group in optimizer["groups"]
     ]
-    own = optimizer.get("own", {})
-    return {"state": {**state, **own.get("state", {})}, "param_groups": groups, **own.get("rest", {})}
+    return {"state": state, "param_groups": groups}

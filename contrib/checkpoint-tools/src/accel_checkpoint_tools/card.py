@@ -1,23 +1,15 @@
-"""The cards: accel-core reads them before any other module of this package."""
+"""The card: accel-core reads it before it imports anything else of this package."""
 
 from __future__ import annotations
 
 from accel_core import Card
 
-__all__ = ["DIFF", "SHOW"]
+__all__ = ["CHECKPOINT"]
 
-DIFF = Card(
-    name="checkpoint-diff",
+CHECKPOINT = Card(
+    name="checkpoint",
     slot="command",
-    summary="Say how two checkpoints differ, tensor by tensor, and where else.",
+    summary="List, show, verify, export, compare and import checkpoints.",
     api_version="1.0",
-    implementation="accel_inspect.commands:diff",
-)
-
-SHOW = Card(
-    name="checkpoint-show",
-    slot="command",
-    summary="Show the tensors of a checkpoint as a tree: shapes, dtypes, bytes, files.",
-    api_version="1.0",
-    implementation="accel_inspect.commands:show",
+    implementation="accel_checkpoint_tools.commands:checkpoint",
 )

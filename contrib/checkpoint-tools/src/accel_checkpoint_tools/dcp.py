@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import io
-import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.fitting import (
+from accel_checkpoint_tools.contents import Contents, Source, mapped
+from accel_checkpoint_tools.fitting import (
     HOW,
     Group,
+    names_of,
     optimizer_tensors,
     plugins_left_out,
     put_no_optimizer,
@@ -24,9 +25,9 @@ from accel_interchange.fitting import (
     put_optimizer,
     put_weights,
     scalers,
-    tensor,
 )
-from accel_interchange.trusted import Fields, read_metadata, read_torch
+from accel_checkpoint_tools.trusted import read_metadata, read_torch
+from accel_core import Box, CheckpointError, Outline, tiling_problem
 
 __all__ = ["Folder", "named", "read", "weights", "write"]
 
@@ -76,60 +77,56 @@ class Folder:
         return found
 
     def load(self, name: str) -> Any:
-        """One item: a tensor put together from its parts, or plain data."""
+        """Return one item: plain data, or the source of a tensor, which is put together from its parts."""
         try:
             described, chunks = self.items[name], self.chunks[name]
             if type(described).__name__ == "BytesStorageMetadata":
                 ((_, place),) = chunks
+                self._require_inside(place)
                 return read_torch(io.BytesIO(self._bytes(place)), f"{self.path}: {name}")
-            return self._tensor(name, described, dict(chunks))
+            return self._source(name, described, dict(chunks))
         except (KeyError, AttributeError, TypeError, ValueError) as error:
             raise _odd(self.path / ".metadata", f"{name}: {error!r}") from error
 
-    def _tensor(self, name: str, described: Any, places: Mapping[tuple[int, ...], Any]) -> Tensor:
-        state: Any = described.properties
-        dtype = state.arguments[0]
-        shape = tuple(described.size)
-        boxes = [(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
-        _check_cover(shape, boxes)
-        for offset, sizes in boxes:
-            if places[offset].length < math.prod(sizes) * dtype.itemsize:
-                raise ValueError(f"{math.prod(sizes)} elements cannot be in {places[offset].length} bytes")
+    def _source(self, name: str, described: Any, places: Mapping[tuple[int, ...], Any]) -> Source:
+        """Return the source of a tensor whose parts make it up, and are in the files of this folder."""
+        dtype, shape = described.properties.arguments[0], tuple(described.size)
+        boxes = [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in described.chunks]
+        if problem := tiling_problem(shape, boxes):
+            raise ValueError(problem)
+        for box in boxes:
+            if places[box.offset].length < box.volume * dtype.itemsize:
+                raise ValueError(f"{box.volume} elements cannot be in {places[box.offset].length} bytes")
+            self._require_inside(places[box.offset])
+        outline = Outline("like_param", shape, str(dtype).removeprefix("torch."))
+        parts = [(box, places[box.offset]) for box in boxes]
+        return Source(outline, partial(self._tensor, name, dtype, shape, parts))
+
+    def _tensor(self, name: str, dtype: Any, shape: tuple[int, ...], parts: list[tuple[Box, Any]]) -> Tensor:
         whole = torch.empty(shape, dtype=dtype)
-        for offset, sizes in boxes:
-            part = read_torch(io.BytesIO(self._bytes(places[offset])), f"{self.path}: {name}")
-            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (sizes, dtype):
-                raise ValueError(f"the part at {list(offset)} is not {dtype} of shape {list(sizes)}")
-            region = tuple(slice(start, start + size) for start, size in zip(offset, sizes, strict=True))
-            whole[region] = part
+        for box, place in parts:
+            part = read_torch(io.BytesIO(self._bytes(place)), f"{self.path}: {name}")
+            if not isinstance(part, Tensor) or (tuple(part.shape), part.dtype) != (box.shape, dtype):
+                problem = f"{name}: the part at {list(box.offset)} is not {dtype} of shape {list(box.shape)}"
+                raise _odd(self.path / ".metadata", problem)
+            whole[tuple(map(slice, box.offset, box.ends))] = part
         return whole
 
-    def _bytes(self, place: Fields) -> bytes:
-        info: Any = place
-        name = str(info.relative_path)
+    def _require_inside(self, place: Any) -> None:
+        """Raise ValueError unless these bytes are in a file of this folder."""
+        name = str(place.relative_path)
         if Path(name).name != name:
             raise ValueError(f"{name!r} is no file in this folder")
-        if getattr(info, "transform_descriptors", None):
-            raise ValueError(f"it is stored as {info.transform_descriptors}, which is not read here")
-        file = self.path / name
-        if file.is_symlink() or not 0 <= info.offset <= info.offset + info.length <= file.stat().st_size:
-            raise ValueError(f"{info.length} bytes at {info.offset} are not in {name}")
-        with file.open("rb") as opened:
-            opened.seek(info.offset)
-            return opened.read(info.length)
+        if getattr(place, "transform_descriptors", None):
+            raise ValueError(f"it is stored as {place.transform_descriptors}, which is not read here")
+        file, start, size = self.path / name, place.offset, place.length
+        if file.is_symlink() or not 0 <= start <= start + size <= file.stat().st_size:
+            raise ValueError(f"{size} bytes at {start} are not in {name}")
 
-
-def _check_cover(shape: tuple[int, ...], boxes: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
-    """Raise ValueError unless the parts fill the tensor."""
-    for offset, sizes in boxes:
-        if not len(offset) == len(sizes) == len(shape) or any(
-            start < 0 or size < 0 or start + size > end
-            for start, size, end in zip(offset, sizes, shape, strict=True)
-        ):
-            raise ValueError(f"a part {list(sizes)} at {list(offset)} is not inside of {list(shape)}")
-    held, distinct = sum(math.prod(sizes) for _, sizes in boxes), {offset for offset, _ in boxes}
-    if held != math.prod(shape) or len(distinct) != len(boxes):
-        raise ValueError(f"its parts have {held} elements, the tensor {math.prod(shape)}")
+    def _bytes(self, place: Any) -> bytes:
+        with (self.path / str(place.relative_path)).open("rb") as opened:
+            opened.seek(place.offset)
+            return opened.read(place.length)
 
 
 def _odd(path: Path, problem: str) -> CheckpointError:
@@ -140,7 +137,9 @@ def _odd(path: Path, problem: str) -> CheckpointError:
     )
 
 
-def read(folder: Path, contents: CheckpointContents, unit: str, model: str, optimizer: str) -> list[str]:
+def read(
+    folder: Path, contents: Contents, unit: str, model: str = "model", optimizer: str = "optimizer"
+) -> list[str]:
     """Put what `folder` holds into a unit of a checkpoint of the same run.
 
     Gives what is left out.
@@ -166,7 +165,7 @@ def read(folder: Path, contents: CheckpointContents, unit: str, model: str, opti
     return [*(top for top in tops if top not in (model, optimizer)), *anew]
 
 
-def weights(opened: Folder, model: str) -> dict[str, Tensor]:
+def weights(opened: Folder, model: str) -> dict[str, Source]:
     """Return the weights that were saved under the key `model`, by name."""
     if model not in opened.tops:
         raise CheckpointError(
@@ -217,36 +216,59 @@ def _names(params: Any) -> list[str]:
 # -- export --------------------------------------------------------------------------------------
 
 
-def write(contents: CheckpointContents, folder: Path, unit: str, model: str, optimizer: str) -> list[str]:
-    """Write a unit's weights and optimizer as torch itself does, by name.
+def write(
+    contents: Contents, folder: Path, unit: str, model: str = "model", optimizer: str = "optimizer"
+) -> list[str]:
+    """Write a unit's weights and optimizer as torch itself does, by name, a file for each tensor.
 
     Gives what is left out.
     """
-    from torch.distributed.checkpoint.state_dict_saver import save
-
     described = contents.state["units"][unit]
-    keys = [key.partition("/") for owner, key in contents.leaves if owner == unit]
-    state: dict[str, Any] = {
-        model: {name: tensor(contents, unit, f"model/{name}") for sort, _, name in keys if sort == "model"}
-    }
-    for alias, name in described["aliases"].items():
-        state[model][alias] = state[model][name]
+    weights = {name: contents.tensors[unit, f"model/{name}"] for name in names_of(contents, unit)}
+    weights |= {alias: weights[name] for alias, name in described["aliases"].items()}
+    state: dict[str, Any] = {model: weights}
     left = ["schedulers, random streams, registered objects and the position of dataloaders"]
     left += [*plugins_left_out(contents, [unit]), *(["the loss scale"] if scalers(contents) else [])]
     if len(described["optimizers"]) == 1:
         state[optimizer] = _optimizer_state(contents, unit)
     elif described["optimizers"]:
         left.append(f"the {len(described['optimizers'])} optimizers of the unit")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that nothing is distributed here
-        save(state, checkpoint_id=folder, no_dist=True)
+    _save(state, folder)
     return left
 
 
-def _optimizer_state(contents: CheckpointContents, unit: str) -> dict[str, Any]:
+def _save(state: Mapping[str, Any], folder: Path) -> None:
+    """Save as `torch.distributed.checkpoint.save` does, each source in place of its tensor."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    sources: dict[int, Source] = {}
+    placeholders: dict[int, Tensor] = {}
+
+    def placeholder(each: Source | Tensor) -> Tensor:
+        if isinstance(each, Tensor):
+            return each
+        made = placeholders.setdefault(id(each), each.empty("meta"))
+        sources[id(made)] = each
+        return made
+
+    class Planner(DefaultSavePlanner):
+        def lookup_object(self, index: Any) -> Any:
+            found = super().lookup_object(index)
+            return sources[id(found)].read() if id(found) in sources else found
+
+    # One file for all tensors would have torch keep all of them until the file is complete.
+    writer = FileSystemWriter(folder, single_file_per_rank=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that nothing is distributed here
+        save(mapped(state, placeholder), storage_writer=writer, planner=Planner(), no_dist=True)
+
+
+def _optimizer_state(contents: Contents, unit: str) -> dict[str, Any]:
     (saved,) = contents.state["units"][unit]["optimizers"]
     values: dict[str, dict[str, Any]] = {name: dict(plain) for name, plain in saved["plain"].items()}
-    for name, key, tensor_of_key in optimizer_tensors(contents, unit):
-        values.setdefault(name, {})[key] = tensor_of_key
+    for name, key, source in optimizer_tensors(contents, unit):
+        values.setdefault(name, {})[key] = source
     # Torch loads the keys that a program asks for, and fails for one that is not there.
     return {"state": values, "param_groups": [{**HOW, **group} for group in saved["groups"]]}

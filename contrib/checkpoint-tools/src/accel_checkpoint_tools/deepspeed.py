@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any, Final
@@ -13,9 +14,16 @@ import torch
 from attrs import define, field
 from torch import Tensor
 
-from accel_core import CheckpointContents, CheckpointError
-from accel_interchange.fitting import Group, put_no_optimizer, put_no_plugins, put_optimizer, put_weights
-from accel_interchange.trusted import Fields, read_torch
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_checkpoint_tools.fitting import (
+    Group,
+    put_no_optimizer,
+    put_no_plugins,
+    put_optimizer,
+    put_weights,
+)
+from accel_checkpoint_tools.trusted import Fields, read_torch
+from accel_core import CheckpointError, Outline
 
 __all__ = ["read"]
 
@@ -43,13 +51,13 @@ class Found:
     weights: of both precisions, the masters. state: by parameter name.
     """
 
-    weights: dict[str, Tensor] = field(factory=dict)
-    state: dict[str, dict[str, Tensor]] = field(factory=dict)
+    weights: dict[str, Source] = field(factory=dict)
+    state: dict[str, dict[str, Source]] = field(factory=dict)
     groups: list[Group] = field(factory=list)
     scale: Any = None
 
 
-def read(folder: Path, contents: CheckpointContents, unit: str) -> list[str]:
+def read(folder: Path, contents: Contents, unit: str) -> list[str]:
     """Put what `folder` holds into a unit of a checkpoint of the same run.
 
     Gives what is left out.
@@ -69,7 +77,7 @@ def read(folder: Path, contents: CheckpointContents, unit: str) -> list[str]:
         ) from error
 
 
-def _read(folder: Path, contents: CheckpointContents, unit: str) -> Iterator[str]:
+def _read(folder: Path, contents: Contents, unit: str) -> Iterator[str]:
     mains = [_load(file) for file in _files(folder, "*model_states.pt")]
     found = Found(_live(mains))
     if (folder / "zero").is_dir():
@@ -126,7 +134,7 @@ def _load(file: Path) -> dict[str, Any]:
     return found
 
 
-def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Source]:
     """Weights as forward computed with them, and buffers.
 
     In stage 3 only what is frozen is there.
@@ -136,7 +144,7 @@ def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
         [main.get("frozen_param_fragments") for main in mains],
     )
     found = {
-        name: tensor
+        name: Source.of(tensor)
         for name, tensor in mains[0]["module"].items()
         if name not in shared and (tensor.numel() or name in (mains[0].get("buffer_names") or ()))
     }
@@ -146,14 +154,20 @@ def _live(mains: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
     return found
 
 
-def _joined(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Tensor]:
-    """Pieces of the ranks, in their order; the last has some elements too many."""
-    return {
-        name: torch.cat([rank[name].view(-1) for rank in ranks if name in rank])[: math.prod(shape)].view(
-            *shape
-        )
-        for name, shape in shapes.items()
-    }
+def _joined(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, Source]:
+    """Return the sources of tensors of which each rank has a piece; the last has some elements too many."""
+    found = {}
+    for name, shape in shapes.items():
+        pieces = [rank[name].view(-1) for rank in ranks if name in rank]
+        if sum(piece.numel() for piece in pieces) < math.prod(shape):
+            raise ValueError(f"{name} of shape {list(shape)} is not whole")
+        outline = Outline("like_param", tuple(shape), str(pieces[0].dtype).removeprefix("torch."))
+        found[name] = Source(outline, partial(_cat, pieces, shape))
+    return found
+
+
+def _cat(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
+    return torch.cat([*pieces])[: math.prod(shape)].view(*shape)
 
 
 # -- the optimizer -------------------------------------------------------------------------------
@@ -175,8 +189,8 @@ def _zero(ranks: Sequence[Mapping[str, Any]], listed: Sequence[Shapes], found: F
     for number, shapes in enumerate(listed):
         found.weights |= _joined([part[""] for part in parts], shapes)
         for what, value in ranks[0][inner]["state"].get(number, {}).items():
-            for name, tensor in _of_all([part[what] for part in parts], shapes, value).items():
-                found.state.setdefault(name, {})[what] = tensor
+            for name, source in _of_all([part[what] for part in parts], shapes, value).items():
+                found.state.setdefault(name, {})[what] = source
     found.groups, found.scale = _groups(ranks[0][inner]["param_groups"], listed), ranks[0].get("loss_scaler")
 
 
@@ -203,10 +217,10 @@ def _pieces(value: Any, cuts: Cuts) -> dict[str, Tensor]:
     return {name: value[start : start + size] for name, (start, size) in cuts.items()}
 
 
-def _of_all(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes, value: Any) -> dict[str, Tensor]:
+def _of_all(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes, value: Any) -> dict[str, Source]:
     if isinstance(value, Tensor) and value.ndim:
         return _joined(ranks, shapes)
-    return {name: next(rank[name] for rank in ranks if name in rank) for name in shapes}
+    return {name: Source.of(next(rank[name] for rank in ranks if name in rank)) for name in shapes}
 
 
 def _groups(described: Sequence[Mapping[str, Any]], listed: Sequence[Shapes]) -> list[Group]:
@@ -234,7 +248,7 @@ def _count_steps(found: Found) -> None:
             found.groups[number] = names, rest
         elif "step" in values:
             for state in states:
-                state.setdefault("step", torch.as_tensor(values["step"], dtype=torch.float32))
+                state.setdefault("step", _steps(values["step"]))
 
 
 def _universal(folder: Path, main: Mapping[str, Any], found: Found) -> None:
@@ -247,20 +261,32 @@ def _universal(folder: Path, main: Mapping[str, Any], found: Found) -> None:
         for name, shape in shapes.items():
             state = found.state.setdefault(name, {})
             for file in sorted((folder / name).glob("*.pt")):
-                loaded: Any = _load(file)
-                tensor = loaded["param"] if isinstance(loaded, dict) else loaded
-                like = file.stem != "step"
-                state[file.stem] = tensor.view(*shape) if like else torch.as_tensor(tensor).float().view(())
+                if file.stem == "step":
+                    state["step"] = _steps(_of_file(file, ()))
+                    continue
+                # It is read again later: there may be more of them than a process can have mapped at once.
+                dtype = str(_of_file(file, shape).dtype).removeprefix("torch.")
+                outline = Outline("like_param", tuple(shape), dtype)
+                state[file.stem] = Source(outline, partial(_of_file, file, shape))
             if "step" in flat:
-                state.setdefault("step", torch.as_tensor(flat["step"], dtype=torch.float32))
+                state.setdefault("step", _steps(flat["step"]))
             found.weights[name] = state.pop("fp32")
 
 
-def _stage_0(saved: Mapping[str, Any], contents: CheckpointContents, unit: str, found: Found) -> None:
+def _of_file(file: Path, shape: Sequence[int]) -> Tensor:
+    loaded: Any = _load(file)
+    return torch.as_tensor(loaded["param"] if isinstance(loaded, dict) else loaded).view(*shape)
+
+
+def _steps(count: Any) -> Source:
+    return Source.of(torch.as_tensor(count, dtype=torch.float32).view(()))
+
+
+def _stage_0(saved: Mapping[str, Any], contents: Contents, unit: str, found: Found) -> None:
     """Without ZeRO parameters have numbers only: the order is the run's."""
     inner = saved.get("optimizer_state_dict", saved)
     here = [group["params"] for group in contents.state["units"][unit]["optimizers"][0]["groups"]]
-    shapes = {name: contents.leaves[unit, f"model/{name}"].global_shape for name in chain(*here)}
+    shapes = {name: contents.tensors[unit, f"model/{name}"].shape for name in chain(*here)}
     flats: Sequence[Tensor] = saved.get("fp32_groups_flat", ())
     masters = list(chain(*saved.get("fp32_groups", ())))
     listed = (
@@ -277,8 +303,8 @@ def _stage_0(saved: Mapping[str, Any], contents: CheckpointContents, unit: str, 
         cuts = _even(of_one, 1)
         for what, value in inner["state"].get(number, {}).items():
             pieces = _pieces(value.view(-1) if isinstance(value, Tensor) and value.ndim else value, cuts)
-            for name, tensor in _of_all([pieces], of_one, value).items():
-                found.state.setdefault(name, {})[what] = tensor
+            for name, source in _of_all([pieces], of_one, value).items():
+                found.state.setdefault(name, {})[what] = source
         if flats or masters:
             flat = (flats or masters)[number].view(-1)
             found.weights |= _joined([_pieces(flat, cuts)], of_one)
@@ -297,7 +323,7 @@ def _with_frozen(groups: Sequence[Group], here: Sequence[Mapping[str, Any]]) -> 
         yield [*names, *(name for name in mine if name not in known)], values
 
 
-def _own_entries(contents: CheckpointContents, unit: str, main: Mapping[str, Any], scale: Any) -> None:
+def _own_entries(contents: Contents, unit: str, main: Mapping[str, Any], scale: Any) -> None:
     """State of a run under DeepSpeed: counters, and a loss scale that moves.
 
     A fixed one, and the 1 of other precisions, are the config's.

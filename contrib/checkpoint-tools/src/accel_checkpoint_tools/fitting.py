@@ -7,9 +7,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
-from torch import Tensor
+from attrs import evolve
 
-from accel_core import CheckpointContents, CheckpointError, whole
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_core import CheckpointError
 
 __all__ = [
     "HOW",
@@ -23,7 +24,6 @@ __all__ = [
     "put_weights",
     "scalers",
     "split",
-    "tensor",
 ]
 
 HOW: Final = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
@@ -33,46 +33,40 @@ Group = tuple[Sequence[str], Mapping[str, Any]]
 """The names of a group's parameters, and its hyperparameters."""
 
 
-def names_of(contents: CheckpointContents, unit: str) -> list[str]:
+def names_of(contents: Contents, unit: str) -> list[str]:
     """Return the names of the unit's weights and buffers."""
-    keys = [key.partition("/") for owner, key in contents.leaves if owner == unit]
+    keys = [key.partition("/") for owner, key in contents.tensors if owner == unit]
     return [name for sort, _, name in keys if sort == "model"]
 
 
-def tensor(contents: CheckpointContents, unit: str, key: str) -> Tensor:
-    """One tensor of the unit, whole."""
-    found: Tensor = contents.leaves[unit, key].shards[0][1]
-    return found
-
-
-def split(contents: CheckpointContents, unit: str) -> list[dict[str, Tensor]]:
+def split(contents: Contents, unit: str) -> list[dict[str, Source]]:
     """Weights and buffers of each model of the unit, by own names, tied ones once."""
     count: int = contents.state["units"][unit].get("models", 1)
     names = names_of(contents, unit)
     if count == 1:
-        return [{name: tensor(contents, unit, f"model/{name}") for name in names}]
-    found: list[dict[str, Tensor]] = [{} for _ in range(count)]
+        return [{name: contents.tensors[unit, f"model/{name}"] for name in names}]
+    found: list[dict[str, Source]] = [{} for _ in range(count)]
     for name in names:
         number, _, own = name.partition(".")
-        found[int(number)][own] = tensor(contents, unit, f"model/{name}")
+        found[int(number)][own] = contents.tensors[unit, f"model/{name}"]
     return found
 
 
-def optimizer_tensors(contents: CheckpointContents, unit: str) -> Iterator[tuple[str, str, Tensor]]:
+def optimizer_tensors(contents: Contents, unit: str) -> Iterator[tuple[str, str, Source]]:
     """(parameter, key, tensor) of the unit's optimizers.
 
     Raises:
         CheckpointError: a key is not text, or has a slash.
     """
-    for owner, key in contents.leaves:
+    for (owner, key), source in contents.tensors.items():
         sort, _, rest = key.partition("/")
         if (owner, sort) == (unit, "optimizer"):
             name, _, part = rest.rpartition("/")
             _require_text(name, unquote(part[1:]) if part.startswith("%") else "", f"unit {unit!r}")
-            yield name, part, tensor(contents, unit, key)
+            yield name, part, source
 
 
-def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
+def scalers(contents: Contents) -> list[dict[str, Any]]:
     """Return the entries of plugins with a loss scaler's state, as `scaler`."""
     return [
         entries
@@ -84,7 +78,7 @@ def scalers(contents: CheckpointContents) -> list[dict[str, Any]]:
     ]
 
 
-def plugins_left_out(contents: CheckpointContents, units: Iterable[str]) -> list[str]:
+def plugins_left_out(contents: Contents, units: Iterable[str]) -> list[str]:
     """Name the state of plugins that an export lacks.
 
     Loss scales are not in it: some libraries have a place for them.
@@ -102,13 +96,13 @@ def plugins_left_out(contents: CheckpointContents, units: Iterable[str]) -> list
     return [f"the state of plugin {name}" for name in sorted(found)]
 
 
-def put_no_plugins(contents: CheckpointContents, units: Iterable[str]) -> list[str]:
+def put_no_plugins(contents: Contents, units: Iterable[str]) -> list[str]:
     """Remove what plugins have made of other weights, such as averages, and name it."""
     found: set[str] = set()
     for unit in units:
         found |= (mine := _with_tensors(contents, unit))
-        for key in [key for key in contents.leaves if key[0] == unit and _plugin(key[1]) in mine]:
-            del contents.leaves[key]
+        for key in [key for key in contents.tensors if key[0] == unit and _plugin(key[1]) in mine]:
+            del contents.tensors[key]
         for own in contents.ranks:
             for plugins in own["plugins"].get(unit, {}).values():
                 for name in mine & plugins.keys():
@@ -116,8 +110,8 @@ def put_no_plugins(contents: CheckpointContents, units: Iterable[str]) -> list[s
     return [f"the state of plugin {name}, which begins anew" for name in sorted(found)]
 
 
-def _with_tensors(contents: CheckpointContents, unit: str) -> set[str]:
-    return {_plugin(key) for owner, key in contents.leaves if owner == unit} - {""}
+def _with_tensors(contents: Contents, unit: str) -> set[str]:
+    return {_plugin(key) for owner, key in contents.tensors if owner == unit} - {""}
 
 
 def _plugin(key: str) -> str:
@@ -126,7 +120,7 @@ def _plugin(key: str) -> str:
     return rest.partition("/")[0] if sort == "plugins" else ""
 
 
-def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, Tensor], source: str) -> None:
+def put_weights(contents: Contents, unit: str, tensors: Mapping[str, Source], source: str) -> None:
     """Replace the unit's weights and buffers by tensors of their (tied) names.
 
     Raises:
@@ -138,9 +132,9 @@ def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, T
     problems = [f"{name} is not in it" for name in names if name not in given]
     problems += [f"{name} is in it, but not in this run" for name in given if name not in names]
     for name in names:
-        leaf = contents.leaves[unit, f"model/{name}"]
-        if name in given and tuple(given[name].shape) != tuple(leaf.global_shape):
-            problems.append(f"{name} has shape {list(given[name].shape)}, here {list(leaf.global_shape)}")
+        shape = contents.tensors[unit, f"model/{name}"].shape
+        if name in given and given[name].shape != shape:
+            problems.append(f"{name} has shape {list(given[name].shape)}, here {list(shape)}")
     if problems:
         raise CheckpointError(
             f"{source} does not fit unit {unit!r}: {'; '.join(problems[:10])}\n"
@@ -148,7 +142,7 @@ def put_weights(contents: CheckpointContents, unit: str, tensors: Mapping[str, T
             path=source,
         )
     for name in names:
-        contents.leaves[unit, f"model/{name}"] = whole(given[name])
+        contents.tensors[unit, f"model/{name}"] = given[name]
 
 
 def _require_text(name: str, odd: str, source: str) -> None:
@@ -161,7 +155,7 @@ def _require_text(name: str, odd: str, source: str) -> None:
 
 
 def put_optimizer(
-    contents: CheckpointContents,
+    contents: Contents,
     unit: str,
     number: int,
     groups: Sequence[Group],
@@ -187,7 +181,7 @@ def put_optimizer(
     kinds = _kinds(contents, unit, given, state, source)
     for name, key, _ in list(optimizer_tensors(contents, unit)):
         if name in mine:
-            del contents.leaves[unit, f"optimizer/{name}/{key}"]
+            del contents.tensors[unit, f"optimizer/{name}/{key}"]
     described["groups"] = [
         {**{key: value for key, value in values.items() if key not in HOW}, "params": list(names)}
         for names, values in groups
@@ -195,27 +189,27 @@ def put_optimizer(
     described["plain"] = {}
     for name, values in state.items():
         for key, value in values.items():
-            if isinstance(value, Tensor):
+            if isinstance(value, Source):
                 _require_text(name, "" if type(key) is str and not {*"/%"} & {*key} else repr(key), source)
-                contents.leaves[unit, f"optimizer/{name}/{key}"] = whole(value, kind=kinds[name, key])
+                outline = value.outline._replace(kind=kinds[name, key])
+                contents.tensors[unit, f"optimizer/{name}/{key}"] = evolve(value, outline=outline)
             else:
                 described["plain"].setdefault(name, {})[key] = value
 
 
-def put_no_optimizer(contents: CheckpointContents, unit: str) -> None:
+def put_no_optimizer(contents: Contents, unit: str) -> None:
     """Remove the state of the unit's optimizers.
 
     This run's moments are not those of other weights.
     """
     for name, key, _ in list(optimizer_tensors(contents, unit)):
-        del contents.leaves[unit, f"optimizer/{name}/{key}"]
+        del contents.tensors[unit, f"optimizer/{name}/{key}"]
     for described in contents.state["units"][unit]["optimizers"]:
         described["plain"] = {}
-        described.pop("own", None)
 
 
 def _kinds(
-    contents: CheckpointContents,
+    contents: Contents,
     unit: str,
     names: Collection[str],
     state: Mapping[str, Mapping[str, Any]],
@@ -226,10 +220,10 @@ def _kinds(
     If parameters were in another order, some tensor would be larger than its parameter, or cut otherwise.
     """
     kinds: dict[tuple[str, str], Any] = {}
-    total = sum(math.prod(contents.leaves[unit, f"model/{name}"].global_shape) for name in names)
-    tensors = [(n, k, v) for n, values in state.items() for k, v in values.items() if isinstance(v, Tensor)]
+    total = sum(math.prod(contents.tensors[unit, f"model/{name}"].shape) for name in names)
+    tensors = [(n, k, v) for n, values in state.items() for k, v in values.items() if isinstance(v, Source)]
     for name, key, tensor in tensors:
-        here, there = tuple(tensor.shape), tuple(contents.leaves[unit, f"model/{name}"].global_shape)
+        here, there = tensor.shape, contents.tensors[unit, f"model/{name}"].shape
         if not here:
             kinds[name, key] = "scalar"
         elif here == there:

@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from accel_core import Accelerator, CheckpointContents, ops
-from accel_interchange import accelerate, dcp, deepspeed
+from accel_checkpoint_tools import accelerate, dcp, deepspeed
+from accel_checkpoint_tools.contents import Contents
+from accel_core import Accelerator, ops
 
 __all__ = ["load_accelerate", "load_dcp", "load_deepspeed"]
 
-Read = Callable[[CheckpointContents], list[str]]
+Read = Callable[[Contents], list[str]]
 
 
 def load_accelerate(
@@ -46,7 +47,7 @@ def load_dcp(
     unit: to load into; default: the only one. model, optimizer: their keys in what was saved.
     """
 
-    def read(contents: CheckpointContents) -> list[str]:
+    def read(contents: Contents) -> list[str]:
         name = unit or next(iter(contents.state["units"]))
         return dcp.read(Path(folder), contents, name, model, optimizer)
 
@@ -67,7 +68,7 @@ def load_deepspeed(
     unit: to load into; default: the only one.
     """
 
-    def read(contents: CheckpointContents) -> list[str]:
+    def read(contents: Contents) -> list[str]:
         return deepspeed.read(Path(folder), contents, unit or next(iter(contents.state["units"])))
 
     return _load(accelerator, into, read)
@@ -80,9 +81,9 @@ def _load(accelerator: Accelerator, into: str | os.PathLike[str], read: Read) ->
     told: list[Any] = [None, None]
     if accelerator.is_main_process:
         try:
-            contents = CheckpointContents.read(like)
-            told[0] = read(contents)
-            contents.write(into)
+            with Contents.open(like) as contents:
+                told[0] = read(contents)
+                contents.write(into)
         except Exception as error:  # whatever it is, the other ranks are waiting for our word
             told[1] = error
         shutil.rmtree(like)

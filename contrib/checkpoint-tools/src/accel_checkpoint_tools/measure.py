@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Final
 
-import numpy as np
+import torch
 from attrs import define, frozen
+from torch import Tensor
 
-from accel_inspect.blocks import blocks
-from accel_inspect.tensors import StoredTensor
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
+from accel_checkpoint_tools.blocks import blocks
+from accel_core import Box, Stored
 
 __all__ = ["Difference", "Tolerance", "measure"]
+
+_CODES: Final = {
+    getattr(torch, f"{kind}{bits}", None) for kind in ("int", "uint") for bits in range(1, 8)
+} | {getattr(torch, "float4_e2m1fn_x2", None)}
+"""Dtypes whose elements torch converts to no numbers."""
+_INTEGERS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> the dtype in which integers are compared."""
 
 
 @frozen
@@ -31,7 +36,7 @@ class Difference:
 
     different: number of elements outside the tolerance; NaN equals NaN. max_abs: largest |a - b|.
     relative: norm of a - b over the norm of a. cosine: of the angle between them. The last three are None
-    where the elements are not numbers to numpy; NaN, where only one of them has a NaN.
+    where torch converts the elements to no numbers; NaN, where only one of them has a NaN.
     """
 
     elements: int
@@ -41,27 +46,38 @@ class Difference:
     cosine: float | None = None
 
 
-def measure(a: StoredTensor, b: StoredTensor, tolerance: Tolerance) -> Difference | None:
+def measure(a: Stored | Tensor, b: Stored | Tensor, tolerance: Tolerance) -> Difference | None:
     """Return how two tensors of one shape differ; None if all elements are equal.
 
     Reads a second time only what is not the same to the byte. Holds a few blocks at a time.
     """
-    if a.dtype == b.dtype and _is_same(a, b):
+    is_alike = _dtype(a) == _dtype(b)
+    if is_alike and all(_is_same(_read(a, block), _read(b, block)) for block in blocks(tuple(a.shape))):
         return None
-    sums = _Sums(tolerance)
-    for block in blocks(a.shape):
-        if a.is_measurable and b.is_measurable:
-            sums.add(a.read(block), b.read(block))
+    sums, is_measured = _Sums(tolerance), _CODES.isdisjoint((_dtype(a), _dtype(b)))
+    for block in blocks(tuple(a.shape)):
+        if is_measured:
+            sums.add(_read(a, block), _read(b, block))
         else:
-            sums.count(a.read(block), b.read(block))
-    return sums.result(measured=a.is_measurable and b.is_measurable) if sums.different else None
+            sums.count(_read(a, block), _read(b, block))
+    return sums.result(is_measured=is_measured) if sums.different else None
 
 
-def _is_same(a: StoredTensor, b: StoredTensor) -> bool:
-    return all(
-        np.array_equal(a.read(block).reshape(-1).view(np.uint8), b.read(block).reshape(-1).view(np.uint8))
-        for block in blocks(a.shape)
-    )
+def _dtype(of: Stored | Tensor) -> torch.dtype:
+    found: torch.dtype = of.dtype if isinstance(of, Tensor) else getattr(torch, of.dtype)
+    return found
+
+
+def _read(of: Stored | Tensor, block: Box) -> Tensor:
+    if isinstance(of, Tensor):
+        return of[tuple(map(slice, block.offset, block.ends))]
+    block_of = torch.empty(block.shape, dtype=_dtype(of))
+    of.read(block_of, block.offset)
+    return block_of
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
 
 
 @define
@@ -77,34 +93,41 @@ class _Sums:
     products: float = 0.0
     squares: float = 0.0
 
-    def count(self, a: NDArray[Any], b: NDArray[Any]) -> None:
-        self.elements += a.size
-        self.different += a.size if a.dtype != b.dtype else int(np.count_nonzero(a != b))
+    def count(self, a: Tensor, b: Tensor) -> None:
+        self.elements += a.numel()
+        is_other = a.dtype != b.dtype
+        bytes_of = [each.reshape(-1).view(torch.uint8) for each in (a, b)]
+        self.different += a.numel() if is_other else int((bytes_of[0] != bytes_of[1]).sum())
 
-    def add(self, a: NDArray[Any], b: NDArray[Any]) -> None:
-        wide = np.complex128 if "c" in a.dtype.kind + b.dtype.kind else np.float64
-        one, other = a.astype(wide).reshape(-1), b.astype(wide).reshape(-1)
-        with np.errstate(all="ignore"):
-            same = (a == b).reshape(-1) if a.dtype == b.dtype else one == other
-            same |= np.isnan(one) & np.isnan(other)
-            distance = np.abs(one - other)
-            if a.dtype.kind in "iu" and b.dtype.kind in "iu":
-                distance = np.maximum(distance, 1.0)  # large ones that differ may be one number as float64
-            distance[same] = 0.0
-            near = distance <= self.tolerance.atol + self.tolerance.rtol * np.abs(other)
-            near &= np.isfinite(distance)
-            self.elements += one.size
-            self.different += int(np.count_nonzero(~(near | same)))
-            self.largest = float(np.maximum(self.largest, distance.max(initial=0.0)))
-            finite = np.isfinite(one) & np.isfinite(other)
-            one[~finite] = other[~finite] = distance[~finite] = 0
-            self.squares_a += float(np.vdot(one, one).real)
-            self.squares_b += float(np.vdot(other, other).real)
-            self.products += float(np.vdot(one, other).real)
-            self.squares += float(distance @ distance)
+    def add(self, a: Tensor, b: Tensor) -> None:
+        wide = torch.complex128 if a.is_complex() or b.is_complex() else torch.float64
+        one, other = a.to(wide).reshape(-1), b.to(wide).reshape(-1)
+        are_integers = not any(each.is_floating_point() or each.is_complex() for each in (a, b))
+        same = one == other
+        if are_integers and a.dtype == b.dtype:  # large ones that differ may be one number as float64
+            same = (a.view(_INTEGERS[a.itemsize]) == b.view(_INTEGERS[b.itemsize])).reshape(-1)
+        same |= one.isnan() & other.isnan()
+        distance = (one - other).abs()
+        if are_integers:
+            distance.clamp_(min=1.0)
+        distance[same] = 0.0
+        near = distance <= self.tolerance.atol + self.tolerance.rtol * other.abs()
+        near &= distance.isfinite()
+        self.elements += one.numel()
+        self.different += int((~(near | same)).sum())
+        largest = float(distance.max())
+        if math.isnan(largest) or largest > self.largest:
+            self.largest = largest
+        finite = one.isfinite() & other.isfinite()
+        for each in (one, other, distance):
+            each[~finite] = 0
+        self.squares_a += float(torch.vdot(one, one).real)
+        self.squares_b += float(torch.vdot(other, other).real)
+        self.products += float(torch.vdot(one, other).real)
+        self.squares += float(distance @ distance)
 
-    def result(self, *, measured: bool) -> Difference:
-        if not measured:
+    def result(self, *, is_measured: bool) -> Difference:
+        if not is_measured:
             return Difference(self.elements, self.different)
         relative = math.sqrt(self.squares / self.squares_a) if self.squares_a else math.inf
         relative = relative if math.isfinite(self.largest) else self.largest

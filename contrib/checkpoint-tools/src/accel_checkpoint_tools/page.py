@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from html import escape
 from typing import Final
 
-from accel_inspect.diff import Comparison, TensorPair
-from accel_inspect.report import told, value_lines
-from accel_inspect.state import SECTIONS
-from accel_inspect.tensors import in_order
+from accel_checkpoint_tools.diff import Comparison, TensorPair
+from accel_checkpoint_tools.report import told, value_lines
+from accel_checkpoint_tools.sections import SECTIONS
+from accel_checkpoint_tools.text import in_order
 
 __all__ = ["page"]
 

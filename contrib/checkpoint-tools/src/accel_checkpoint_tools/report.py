@@ -9,10 +9,10 @@ from typing import Any, Final
 
 from attrs import asdict
 
-from accel_inspect.diff import ABSENT, Comparison, TensorPair, ValuePair
-from accel_inspect.measure import Difference
-from accel_inspect.state import SECTIONS
-from accel_inspect.tensors import StoredTensor
+from accel_checkpoint_tools.diff import ABSENT, Comparison, TensorPair, ValuePair
+from accel_checkpoint_tools.measure import Difference
+from accel_checkpoint_tools.sections import SECTIONS
+from accel_core import Stored
 
 __all__ = ["as_plain", "lines", "told", "value_lines"]
 
@@ -123,7 +123,7 @@ def _plain_pair(pair: TensorPair) -> dict[str, Any]:
     return {**about, "a": _described(pair.a), "b": _described(pair.b), "difference": _plain(pair.difference)}
 
 
-def _described(tensor: StoredTensor | None) -> dict[str, Any] | None:
+def _described(tensor: Stored | None) -> dict[str, Any] | None:
     return None if tensor is None else {"shape": list(tensor.shape), "dtype": tensor.dtype}
 
 

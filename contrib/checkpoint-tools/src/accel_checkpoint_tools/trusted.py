@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import zipfile
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,12 +24,15 @@ SAFE: Final[list[Any]] = [_NUMPY, np.ndarray, np.dtype, type(np.dtype("uint32"))
 def read_torch(file: Path | io.BytesIO, name: str) -> Any:
     """Read what `torch.save` wrote, with tensors on the CPU.
 
+    Tensors of a file are mapped: they take no memory until they are read.
+
     Raises:
         CheckpointError: it holds more than tensors and plain data, or is damaged.
     """
     try:
+        is_mapped = isinstance(file, Path) and zipfile.is_zipfile(file)
         with torch.serialization.safe_globals(SAFE):
-            return torch.load(file, map_location="cpu", weights_only=True)
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=is_mapped)
     except Exception as error:  # torch says in many ways that it does not know what it reads
         reason = str(error).partition("\n")[0]
         raise CheckpointError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from accel_core import CheckpointFiles
+if TYPE_CHECKING:
+    from accel_core import Checkpoint
 
 __all__ = ["SECTIONS", "SETTINGS", "sections_of", "ties_of"]
 
@@ -26,13 +27,13 @@ SETTINGS: Final = frozenset({"config", "stack"})
 """Sections that say how the state came to be, and are not state themselves."""
 
 
-def sections_of(opened: CheckpointFiles) -> dict[str, Any]:
+def sections_of(opened: Checkpoint) -> dict[str, Any]:
     """Return section -> nested state, as tagged JSON.
 
     Names of the run, of the save and of trackers' runs, and times, are left out: they differ by design.
     """
     about, shared = opened.manifest.members, opened.state
-    ranks = {f"rank{rank}": index["state"] for rank, (_, index) in sorted(opened.shares.items())}
+    ranks = {f"rank{rank}": state for rank, state in sorted(opened.ranks.items())}
     parts = [shared["units"], *(state["units"] for state in ranks.values() if "units" in state)]
     units = {name: [part[name] for part in parts if name in part] for part in parts for name in part}
     stack = {**about["stack"], "plugins": {}}
@@ -60,13 +61,10 @@ def sections_of(opened: CheckpointFiles) -> dict[str, Any]:
     }
 
 
-def ties_of(opened: CheckpointFiles) -> dict[str, list[list[str]]]:
+def ties_of(opened: Checkpoint) -> dict[str, list[list[str]]]:
     """Return unit -> groups of names of one weight, sorted."""
     found: dict[str, dict[str, set[str]]] = {}
-    for part in [
-        opened.state["units"],
-        *(index["state"].get("units", {}) for _, index in opened.shares.values()),
-    ]:
+    for part in [opened.state["units"], *(state.get("units", {}) for state in opened.ranks.values())]:
         for unit, each in part.items():
             for other, name in each["aliases"].items():
                 found.setdefault(unit, {}).setdefault(name, {name}).add(other)
@@ -85,7 +83,6 @@ def _optimizer(told: list[Mapping[str, Any]]) -> dict[str, Any]:
     return {
         "classes": sorted({optimizer["class"] for optimizer in optimizers}),
         "plain": _joined(optimizer["plain"] for optimizer in optimizers),
-        "own": [optimizer["own"] for optimizer in optimizers if "own" in optimizer],
     }
 
 
