@@ -111,8 +111,7 @@ class States:
 
         Call it on all ranks after each step, and leave the loops when it is true. The first call starts
         to watch; a call costs no communication until then, and all ranks stop after the same step.
-        Such a checkpoint is never the best by `project.keep_best`, and is copied to `project.store`, due or
-        not: `end_training` waits for that.
+        Such a checkpoint is never the best by `project.keep_best`.
         Inside an accumulation window it is False. `signals`: those to watch for, of the first call; the
         other arguments as of `save_state`.
 

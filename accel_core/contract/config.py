@@ -200,14 +200,6 @@ class ProjectConfiguration(Remembering):
     record_every: int = option(
         10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
     )
-    store: str | None = option(
-        None,
-        only_with="automatic_checkpoint_naming",
-        help="URL to which saved states are copied in the background; they are loaded from there too.",
-    )
-    store_every: int = option(
-        1, minimum=1, only_with="store", help="Numbers from one saved state that is copied to the next."
-    )
     keep_best: str | None = option(
         None,
         only_with="automatic_checkpoint_naming",

@@ -700,8 +700,8 @@ def run_started(run_id: str, config: RunConfig) -> None:
 def checkpoint_committed(folder: Path | str, step: int | None) -> None:
     """Note that a save has become the checkpoint `folder`. Every rank, main thread.
 
-    A URL is text. A copy in `project.store` is the same checkpoint, and gets no call of its own. Called at
-    once after a save that waits; otherwise when the rank next saves, waits for the checkpoint, or ends.
+    A URL is text. Called at once after a save that waits; otherwise when the rank next saves, waits for the
+    checkpoint, or ends.
     """
 
 

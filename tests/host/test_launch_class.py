@@ -137,8 +137,8 @@ class Launches:
 
 
 class Lists:
-    @implements(hooks.list_stored)
-    def list_stored(self, url): ...
+    @implements(hooks.open_storage)
+    def open_storage(self, url): ...
 
 
 class Steps:

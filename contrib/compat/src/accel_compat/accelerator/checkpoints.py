@@ -185,9 +185,8 @@ class States(Ranks):
 
     @property
     def _is_copied(self) -> bool:
-        """True if checkpoints are copied to `project.store`."""
-        project = self.run.config.project
-        return bool(project.store) and project.automatic_checkpoint_naming
+        """True if the extension `mirror` copies checkpoints: it copies those that all ranks saved."""
+        return "mirror" in self.run.plugins
 
     def _target(self, output_dir: str | os.PathLike[str] | None) -> Path | str:
         project = self.project_configuration
@@ -245,8 +244,8 @@ class States(Ranks):
     def _refuse_hooks_with_copies(self) -> None:
         if self._is_copied:
             raise NotServedError(
-                "hooks of saved states write and read local files, and project.store copies checkpoints"
-                " without these\nremove the hooks, or project.store"
+                "hooks of saved states write and read local files, and the extension mirror copies"
+                " checkpoints without these\nremove the hooks, or the extension"
             )
 
     def _deliver(self, made: Path, target: Path) -> None:
