@@ -247,7 +247,7 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
             from accel_core.storage.codec import require_plain  # late: start-up need not wait for it
 
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
-        if tensor.layout is torch.strided and _repeats(tensor):
+        if tensor.layout is torch.strided and 0 in tensor.stride() and _repeats(tensor):
             raise CheckpointError(
                 f"model/{name} of unit {unit.name!r} was made by expand: its elements share memory, into which"
                 " a load cannot write\nmake it a tensor of its own with clone(), or persistent=False"
