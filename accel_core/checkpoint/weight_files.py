@@ -24,7 +24,6 @@ from accel_core.errors import CheckpointError, ConfigError
 from accel_core.storage.codec import require_plain
 from accel_core.storage.commit import new_save_id, prune
 from accel_core.storage.disk import Disk
-from accel_core.storage.files import listed
 
 if TYPE_CHECKING:
     from accel_core.storage.protocols import Storage
@@ -104,8 +103,11 @@ def _workshop(folder: Path) -> Iterator[Path]:
 
 
 def weights_in(folder: Storage) -> list[str]:
-    """Return the names of files of weights in a folder, whatever wrote them."""
-    return sorted(name for name in listed(folder) if _ANY.fullmatch(name))
+    """Return the names of files of weights in a folder that is to be written, whatever wrote them."""
+    try:
+        return sorted(filter(_ANY.fullmatch, folder.list()))
+    except OSError as error:
+        raise not_written(folder, error) from error
 
 
 def _refuse_there(folder: Storage) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import diff_jobs as jobs
 import pytest
-import ranks_job
 import torch
-from accel_core.checkpoint.reader import CheckpointFiles
+from click.testing import CliRunner
+from opened import rewrite
 
-from accel_core import Accelerator, CheckpointContents, CheckpointError, whole
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_core import Accelerator, CheckpointError, read_manifest, storage_at
+from accel_core.cli import accel
 
 
 @pytest.fixture
@@ -36,16 +39,17 @@ class Large:
 
 def test_what_is_changed_is_loaded_and_all_else_too(saved, tmp_path):
     accelerator, model, optimizer, folder = saved
-    contents = CheckpointContents.read(folder)
-    contents.leaves["unit0", "model/weight"] = whole(torch.ones(2, 3))
-    contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["lr"] = 0.5
 
-    contents.write(tmp_path / "there")
+    def change(contents):
+        contents.tensors["unit0", "model/weight"] = Source.of(torch.ones(2, 3))
+        contents.state["units"]["unit0"]["optimizers"][0]["groups"][0]["lr"] = 0.5
+
+    rewrite(folder, tmp_path / "there", change)
 
     accelerator.load_state(tmp_path / "there")
     assert (model.weight == 1).all()
     assert optimizer.param_groups[0]["lr"] == 0.5
-    assert CheckpointFiles.open(tmp_path / "there").manifest.members["step"] == 7
+    assert read_manifest(storage_at(tmp_path / "there")).members["step"] == 7
 
 
 class Equal(torch.nn.Linear):
@@ -63,10 +67,10 @@ def test_it_tells_what_was_prepared_in_its_order_and_of_equal_models_each_once(t
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1) for optimizer in optimizers]
     accelerator.prepare(*reversed(models), *optimizers, *schedulers)
-    contents = CheckpointContents.read(accelerator.save_state(tmp_path / "here"))
+    with Contents.open(accelerator.save_state(tmp_path / "here")) as contents:
+        prepared = contents.state["prepared"]
     accelerator.end_training()
 
-    prepared = contents.state["prepared"]
     assert len(set(map(tuple, prepared["models"]))) == len(prepared["models"]) == 3
     assert prepared["optimizers"] == prepared["schedulers"] == prepared["models"][::-1]
 
@@ -78,38 +82,60 @@ def test_the_order_has_an_optimizer_with_an_attribute_scheduler(tmp_path):
     accelerator.prepare(model, optimizer)
     accelerator.save_state(tmp_path / "saved")
     accelerator.end_training()
-    order = CheckpointContents.read(tmp_path / "saved").state["prepared"]
+    with Contents.open(tmp_path / "saved") as contents:
+        order = contents.state["prepared"]
     assert [tuple(place) for place in order["optimizers"]] == [("unit0", 0)]
 
 
 def test_a_checkpoint_is_replaced_and_anything_else_is_not(saved, tmp_path):
-    contents = CheckpointContents.read(saved[-1])
+    accelerator, model, _, folder = saved
+    rewrite(folder, tmp_path / "there", lambda contents: None)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes").touch()
 
-    contents.write(saved[-1])
+    def change(contents):
+        contents.tensors["unit0", "model/weight"] = Source.of(torch.ones(2, 3))
+
+    rewrite(folder, tmp_path / "there", change)
 
     with pytest.raises(CheckpointError, match="exists and is not a checkpoint"):
-        contents.write(tmp_path / "mine")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "mine"]
+        rewrite(folder, tmp_path / "mine", change)
+    accelerator.load_state(tmp_path / "there")
+    assert (model.weight == 1).all()
+    assert len([*(tmp_path / "there").iterdir()]) == 2, "one save and its manifest"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["here", "mine", "there"]
+
+
+def test_a_checkpoint_is_replaced_by_what_is_made_of_it(saved, tmp_path):
+    accelerator, model, _, folder = saved
+
+    def change(contents):
+        contents.tensors["unit0", "model/bias"] = Source.of(torch.ones(2))
+
+    rewrite(folder, folder, change)
+
+    accelerator.load_state(folder)
+    assert (model.bias == 1).all()
 
 
 def test_what_is_no_plain_data_is_refused_by_its_path(saved, tmp_path):
-    contents = CheckpointContents.read(saved[-1])
-    contents.state["registered"][0]["state"]["f"] = print
+    def change(contents):
+        contents.state["registered"][0]["state"]["f"] = print
 
     with pytest.raises(CheckpointError, match=r"state\.registered\[0\]\.state.*cannot be stored"):
-        contents.write(tmp_path / "there")
+        rewrite(saved[-1], tmp_path / "there", change)
 
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
 
-@pytest.mark.needs("accel-ddp")
+@pytest.mark.needs("accel-fsdp")
 def test_what_several_ranks_saved_stays_theirs(tmp_path, run_processes):
-    run_processes(ranks_job.save_it, str(tmp_path), "rows", world=2, timeout=60)
-    expected = run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60)
+    run_processes(jobs.train, str(tmp_path), "fsdp", world=2)
+    folder = tmp_path / "step3"
 
-    CheckpointContents.read(tmp_path / "here").write(tmp_path / "here")
+    rewrite(folder, tmp_path / "again", lambda contents: None)
 
-    assert len(CheckpointContents.read(tmp_path / "here").ranks) == 2
-    assert run_processes(ranks_job.load_it, str(tmp_path), world=2, timeout=60) == expected
+    ended = CliRunner().invoke(accel, ["checkpoint", "diff", str(folder), str(tmp_path / "again")])
+    assert ended.stdout == "no difference\n"
+    with Contents.open(tmp_path / "again") as contents:
+        assert len(contents.ranks) == 2

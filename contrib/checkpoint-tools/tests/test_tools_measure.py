@@ -2,39 +2,39 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 import torch
-from accel_inspect import blocks, tensors
-from accel_inspect.measure import Tolerance, measure
-from accel_inspect.tensors import Box, StoredTensor
 from attrs import evolve
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes
 
-from accel_core import CheckpointError, CheckpointFiles
+from accel_checkpoint_tools import blocks
+from accel_checkpoint_tools.measure import Tolerance, measure
+from accel_checkpoint_tools.text import in_order
+from accel_core import Box, Stored
 
 EXACT = Tolerance()
 sure = settings(derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 FLOATS = ["float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"]
-DTYPES = [*FLOATS, "int64", "uint8", "bool", "complex64"]
+DTYPES = [*FLOATS, "int64", "uint8", "uint16", "uint64", "bool", "complex64", "float8_e8m0fnu"]
 
 
 class Memory:
     """A file in memory."""
 
-    path = Path("memory")
-
     def __init__(self, content):
-        self.content = content
+        self.content = bytearray(content)
 
     def read(self, start, into):
         assert start + len(into) <= len(self.content)
         into[:] = self.content[start : start + len(into)]
+
+    def tensor(self, dtype, shape, start):
+        size = int(np.prod(shape)) * getattr(torch, dtype).itemsize
+        part = torch.frombuffer(self.content, dtype=torch.uint8, count=size, offset=start)
+        return part.clone().view(getattr(torch, dtype)).reshape(shape)
 
 
 def stored(tensor, cuts=None):
@@ -42,12 +42,11 @@ def stored(tensor, cuts=None):
     boxes, content = [], b""
     for offset, shape in cuts or [((0,) * tensor.ndim, tuple(tensor.shape))]:
         part = tensor[tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))]
-        boxes.append(((offset, shape), len(content)))
+        boxes.append((Box(offset, shape), len(content)))
         content += part.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    source = Memory(content)
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    kept = [Box(part, source, start) for part, start in boxes]
-    return StoredTensor(tuple(tensor.shape), dtype, "like_param", kept)
+    dtype, file = str(tensor.dtype).removeprefix("torch."), Memory(content)
+    kept = {box: (file, start) for box, start in boxes}
+    return Stored("like_param", tuple(tensor.shape), dtype, None, kept)
 
 
 @st.composite
@@ -157,10 +156,14 @@ def test_values_in_two_dtypes_are_compared_as_numbers():
     assert measure(stored(a), stored((a + 1).bfloat16()), EXACT).max_abs == 1
 
 
-def test_elements_that_are_not_numbers_to_numpy_are_counted_and_not_measured():
-    a, b = (stored(torch.tensor([0, 7, value], dtype=torch.int32)) for value in (8, 9))
+@pytest.mark.parametrize("dtype", ["int4", "float4_e2m1fn_x2"])
+def test_elements_that_torch_converts_to_no_numbers_are_counted_and_not_measured(dtype):
+    a, b = (
+        stored(torch.tensor([0, 7, value], dtype=torch.uint8), [((0,), (2,)), ((2,), (1,))])
+        for value in (8, 9)
+    )
 
-    found = measure(evolve(a, dtype="complex32"), evolve(b, dtype="complex32"), EXACT)
+    found = measure(evolve(a, dtype=dtype), evolve(b, dtype=dtype), EXACT)
 
     assert (found.different, found.elements, found.max_abs) == (1, 3, None)
 
@@ -174,60 +177,21 @@ def test_a_scalar_that_differs_is_found():
     assert measure(stored(torch.tensor(1.0)), stored(torch.tensor(3.0)), EXACT).relative == 2
 
 
-@pytest.mark.parametrize("cuts", [[((0,), (2,))], [((0,), (3,)), ((1,), (3,))]], ids=["a gap", "an overlap"])
-def test_boxes_that_do_not_make_up_the_tensor_are_an_error(cuts):
-    values = torch.arange(4)
+def test_of_large_rows_only_the_parts_that_are_needed_are_read(monkeypatch):
+    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 1 << 20)
+    values = torch.arange(2 << 23, dtype=torch.int32).reshape(2, 1 << 23)
+    one, read = stored(values), []
+    file, _ = one.boxes[Box((0, 0), (2, 1 << 23))]
+    plain = file.tensor
+    monkeypatch.setattr(file, "tensor", lambda *place: read.append(place) or plain(*place))
 
-    with pytest.raises(CheckpointError, match=r"(?s)of 4 elements .* there are .*checkpoint verify"):
-        measure(stored(values, cuts), stored(values), EXACT)
-
-
-def test_of_many_boxes_a_block_looks_at_its_own(monkeypatch):
-    monkeypatch.setattr(blocks, "BLOCK_ELEMENTS", 4)
-    values = torch.arange(400).reshape(100, 4)
-    rows = [((row, 0), (1, 4)) for row in reversed(range(100))]
-    looked = []
-    plain = tensors.common
-    monkeypatch.setattr(tensors, "common", lambda *parts: looked.append(parts) or plain(*parts))
-
-    assert measure(stored(values, rows), stored(values), EXACT) is None
-    assert len(looked) == 2 * 100
+    assert measure(one, stored(values), EXACT) is None
+    assert sum(int(np.prod(shape)) for _, shape, _ in read) == values.numel()
 
 
-OUTLINE = {"kind": "like_param", "shape": [8], "dtype": "int64", "layout": None}
-
-
-def opened(shares, domains):
-    return CheckpointFiles(Path(), SimpleNamespace(domains=domains), {}, shares, None)
-
-
-def test_of_copies_on_several_nodes_one_is_read():
-    values = torch.arange(8)
-    (box,) = stored(values).boxes
-    index = {"outlines": [OUTLINE], "tensors": {"unit0": {"model/a": [0, 0]}}}
-    shares = dict.fromkeys(range(3), (box.source, index))
-
-    (found,) = tensors.tensors_of(opened(shares, domains=[[0], [1], [2]])).values()
-
-    assert found.boxes == [box]
-
-
-def test_tensors_of_several_ranks_are_in_the_order_of_their_names():
-    (box,) = stored(torch.arange(8)).boxes
-    ranks = [{"unit0": ["model/layers.10.a"], "": ["a"]}, {"unit0": ["optimizer/b/step", "model/layers.9.a"]}]
-    shares = {
-        rank: (
-            box.source,
-            {
-                "outlines": [OUTLINE],
-                "tensors": {unit: {name: [0, 0] for name in names} for unit, names in units.items()},
-            },
-        )
-        for rank, units in enumerate(ranks)
-    }
-    found = tensors.tensors_of(opened(shares, domains=None))
-
-    assert [name for _, name in found] == ["model/layers.9.a", "model/layers.10.a", "optimizer/b/step", "a"]
+def test_numbers_in_names_are_ordered_as_numbers():
+    names = ["layers.10.a", "layers.9.b", "layers.9.a"]
+    assert sorted(names, key=in_order) == names[::-1]
 
 
 @sure

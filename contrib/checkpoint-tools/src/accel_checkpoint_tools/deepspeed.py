@@ -167,7 +167,7 @@ def _joined(ranks: Sequence[Mapping[str, Tensor]], shapes: Shapes) -> dict[str, 
 
 
 def _cat(pieces: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-    return torch.cat([*pieces])[: math.prod(shape)].view(*shape)
+    return torch.cat([*pieces])[: math.prod(shape)].view(tuple(shape))
 
 
 # -- the optimizer -------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ def _universal(folder: Path, main: Mapping[str, Any], found: Found) -> None:
 
 def _of_file(file: Path, shape: Sequence[int]) -> Tensor:
     loaded: Any = _load(file)
-    return torch.as_tensor(loaded["param"] if isinstance(loaded, dict) else loaded).view(*shape)
+    return torch.as_tensor(loaded["param"] if isinstance(loaded, dict) else loaded).view(tuple(shape))
 
 
 def _steps(count: Any) -> Source:

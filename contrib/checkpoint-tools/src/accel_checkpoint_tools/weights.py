@@ -34,6 +34,7 @@ def export(
         CheckpointError: it is damaged, has no such unit, or weights that only their plugin can read; or
             there are weights in the target.
     """
+    storage_at(target)  # a URL that nothing serves is refused before anything is read
     with open_checkpoint(storage_at(folder)) as files:
         checkpoint = Checkpoint.with_tensors(files)
         with show_progress(f"verifying {files.place.name}", lambda: (files.meter.count, 0)):
