@@ -30,7 +30,7 @@ from attrs import asdict, define, field
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import commit, discard, prune
-from accel_core.storage.files import FileRecord, Meter, as_json, write_file
+from accel_core.storage.files import FileRecord, Meter, UnreadableError, as_json, write_file
 from accel_core.storage.protocols import first_here, firsts
 
 if TYPE_CHECKING:
@@ -119,6 +119,11 @@ class Pending:
     _failure: str | None = field(default="it has not run", init=False)
     _cause: BaseException | None = field(default=None, init=False)
     """The error of this rank's part."""
+    _may_come: bool = field(default=False, init=False)
+    """True if the manifest may be created yet, by a request that got no answer.
+
+    Its files stay: the next save creates the manifest of this number, or finds it, and removes what is over.
+    """
     _is_given_up: bool = field(default=False, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
     _done: threading.Event = field(factory=threading.Event, init=False)
@@ -220,14 +225,19 @@ class Pending:
             for name, each in members["files"].items()
             if self.place.shared or _rank_of(name) in {*here, None}
         }
-        commit(self.place, members, self.number, sizes)
+        try:
+            commit(self.place, members, self.number, sizes)
+        except BaseException as error:
+            refused = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
+            self._may_come = not refused and getattr(error, "errno", None) is None
+            raise
         return {}
 
     def _clear_up(self) -> None:
         if self._failure is None:
             prune(self.place, self.number)
             self.committed()
-        else:
+        elif not self._may_come:
             discard(self.place, self.save_id)
 
     # -- rank 0 --------------------------------------------------------------------------------------------
