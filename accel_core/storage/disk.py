@@ -71,6 +71,10 @@ class Disk:
                 return {each.name: _size(each) for each in entries}
         except FileNotFoundError:
             return {}
+        except NotADirectoryError:
+            if self.path.exists():
+                raise
+            return {}  # a folder above it is a file
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into`; follows no symbolic link and waits for no pipe."""

@@ -12,12 +12,11 @@ from hypothesis import strategies as st
 from planning import groups_of, in_turns, plan
 from tilings import tilings
 
-import accel_core.checkpoint.plan
-from accel_core.checkpoint.declarations import gather_groups
-from accel_core.checkpoint.plan import Box, Declared, Group, intersect, tiling_problem
-from accel_core.checkpoint.plan import plan as plan_of_rank
-from accel_core.checkpoint.replicas import Replicas
 from accel_core.errors import CheckpointError
+from accel_core.storage import plan as module
+from accel_core.storage.declarations import gather_groups
+from accel_core.storage.plan import Box, Declared, Group, intersect, tiling_problem
+from accel_core.storage.plan import plan as plan_of_rank
 
 KEY = ("unit0", "model/w")
 
@@ -187,36 +186,17 @@ def test_leaves_are_planned_in_groups_as_each_would_be_by_itself(several):
         told = []
         for each in (groups, apart):
             try:
-                told.append((plan_of_rank(each, rank, disks), Replicas.of(each, rank)._parts))
+                told.append(plan_of_rank(each, rank, disks))
             except CheckpointError as refused:
                 told.append(sorted(str(refused).splitlines()))
         assert told[0] == told[1]
-
-
-@pytest.mark.parametrize("first", [{"spread": False}, None], ids=["may differ", "held by others"])
-def test_leaves_are_compared_beside_those_that_are_not(first):
-    whole = ((0,), (4,))
-    before, after = ("unit0", "model/a"), ("unit0", "model/b")
-    here = {after: leaf((4,), whole, replicated=True)}
-    others = {before: leaf((4,), whole, replicated=True, **first or {}), **here}
-    groups = groups_of([others if first else here, others, others])[0]
-
-    assert {key for group in groups for key in group.keys} == {before, after}
-    for order in (groups, groups[::-1]):
-        assert [*Replicas.of(order, 0)._parts.values()] == [[(after, 0)]]
-
-
-def test_what_one_rank_alone_holds_is_not_compared():
-    halves = [{KEY: leaf((4,), ((start,), (2,)))} for start in (0, 2)]
-    for rank, groups in enumerate(groups_of(halves)):
-        assert Replicas.of(groups, rank)._parts == {}
 
 
 @pytest.mark.parametrize("number", [30, 300])
 def test_each_way_to_declare_leaves_is_looked_at_once(number, monkeypatch):
     shapes, looks = [(8, 4), (4,), ()], []
     monkeypatch.setattr(
-        accel_core.checkpoint.plan,
+        module,
         "tiling_problem",
         lambda shape, boxes: looks.append(shape) or tiling_problem(shape, boxes),
     )
@@ -232,7 +212,7 @@ def test_names_of_leaves_travel_only_where_ranks_have_others():
     def messages(declarations):
         _, rounds = in_turns(
             len(declarations),
-            lambda control: gather_groups(control, declarations[control.rank], lambda: None),
+            lambda comm: gather_groups(comm, declarations[comm.rank], lambda: None),
         )
         return [[len(pickle.dumps(told)) for told in each] for each in rounds]
 
@@ -248,14 +228,9 @@ def test_names_of_leaves_travel_only_where_ranks_have_others():
     assert [size > 10_000 for size in names] == [True, True, False, False]
 
 
-def test_a_rank_whose_leaves_fail_is_named_on_all():
-    def action(control):
-        def check():
-            if control.rank == 1:
-                raise CheckpointError("odd name\nuse another")
+def test_what_is_wrong_with_leaves_is_raised_where_ranks_agree():
+    def check():
+        raise CheckpointError("odd name\nuse another")
 
-        with pytest.raises(CheckpointError, match="rank 1: .*odd name"):
-            gather_groups(control, {}, check)
-        return True
-
-    assert in_turns(3, action)[0] == [True] * 3
+    with pytest.raises(CheckpointError, match="odd name"):
+        in_turns(3, lambda comm: gather_groups(comm, {}, check))

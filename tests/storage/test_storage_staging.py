@@ -19,12 +19,6 @@ def test_the_host_waits_for_each_tensor_of_another_device(run_processes):
     assert run_processes(staging_job.of_two_devices, world=1) == [(True, 6)]  # three, each in two pieces
 
 
-def test_replicas_are_compared_wherever_they_lie_by_then(run_processes):
-    """Of the save before there was a room for each that lay on the device."""
-    (found,) = run_processes(staging_job.sums_of_moved_replicas, world=1)
-    assert found[0] == found[-1]
-
-
 def test_no_copy_is_still_to_come_once_a_save_has_been_cut_short(run_processes):
     assert run_processes(staging_job.cut_short, world=1) == [1]
 

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint.files import DataFile
-from accel_core.checkpoint.layout import _joined, _pieces
-from accel_core.checkpoint.read import Checkpoint
+from accel_core.storage.disk import Disk
+from accel_core.storage.files import DataFile
+from accel_core.storage.layout import _joined, _pieces
+from accel_core.storage.opened import open_checkpoint
 from accel_core.storage.tensor_bytes import bytes_of
+from accel_core.storage.tensors import Checkpoint
 
 DTYPES = (
     torch.float32,
@@ -124,7 +126,8 @@ def test_the_text_that_describes_tensors_is_not_kept_beside_them(tmp_path):
     accelerator = Accelerator(cpu=True)
     accelerator.prepare(Many(0))
     accelerator.save_state(tmp_path / "saved")
-    checkpoint = Checkpoint.open(tmp_path / "saved")
     accelerator.end_training()
+    with open_checkpoint(Disk(tmp_path / "saved")) as opened:
+        checkpoint = Checkpoint.with_tensors(opened)
     assert ("unit0", "model/b0") in checkpoint.tensors
     assert not any("tensors" in index for _, index in checkpoint.shares.values())

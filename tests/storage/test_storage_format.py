@@ -16,8 +16,8 @@ from torch import nn
 
 from accel_core import Accelerator
 from accel_core.checkpoint import files
-from accel_core.storage.tensor_bytes import bytes_of
 from accel_core.errors import CheckpointError
+from accel_core.storage.tensor_bytes import bytes_of
 
 
 class Large:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from accel_core.checkpoint import plan as planning
+from accel_core.storage import plan as planning
 from accel_core.storage.declarations import gather_groups
 from accel_core.storage.plan import Box, Declared, Group, Key
 
@@ -16,13 +16,17 @@ class Untold(BaseException):
 
 
 class Turn:
-    """A rank's collectives of objects: it answers what is known, and ends at what is not."""
+    """A rank that agrees with others: it goes on with what is known, and ends at what is not."""
+
+    nodes: Sequence[int]
 
     def __init__(self, rank: int, size: int, rounds: list[list[Any]], told: list[Any]) -> None:
-        self.rank, self.size = rank, size
+        self.rank, self.nodes = rank, [0] * size
         self._rounds, self._told = iter(rounds), told
 
-    def all_gather_object(self, value: Any) -> list[Any]:
+    def together(self, step: str, action: Callable[[], Any]) -> list[Any]:
+        del step
+        value = action()
         known = next(self._rounds, None)
         if known is None:
             self._told.append(value)
@@ -52,7 +56,7 @@ def groups_of(declarations: Sequence[Mapping[Key, Declared]]) -> list[list[Group
     """For each rank, the groups that it knows."""
     found, _ = in_turns(
         len(declarations),
-        lambda control: gather_groups(control, declarations[control.rank], lambda: None),
+        lambda comm: gather_groups(comm, declarations[comm.rank], lambda: None),
     )
     return [groups for _, groups in found]
 

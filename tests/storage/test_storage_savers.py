@@ -9,17 +9,19 @@ import threading
 from pathlib import Path
 
 import pytest
+from engine import save_beside_others
 from saver_job import Saver
 
-from accel_core.checkpoint import commit, pending_save
-from accel_core.checkpoint.contents import CheckpointContents
+from accel_core import Checkpoint, Disk, open_checkpoint
 from accel_core.errors import CheckpointError
+from accel_core.storage import commit, pending
 from accel_testing.patience import patience
 
 
 def value_in(folder):
-    (leaf,) = CheckpointContents.read(folder).leaves.values()
-    return leaf.shards[0][1].item()
+    with open_checkpoint(Disk(folder)) as opened:
+        (stored,) = Checkpoint.with_tensors(opened).tensors.values()
+        return stored.number()
 
 
 def names(folder):
@@ -47,7 +49,7 @@ def saver():
 @pytest.fixture
 def held(monkeypatch):
     """Saves stand still before they write, until this is set."""
-    event, begun, write = threading.Event(), threading.Event(), pending_save.Share.write
+    event, begun, write = threading.Event(), threading.Event(), pending.Share.write
 
     def wait(share, folder):
         if threading.current_thread() is not threading.main_thread():
@@ -55,7 +57,7 @@ def held(monkeypatch):
             event.wait(patience(30))
         return write(share, folder)
 
-    monkeypatch.setattr(pending_save.Share, "write", wait)
+    monkeypatch.setattr(pending.Share, "write", wait)
     event.begun = begun
     yield event
     event.set()
@@ -78,13 +80,13 @@ STOPS = """
 import os, signal, sys
 sys.path.insert(0, {tests!r})
 from pathlib import Path
-from accel_core.checkpoint import pending_save
+from accel_core.storage import pending
 from saver_job import Saver
-write = pending_save.Share.write
+write = pending.Share.write
 def stop(share, folder):
     os.kill(os.getpid(), signal.SIGSTOP)
     return write(share, folder)
-pending_save.Share.write = stop
+pending.Share.write = stop
 Saver().save(Path({folder!r}), 1)
 """
 
@@ -99,12 +101,16 @@ def test_two_jobs_with_one_id_leave_each_others_saves_alone(savers, tmp_path, st
     assert [value_in(tmp_path / name) for name in "ab"] == [1, 2]
 
 
-def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(saver, held, tmp_path):
+def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(
+    saver, held, tmp_path, monkeypatch
+):
     saver.save(tmp_path / "here", 1)
     saver.save(tmp_path / "here", 2, wait=False)
     held.begun.wait(patience(30))
-    (left,) = commit.leftover_ids(tmp_path)
-    commit.remove_leftovers(tmp_path, {left}, keep_complete=False)
+    with monkeypatch.context() as dead:
+        dead.setattr(Disk, "is_claimed", lambda home: False)
+        commit.prune(Disk(tmp_path / "here"), 1)
+    assert len(names(tmp_path / "here")) == 2, "the manifest and its save"
     held.set()
     with pytest.raises(CheckpointError, match="is not visible here"):
         saver.accelerator.wait_for_checkpoint()
@@ -113,16 +119,17 @@ def test_a_save_that_is_thought_dead_and_is_not_fails_and_the_old_one_stays(save
 
 def test_a_file_that_vanishes_before_the_commit_costs_that_save_only(saver, tmp_path, monkeypatch):
     saver.save(tmp_path / "here", 1)
-    write = pending_save.write_manifest
+    create = pending.commit
 
-    def remove(folder, content):
-        write(folder, content)
-        (folder / "state.json").unlink()
+    def remove(place, members, number, sizes):
+        (place.path / members["save_id"] / "state.json").unlink()
+        create(place, members, number, sizes)
 
-    monkeypatch.setattr(pending_save, "write_manifest", remove)
+    monkeypatch.setattr(pending, "commit", remove)
     with pytest.raises(CheckpointError, match=r"state.json was removed after it was written"):
         saver.save(tmp_path / "here", 2)
     assert value_in(tmp_path / "here") == 1
+    assert len(names(tmp_path / "here")) == 2
     assert names(tmp_path) == ["here"]
 
 
@@ -145,6 +152,15 @@ def test_a_place_where_nothing_can_be_made_is_named_with_the_remedy(saver, tmp_p
     assert saver.save(tmp_path / "here", 2).exists()
 
 
+def test_three_savers_and_a_reader_at_once_meet_nothing_but_whole_checkpoints(tmp_path, run_processes):
+    here = tmp_path / "here"
+    *savers, (reads, values) = run_processes(save_beside_others, str(here), 15, world=4)
+    assert [done for done, _ in savers] == [15] * 3
+    assert reads >= values > 3
+    commit.prune(Disk(here), 0)
+    assert len(names(here)) == 2, "a manifest and its save"
+
+
 # -- what else lies in the folder ------------------------------------------------------------------
 
 
@@ -162,21 +178,3 @@ def test_what_no_save_wrote_stays_when_a_checkpoint_is_replaced(saver, tmp_path)
     assert (here / "tokenizer.json").read_text() == "words"
     assert (here / "events.log").read_text() == "written on"
     assert names(tmp_path) == ["here"]
-
-
-def test_what_has_a_name_that_was_taken_meanwhile_is_kept_and_named(saver, tmp_path, monkeypatch, caplog):
-    here = saver.save(tmp_path / "here", 1)
-    (here / "notes").write_text("old")
-    exchange = commit._exchange
-
-    def taken(one, other):
-        done = exchange(one, other)
-        (here / "notes").write_text("new")
-        return done
-
-    monkeypatch.setattr(commit, "_exchange", taken)
-    saver.save(here, 2)
-    assert (here / "notes").read_text() == "new"
-    (left,) = tmp_path.glob(".here.*/notes")
-    assert left.read_text() == "old"
-    assert f"notes should be in {here}, and could not be moved there: another file" in caplog.text

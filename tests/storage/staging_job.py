@@ -36,7 +36,7 @@ class Stream:
 
 def stage() -> None:
     """Have what is saved go through pieces of PIECE_BYTES."""
-    from accel_core.checkpoint import staging
+    from accel_core.storage import staging
 
     staging.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
     staging.can_pin = lambda device: device.type == "sim"  # type: ignore[assignment]
@@ -50,7 +50,7 @@ def pieces() -> list[tuple[bool, int, int]]:
 
     module = simulate("sim")
     stage()
-    from accel_core.checkpoint.staging import staged, staging_device
+    from accel_core.storage.staging import staged, staging_device
     from accel_core.storage.tensor_bytes import bytes_of
 
     whole = torch.arange(1000, dtype=torch.float32)
@@ -83,7 +83,7 @@ def of_two_devices() -> tuple[bool, int]:
 
     module = simulate("sim", devices=2)
     stage()
-    from accel_core.checkpoint.staging import staged
+    from accel_core.storage.staging import staged
 
     tensors = [torch.full((50,), float(number)) for number in range(6)]
     here = [each.to(f"sim:{number % 2}") for number, each in enumerate(tensors)]
@@ -92,29 +92,13 @@ def of_two_devices() -> tuple[bool, int]:
     return got == b"".join(bytes(each.numpy().data) for each in tensors), module.waits - before
 
 
-def sums_of_moved_replicas() -> list[str]:
-    """Checksums of replicas while one of them moves to the host, and back."""
-    from accel_testing.simulated.device import simulate
-
-    simulate("sim")
-    from accel_core.checkpoint.replicas import Replicas
-
-    replicas, found = Replicas({}), []
-    here = [torch.full((size,), float(size)) for size in (4, 1, 3)]
-    there = [each.to("sim") for each in here]
-    for tensors in (there, [*there[:2], here[2]], [here[0], *there[1:]], there):
-        found.append(replicas._checksum("", tensors))
-        assert found[-1] == Replicas({})._checksum("", tensors)
-    return found
-
-
 def cut_short() -> int:
     """Waits of the host once a save has ended in its first piece."""
     from accel_testing.simulated.device import simulate
 
     simulate("sim")
     stage()
-    from accel_core.checkpoint.staging import staged
+    from accel_core.storage.staging import staged
 
     parts = staged([torch.ones(1000, device="sim")], torch.device("sim", 0), [])
     next(parts)
@@ -157,7 +141,7 @@ def pinned_by_saves(folder: str) -> list[int]:
     """Pieces pinned by a first save in the background, by a second, and by one after `free_memory`."""
     simulated.declare(Path(folder) / "plugins")
     from accel_core import Accelerator
-    from accel_core.checkpoint import staging
+    from accel_core.storage import staging
 
     accelerator = Accelerator(device="sim")
     stage()

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from plain_values import VALUES, Best, Phase, same
 
-from accel_core.checkpoint.codec import decode, encode
 from accel_core.errors import CheckpointError
+from accel_core.storage.codec import decode, encode
 
 
 def there_and_back(value):
