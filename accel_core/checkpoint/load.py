@@ -13,6 +13,7 @@ from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import manifests, read_manifest
 from accel_core.storage.files import DamagedError, understanding
+from accel_core.storage.manifest import SAVE
 from accel_core.storage.opened import Block, Opened, reading
 from accel_core.storage.protocols import first_here, firsts, sharers
 from accel_core.storage.tensors import Checkpoint
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A checkpoint that all disks have: its number, None of the caller's own; None for the id of a damaged one."""
+    """A checkpoint that all disks have. number: None of the caller's own. save_id: None of a damaged one."""
 
     number: int | None
     save_id: str | None
@@ -49,7 +50,8 @@ class Search:
         """Return number and save ids, the newest first, of what is on this disk."""
         if self.place is not None:
             saves = [manifest.save_id for manifest in manifests(self.place)]
-            return [(None, saves)] if saves or self.place.list() else []
+            only_killed = all(map(SAVE.fullmatch, self.place.list()))
+            return [(None, saves)] if saves or not only_killed else []
         return [
             (number, [manifest.save_id for manifest in manifests(self.series.path_of(number))])
             for number in self.series.candidates(best=self.best is not None)
@@ -71,7 +73,7 @@ class Search:
         """Return the error where none was loaded. others: there are some without the metric."""
         if self.place is not None:
             return CheckpointError(
-                f"{self.place} is not a checkpoint: there is no such folder\n"
+                f"{self.place} is not a checkpoint: manifest-N.json is missing\n"
                 "give the folder that save_state() returned",
                 path=str(self.place),
             )
@@ -147,7 +149,7 @@ def _choices(
         common = next((each for each in saves if all(each in other for other in others)), None)
         if common is None and saves and all(others):
             raise CheckpointError(
-                f"ranks see different checkpoints in {search.folder}: saves {', '.join([saves[0], others[0][0]])}\n"
+                f"ranks see different checkpoints in {search.folder}: saves {saves[0]}, {others[0][0]}\n"
                 "give all ranks the same directory, on a disk that all nodes share",
                 path=str(search.folder),
             )
