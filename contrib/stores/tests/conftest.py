@@ -9,6 +9,8 @@ import pytest
 from hub_server import TOKEN, HubServer
 from s3_server import S3Server
 
+from accel_stores import bucket
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[S3Server]:
@@ -21,6 +23,7 @@ def server() -> Iterator[S3Server]:
 def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     import s3fs
 
+    monkeypatch.setattr(bucket, "_proved", set())
     for name, value in server.variables.items():
         monkeypatch.setenv(name, value)
     s3fs.S3FileSystem.clear_instance_cache()
@@ -31,6 +34,7 @@ def s3(server: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
     made = HubServer()
+    monkeypatch.setattr(bucket, "_proved", set())
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf-home"))
     monkeypatch.setenv("HF_ENDPOINT", made.url)
     monkeypatch.setenv("HF_TOKEN", TOKEN)

@@ -58,7 +58,7 @@ class Files:
     def create(self, url: str, content: bytes) -> None:
         """Create by a condition that the store judges."""
         if (scheme := _scheme(url)) not in CREATES_ONCE:
-            raise UnsupportedOperation(f"{scheme}: has no way to create a file only once")
+            raise UnsupportedOperation(f"{scheme}: has no way to create a file only once; save to a disk")
         with _as_os_errors(url):
             fs, path = _opened(url)
             fs.pipe_file(path, content, mode="create")
