@@ -51,6 +51,7 @@ ROOMS: Final = {
             *(f"tests/utilities/test_{what}.py" for what in ("rank_logging", "local_sgd")),
         ),
     ),
+    "storage": (("accel_core/storage/*.py",), ("tests/storage", "tests/checkpoint", "tests/weights")),
     "checkpoint": (
         ("accel_core/checkpoint/*.py",),
         (

@@ -21,15 +21,23 @@ def digest(content):
     )
 
 
-class Reader:
-    def __init__(self, folder):
-        content = (folder / "manifest.json").read_bytes()
+def manifest_of(folder):
+    """The whole manifest of the highest number."""
+    for path in sorted(folder.glob("manifest-????????.json"), reverse=True):
+        content = path.read_bytes()
         body, _, tail = content.rpartition(b",")
         checksum = xxhash.xxh3_64_hexdigest(body)
-        assert tail == b'\n  "checksum": "%s"\n}\n' % checksum.encode(), "damaged"
-        self.manifest = json.loads(content)
+        if tail == b'\n  "checksum": "%s"\n}\n' % checksum.encode():
+            return json.loads(content)
+    raise AssertionError("no checkpoint")
+
+
+class Reader:
+    def __init__(self, folder):
+        self.manifest = manifest_of(folder)
         assert (self.manifest["format"], self.manifest["version"]) == ("accel-checkpoint", 1)
-        self.files = {name: (folder / name).read_bytes() for name in self.manifest["files"]}
+        home = folder / self.manifest["save_id"]
+        self.files = {name: (home / name).read_bytes() for name in self.manifest["files"]}
         for name, file in self.manifest["files"].items():
             assert len(self.files[name]) == file["size"], name
             assert digest(self.files[name])[1] == file["digest"], name

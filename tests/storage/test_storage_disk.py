@@ -228,17 +228,17 @@ def test_a_claim_of_this_machine_whose_lock_nobody_holds_is_dead_at_once(place: 
     assert not home.is_claimed()
 
 
-def test_a_claim_that_is_being_made_has_a_minute(place: Disk) -> None:
+def test_a_claim_that_is_being_made_has_some_seconds(place: Disk) -> None:
     home = save_folder(place)
     claim = home.path / f"{CLAIM}0123456789abcdef"
     claim.touch()
     assert home.is_claimed()
-    make_old(claim, 61)
+    make_old(claim, module.BEGIN_SECONDS + 1)
     assert not home.is_claimed()
     empty = place.at("save-1111111111111111")
     empty.path.mkdir()
     assert empty.is_claimed()
-    make_old(empty.path, 61)
+    make_old(empty.path, module.BEGIN_SECONDS + 1)
     assert not empty.is_claimed()
 
 

@@ -15,8 +15,9 @@ import xxhash
 from torch import nn
 
 from accel_core import Accelerator
-from accel_core.checkpoint import files
 from accel_core.errors import CheckpointError
+from accel_core.storage import codec, files
+from accel_core.storage.disk import Disk
 from accel_core.storage.tensor_bytes import bytes_of
 
 
@@ -56,6 +57,11 @@ def saved(tmp_path):
     made.accelerator.end_training()
 
 
+def path_of(saved, name):
+    (path,) = saved.folder.rglob(name)
+    return path
+
+
 # -- reading -------------------------------------------------------------------------------------
 
 
@@ -90,7 +96,7 @@ def test_a_system_that_reads_only_where_a_file_stands_reads_it(saved, monkeypatc
 
 
 def test_the_page_names_every_tag_that_the_codec_writes():
-    source = Path(files.__file__).with_name("codec.py").read_text()
+    source = Path(codec.__file__).read_text()
     page = (Path(__file__).parents[2] / "docs" / "checkpoint-format.md").read_text()
     tags = {
         word for word in source.split('"') if word.startswith("$") and word.isascii() and word[1:].isalpha()
@@ -122,13 +128,14 @@ def test_tensors_that_are_alike_share_an_outline(tmp_path):
 
 
 def test_other_tools_read_the_data_file(saved):
-    with safetensors.safe_open(saved.folder / "rank-00000.safetensors", "pt") as file:
+    with safetensors.safe_open(path_of(saved, "rank-00000.safetensors"), "pt") as file:
         assert torch.equal(file.get_tensor("unit0/model/0.weight"), saved.model[0].weight)
 
 
 def written(path, tensors):
     head, starts = files.lay_out(tensors)
-    record, blocks = files.write_file(path, [head, *(bytes_of(tensor) for _, tensor in tensors)])
+    with path.open("wb") as file:
+        record, blocks = files.write_file(file, [head, *(bytes_of(tensor) for _, tensor in tensors)])
     return record, blocks, starts
 
 
@@ -141,7 +148,7 @@ def test_tensors_of_any_dtype_and_shape_are_written_and_read(tmp_path, dtype):
     tensors.append(("strided", torch.randint(0, 2, (4, 4)).to(dtype).t()[1:, ::2]))
     odd = ("odd", torch.ones(3, dtype=torch.uint8))
     record, blocks, starts = written(tmp_path / "data", [*tensors, odd])
-    file = files.DataFile(tmp_path / "data", record)
+    file = files.DataFile(Disk(tmp_path), "data", record)
     file.check(blocks)
     for (_, tensor), start in zip(tensors, starts[:-1], strict=True):
         found = file.tensor(str(dtype).removeprefix("torch."), tensor.shape, start)
@@ -168,7 +175,8 @@ def test_blocks_are_hashed_as_they_are_in_the_file(tmp_path):
 
 
 def names(saved):
-    return sorted(path.name for path in saved.folder.iterdir())
+    """The manifest's name, and those of the files that it names."""
+    return sorted(path.name for path in saved.folder.rglob("*") if path.is_file())
 
 
 def refused(saved):
@@ -182,7 +190,7 @@ def refused(saved):
 def test_any_flipped_bit_is_found_and_its_file_is_named(saved):
     randomness, flips = random.Random(3), 0
     for name in names(saved):
-        path = saved.folder / name
+        path = path_of(saved, name)
         content = path.read_bytes()
         for at in {0, 7, len(content) - 1, *(randomness.randrange(len(content)) for _ in range(40))}:
             damaged = bytearray(content)
@@ -200,7 +208,7 @@ def test_any_flipped_bit_is_found_and_its_file_is_named(saved):
 @pytest.mark.parametrize("how", ["truncated", "longer", "deleted", "empty", "a folder", "a link"])
 def test_a_file_that_is_not_what_was_written_is_named(saved, tmp_path, how):
     for name in names(saved):
-        path = saved.folder / name
+        path = path_of(saved, name)
         content = path.read_bytes()
         path.unlink()
         if how == "truncated":
@@ -211,11 +219,12 @@ def test_a_file_that_is_not_what_was_written_is_named(saved, tmp_path, how):
             path.touch()
         elif how == "a folder":
             path.mkdir()
-        elif how == "a link" and name != "manifest.json":
+        elif how == "a link":
             (tmp_path / "elsewhere").write_bytes(content)
             path.symlink_to(tmp_path / "elsewhere")
         error = refused(saved)
-        assert name in str(error)
+        is_gone = how == "deleted" and name.startswith("manifest")
+        assert ("manifest-N.json is missing" if is_gone else name) in str(error)
         assert str(saved.folder) in error.path
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(content)
@@ -225,16 +234,17 @@ def test_files_of_another_save_are_named(saved, tmp_path):
     saved.large.weights += 1
     other = saved.accelerator.save_state(tmp_path / "other")
     for name in names(saved):
-        content = (saved.folder / name).read_bytes()
-        if name != "manifest.json" and content != (other / name).read_bytes():
-            shutil.copy(other / name, saved.folder / name)
+        mine = path_of(saved, name)
+        content, (theirs,) = mine.read_bytes(), other.rglob(name)
+        if not name.startswith("manifest") and content != theirs.read_bytes():
+            shutil.copy(theirs, mine)
             assert name in str(refused(saved))
-            (saved.folder / name).write_bytes(content)
+            mine.write_bytes(content)
 
 
 def forge(saved, **members):
     """A manifest with a right checksum and these members."""
-    path = saved.folder / "manifest.json"
+    path = path_of(saved, "manifest-*.json")
     found = {**json.loads(path.read_bytes()), **members}
     del found["checksum"]
     body = json.dumps(found, indent=2).removesuffix("\n}")
@@ -249,11 +259,11 @@ def test_an_unknown_version_is_refused_and_says_which_is_known(saved, version):
 
 def rewrite(saved, name, change):
     """Change a JSON file and make the manifest vouch for it."""
-    path = saved.folder / name
+    path = path_of(saved, name)
     content = json.loads(path.read_bytes())
     change(content)
     path.write_text(json.dumps(content))
-    listed = json.loads((saved.folder / "manifest.json").read_bytes())["files"]
+    listed = json.loads(path_of(saved, "manifest-*.json").read_bytes())["files"]
     _, digest = page_reader.digest(path.read_bytes())
     forge(saved, files={**listed, name: {"size": path.stat().st_size, "digest": digest}})
 
@@ -303,7 +313,7 @@ def test_a_crafted_state_is_refused(saved):
 
 def test_what_was_never_a_checkpoint_is_said(saved, tmp_path):
     for folder in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(CheckpointError, match=r"is not a checkpoint: manifest\.json is missing"):
+        with pytest.raises(CheckpointError, match=r"is not a checkpoint: manifest-N\.json is missing"):
             saved.accelerator.run.checkpoints.load(folder)
 
 
