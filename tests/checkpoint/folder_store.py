@@ -3,75 +3,75 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from accel_core import Accelerator, CheckpointError, ProjectConfiguration, hooks, implements
-from accel_core.checkpoint import stored
+from accel_core import Accelerator, Disk, Storage, hooks, implements
+from accel_core.checkpoint import places
 from accel_core.plugins.binding import Binder
 
 
-class FolderStore:
-    """Slot store: `folder://some/place` is the folder /some/place, which is there while a file is in it.
+class Folder(Disk):
+    """The folder /some/place of the URL `folder://some/place`.
 
-    asked: hook and name of all calls. fails: return True if a call is to fail; of "created", its answer.
+    store: is told of each call.
+    """
+
+    def __init__(self, store: FolderStore, url: str) -> None:
+        super().__init__(Path(url.replace("folder://", "/")))
+        self.store, self.url = store, url
+
+    def __str__(self) -> str:
+        return self.url
+
+    def at(self, name: str) -> Folder:
+        return Folder(self.store, f"{self.url}/{name}")
+
+    def list(self) -> Mapping[str, int | None]:
+        self.store.note("list", self.name)
+        return super().list()
+
+    def read(self, name: str, start: int, into: memoryview) -> None:
+        self.store.note("read", name)
+        super().read(name, start, into)
+
+    @contextmanager
+    def writer(self, name: str) -> Iterator[Any]:
+        with super().writer(name) as file:
+            yield file
+            self.store.note("write", name)
+
+
+class FolderStore:
+    """Slot store.
+
+    asked: method and name of all calls. fails: return True if a call is to fail.
     """
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str]] = []
-        self.fails: Callable[[str, str], bool] = lambda hook, name: False
+        self.fails: Callable[[str, str], bool] = lambda method, name: False
 
-    def path(self, hook: str, url: str) -> Path:
-        """Return the path of a URL, and note the call."""
-        path = Path(url.replace("folder://", "/"))
-        self.asked.append((hook, path.name))
-        if self.fails(hook, path.name):
+    def note(self, method: str, name: str) -> None:
+        self.asked.append((method, name))
+        if self.fails(method, name):
             raise ConnectionError("the store is away")
-        return path
 
-    @implements(hooks.list_stored)
-    def list_stored(self, url: str) -> Mapping[str, int | None]:
-        path = self.path("list", url)
-        found = [each for each in path.iterdir() if is_there(each)] if path.is_dir() else []
-        return {each.name: None if each.is_dir() else each.stat().st_size for each in found}
-
-    @implements(hooks.read_stored)
-    def read_stored(self, url: str, start: int, size: int) -> bytes:
-        return self.path("read", url).read_bytes()[start : start + size]
-
-    @implements(hooks.create_stored)
-    def create_stored(self, url: str, content: bytes) -> None:
-        path = self.path("create", url)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("xb") as file:
-            file.write(content)
-        self.path("created", url)
-
-    @implements(hooks.send_stored)
-    def send_stored(self, path: Path, url: str) -> None:
-        target = self.path("send", url)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_bytes(path.read_bytes())
-
-    @implements(hooks.remove_stored)
-    def remove_stored(self, urls: Sequence[str]) -> None:
-        for url in urls:
-            self.path("remove", url).unlink(missing_ok=True)
-
-
-def is_there(path: Path) -> bool:
-    return path.is_file() or any(map(is_there, path.iterdir()))
+    @implements(hooks.open_storage)
+    def open_storage(self, url: str) -> Storage:
+        return Folder(self, url)
 
 
 def installed() -> FolderStore:
     """Serve `folder:` URLs in this process by a new store."""
     store, binder = FolderStore(), Binder()
     bound = binder.hooks([binder.register(store, name="folder", slot="store", origin="tests 1.0")])
-    stored.store_for = lambda scheme: bound
+    places.store_for = lambda scheme: bound  # type: ignore[assignment]
     return store
 
 
@@ -113,68 +113,6 @@ def loaded(url: str) -> tuple[str, float, list[tuple[str, str]]]:
     found = weight_sum(accelerator, model)
     accelerator.end_training()
     return str(folder), found, store.asked
-
-
-def tiered(folder: str, url: str, **options: Any) -> tuple[Accelerator, nn.Module, Any]:
-    named = {"automatic_checkpoint_naming": True, "record_every": 0, **options}
-    return made(project_config=ProjectConfiguration(project_dir=folder, store=url, **named))
-
-
-def trained(folder: str, url: str, saves: int, **options: Any) -> list[float]:
-    """Go on from the newest checkpoint, save after each step, and return the sums of the weights."""
-    installed()
-    run = tiered(folder, url, **options)
-    run[0].load_state(missing_ok=True)
-    sums = []
-    for _ in range(saves):
-        sums.append(step(*run))
-        run[0].save_state()
-        run[0].wait_for_checkpoint()
-    run[0].end_training()
-    return sums
-
-
-def trained_while_it_is_away(
-    folder: str, url: str, saves: int, away: Sequence[int], every: int
-) -> tuple[list[list[str]], list[str]]:
-    """Save so often, in some of these times without the store; return what is copied after each, and errors.
-
-    On the last rank alone the store is away.
-    """
-    store, run = installed(), tiered(folder, url, store_every=every)
-    is_last = run[0].process_index == run[0].num_processes - 1
-    copied, said = [], []
-    for number in range(saves):
-        store.fails = lambda hook, name, number=number: hook == "send" and is_last and number in away
-        step(*run)
-        run[0].save_state()
-        try:
-            run[0].wait_for_checkpoint()
-        except CheckpointError as error:
-            said.append(str(error))
-        run[0].wait_for_everyone()
-        copied.append(whole_ones(url))
-        run[0].wait_for_everyone()
-    run[0].end_training()
-    return copied, said
-
-
-def resumed(folder: str, url: str, **options: Any) -> tuple[str, float]:
-    """Return the checkpoint that is loaded, and the sum of its weight."""
-    installed()
-    accelerator, model, _ = tiered(folder, url, **options)
-    where = accelerator.load_state(missing_ok=True)
-    found = weight_sum(accelerator, model)
-    accelerator.end_training()
-    return str(where), found
-
-
-def whole_ones(url: str) -> list[str]:
-    """Return the names of the checkpoints in a project's store that are committed."""
-    place = Path(url.replace("folder://", "/"), "checkpoints")
-    if not place.is_dir():
-        return []
-    return sorted(each.name for each in place.iterdir() if any(each.glob("manifest-*.json")))
 
 
 def url_of(path: str | os.PathLike[str]) -> str:

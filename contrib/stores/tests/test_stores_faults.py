@@ -123,9 +123,7 @@ def newest_committed(s3: S3Server) -> int:
 
 @pytest.mark.full
 def test_a_half_uploaded_checkpoint_is_none(s3: S3Server) -> None:
-    s3.client.put_object(
-        Bucket=BUCKET, Key=f"run/ck/save-{'0' * 16}/rank-00000.json", Body=b"{"
-    )
+    s3.client.put_object(Bucket=BUCKET, Key=f"run/ck/save-{'0' * 16}/rank-00000.json", Body=b"{")
     accelerator, *_ = job.made()
     assert accelerator.load_state(URL, missing_ok=True) is None
     with pytest.raises(CheckpointError, match="s3://bucket/run/ck is not a checkpoint"):
@@ -267,9 +265,7 @@ def test_a_place_that_cannot_be_saved_into_is_said_before_anything_is_sent(
 @pytest.mark.full
 def test_a_store_that_has_no_create_takes_no_checkpoint(s3: S3Server) -> None:
     accelerator, *_ = job.made()
-    with pytest.raises(
-        CheckpointError, match=r"http: has no way to create a file only once; save to a disk"
-    ):
+    with pytest.raises(CheckpointError, match=r"http: has no way to create a file only once; save to a disk"):
         accelerator.save_state(f"{s3.url}/{BUCKET}/ck")
     accelerator.end_training()
 

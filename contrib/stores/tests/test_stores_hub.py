@@ -89,9 +89,7 @@ def test_a_bucket_takes_no_checkpoints() -> None:
 
 
 @pytest.mark.full
-def test_a_create_is_tried_again_if_the_head_has_moved_since_the_look(
-    hub: HubServer, store: Hub
-) -> None:
+def test_a_create_is_tried_again_if_the_head_has_moved_since_the_look(hub: HubServer, store: Hub) -> None:
     hub.before = at_first(lambda: hub.put({"other": b""}), "ck")
     store.create(URL, b"mine")
     assert [commit.answered for commit in hub.seen] == [412, 200]
@@ -138,9 +136,7 @@ def test_a_file_that_was_overtaken_is_sent_again(
 
 
 @pytest.mark.full
-def test_a_removal_is_tried_again_if_the_head_has_moved_since_the_look(
-    hub: HubServer, store: Hub
-) -> None:
+def test_a_removal_is_tried_again_if_the_head_has_moved_since_the_look(hub: HubServer, store: Hub) -> None:
     hub.put({"run/ck": b"", "run/kept": b""})
     hub.before = at_first(lambda: hub.put({"run/other": b""}), "ck")
     store.remove([URL, f"{RUN}/gone"])
@@ -251,9 +247,7 @@ def test_missing_rights_are_told(hub: HubServer, store: Hub, status: int, at: st
 
 
 @pytest.mark.full
-def test_a_file_that_the_repository_ignores_is_told(
-    hub: HubServer, store: Hub, tmp_path: Path
-) -> None:
+def test_a_file_that_the_repository_ignores_is_told(hub: HubServer, store: Hub, tmp_path: Path) -> None:
     hub.ignored = "ck"
     (tmp_path / "file").write_bytes(b"content")
     with pytest.raises(OSError, match=r"left out of the commit, as the repository's \.gitignore may say"):

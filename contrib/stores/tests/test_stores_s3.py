@@ -83,7 +83,7 @@ def test_what_two_ranks_save_one_rank_loads_and_the_bytes_go_once(
     assert torch.equal(job.loaded(URL, WIDTH), first)
     assert received(s3) <= 1.01 * local
     assert len(s3.seen) <= 18, "lists, small files, a claim, and 16 MiB of data each"
-    assert os.listdir(own / f"accel-{os.getuid()}") == ["lock"], "nothing stays there"
+    assert [path.name for path in (own / f"accel-{os.getuid()}").iterdir()] == ["lock"], "nothing stays"
 
 
 @pytest.mark.needs("accel-ddp")

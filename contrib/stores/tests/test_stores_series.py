@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mirror_job
 import pytest
 import stored_job as job
-import tiers_job
 import torch
 from hub_server import REPOSITORY, HubServer
 from s3_server import BUCKET, S3Server
 
-from accel_core import CheckpointError
-from accel_stores.store import FsspecStore
+from accel_core import CheckpointError, storage_at
 
 HUB, S3 = f"hf://{REPOSITORY}/run", f"s3://{BUCKET}/run"
 ranks = pytest.mark.parametrize("world", [1, 2])
@@ -84,52 +82,31 @@ def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
 def test_copies_in_a_repository_bring_a_fresh_machine_on(
     hub: HubServer, tmp_path: Path, world: int, run_processes
 ) -> None:
-    options = {"store_every": 2, "total_limit": 2}
-    weights = run(run_processes, tiers_job.trained, str(tmp_path / "a"), HUB, 5, options, world=world)[0]
+    options = {"every": 2, "total_limit": 2}
+    weights = run(run_processes, mirror_job.trained, str(tmp_path), HUB, 5, options, world=world)[0]
     assert numbers(hub.names) == [2, 4]
-    shutil.rmtree(tmp_path / "a")
-    for place, weight in run(run_processes, tiers_job.resumed, str(tmp_path / "b"), HUB, world=world):
+    for place, weight in run(run_processes, mirror_job.resumed, HUB, world=world):
         assert place == f"{HUB}/checkpoints/checkpoint_4"
         assert torch.equal(weight, weights[4])
 
 
 @pytest.mark.full
-def test_a_copy_that_a_repository_lacks_is_made_up_and_what_is_left_of_it_removed(
-    hub: HubServer, tmp_path: Path
-) -> None:
-    (weight,) = tiers_job.trained(str(tmp_path), HUB, 1)
-    hub.remove([name for name in hub.names if "manifest-" in name])
-    tiers_job.resumed(str(tmp_path), HUB)
-    assert numbers(hub.names) == [0]
-    assert len({name.split("/")[3] for name in hub.names}) == 2
-    assert torch.equal(job.loaded(f"{HUB}/checkpoints/checkpoint_0"), weight)
-
-
-@pytest.mark.full
-def test_a_copy_that_a_repository_refuses_is_made_by_the_next_save(hub: HubServer, tmp_path: Path) -> None:
-    accelerator, *_ = tiers_job.tiered(str(tmp_path), HUB, store_every=9, total_limit=1)
+def test_a_copy_that_a_repository_refuses_is_an_error_of_the_end(hub: HubServer, tmp_path: Path) -> None:
     hub.refuses = lambda method, path: 403 if "/commit/" in path else None
-    accelerator.save_state()
-    with pytest.raises(CheckpointError, match="the copy to .*checkpoint_0 failed"):
-        accelerator.wait_for_checkpoint()
-    hub.refuses = lambda method, path: None
-    accelerator.save_state()
-    accelerator.end_training()
-    assert numbers(hub.names) == [0]
+    said = mirror_job.tried(str(tmp_path), HUB, 1)
+    assert f"the copy to {HUB}/checkpoints/checkpoint_0 failed" in said
+    assert "PermissionError" in said
 
 
 def test_a_repository_that_is_not_there_is_told_before_training(hub: HubServer, tmp_path: Path) -> None:
-    with pytest.raises(
-        CheckpointError, match="hf://owner/none/run/checkpoints cannot be reached: FileNotFound"
-    ):
-        tiers_job.tiered(str(tmp_path), "hf://owner/none/run")
+    with pytest.raises(CheckpointError, match="hf://owner/none/run/checkpoints cannot be reached: FileNot"):
+        mirror_job.mirrored(str(tmp_path), "hf://owner/none/run")
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("pattern", ["lr*", "lr?", "lr[12]"])
 def test_a_folder_named_like_a_pattern_costs_no_other_folder_its_files(s3: S3Server, pattern: str) -> None:
-    store = FsspecStore(None, None)
     for folder in ("lr1", "lr2", pattern):
-        store.create_stored(f"s3://{BUCKET}/{folder}/file", b"1")
-    store.remove_stored([f"s3://{BUCKET}/{pattern}/file", f"s3://{BUCKET}/{pattern}/gone"])
+        storage_at(f"s3://{BUCKET}/{folder}").create("file", b"1")
+    storage_at(f"s3://{BUCKET}/{pattern}").remove(["file", "gone"])
     assert s3.names() == ["lr1/file", "lr2/file"]
