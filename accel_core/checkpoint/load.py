@@ -120,7 +120,7 @@ def load(
                 raise
             tried.append(choice.number)
             if comm.rank == 0:
-                logger.warning("passed over: %s", error)
+                logger.warning("passed over: %s", str(error))  # a record of it would keep what was read
     others = (
         search.best is not None
         and not tried

@@ -82,14 +82,17 @@ def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], 
     finally:
         current_operation.set(before)
     steps, failures, results = zip(*votes, strict=True)
-    _compare_steps(steps)
-    if error is not None and len(set(failures)) == 1:
-        raise error
-    failed = {rank: each for rank, each in enumerate(failures) if each is not None}
-    if failed:
-        kind = max((kind for kind, _ in failed.values()), key=lambda kind: len(kind.__mro__))
-        text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
-        raise kind(text, path=getattr(error, "path", None)) from error
+    try:
+        _compare_steps(steps)
+        if error is not None and len(set(failures)) == 1:
+            raise error
+        failed = {rank: each for rank, each in enumerate(failures) if each is not None}
+        if failed:
+            kind = max((kind for kind, _ in failed.values()), key=lambda kind: len(kind.__mro__))
+            text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
+            raise kind(text, path=getattr(error, "path", None)) from error
+    finally:
+        error = None  # its traceback has this frame: a cycle would keep what was read until it is collected
     return list(results)
 
 
