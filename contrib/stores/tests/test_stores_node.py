@@ -21,7 +21,6 @@ from s3_server import BUCKET, S3Server
 
 from accel_core import CheckpointError, Storage, storage_at
 from accel_stores.node import BLOCK_BYTES
-from accel_testing.patience import patience
 
 CONTENT = os.urandom(4 * BLOCK_BYTES + 1000)
 WIDTH = 4096
@@ -130,12 +129,11 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(
     )
     environment = os.environ | {"TMPDIR": str(spool.parent)}
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    process = start_command([sys.executable, "-c", code], env=environment, **pipes)
-    assert process.stdout.readline() == "waits\n"
-    written(storage_at("memory://bucket/run"))
-    assert len(names(spool)) == 2, "it is alive"
-    process.send_signal(signal.SIGKILL)
-    process.wait(patience(60))
+    with start_command([sys.executable, "-c", code], env=environment, **pipes) as process:
+        assert process.stdout.readline() == "waits\n"
+        written(storage_at("memory://bucket/run"))
+        assert len(names(spool)) == 2, "it is alive"
+        process.send_signal(signal.SIGKILL)
     written(storage_at("memory://bucket/run"))
     assert names(spool) == []
 

@@ -163,7 +163,7 @@ class Bucket:
         """Return it with a copy on this node of what is read."""
         from accel_stores.node import NodeCopy
 
-        return NodeCopy(self.objects, self.objects.pinned(self.url), word)
+        return NodeCopy(self.objects, self.url, word)
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: there is no place near."""

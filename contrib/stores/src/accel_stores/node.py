@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOSPC
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -45,14 +45,20 @@ class NodeCopy(Bucket):
     def __init__(self, objects: Objects, url: str, word: str) -> None:
         super().__init__(objects, url)
         _times[word] += 1
-        stack = ExitStack()
-        self._disk = Disk(stack.enter_context(scratch_folder(f"near-{word}-{_job()}-{_times[word]}")))
-        self._close = finalize(self, stack.close)
+        self._folder = f"near-{word}-{_job()}-{_times[word]}"
         self._sizes: Mapping[str, int | None] | None = None
+
+    @cached_property
+    def _disk(self) -> Disk:
+        stack = ExitStack()
+        disk = Disk(stack.enter_context(scratch_folder(self._folder)))
+        finalize(self, stack.close)
+        return disk
 
     def list(self) -> Mapping[str, int | None]:
         """Return what the folder held when it was listed first on this node."""
         if self._sizes is None:
+            self.url = self.objects.pinned(self.url)
             with _brought(self._disk.path / LIST) as file:
                 if file is not None:
                     file.write_text(json.dumps(dict(super().list())))

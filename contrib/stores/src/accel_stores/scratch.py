@@ -33,7 +33,7 @@ def scratch_root() -> Path:
         root.chmod(0o700)  # what an earlier program or a user's umask left open to others
     except OSError as error:
         text = f"{root}, for files on their way to and from a store, cannot be used: {error}; set TMPDIR"
-        raise OSError(error.errno, text) from error
+        raise OSError(text) from error
     return root
 
 
