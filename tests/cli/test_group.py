@@ -19,7 +19,7 @@ HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a
 def test_help_lists_the_built_in_commands(accel):
     shown = accel("--help").stdout
 
-    for command in ("launch", "config", "checkpoint", "plugins", "env"):
+    for command in ("launch", "config", "plugins", "env"):
         assert f"\n  {command}" in shown
 
 
@@ -54,6 +54,14 @@ def test_a_plugins_command_that_cannot_be_imported_names_the_distribution(toys, 
     assert ended.returncode == 1
     assert ended.stderr.startswith("accel: command plugin 'hello' (accel-hello 1.0) cannot be imported")
     assert "Traceback" not in ended.stderr
+
+
+def test_a_command_whose_package_is_not_installed_names_the_package(accel):
+    ended = accel("checkpoint", "list", environment={"ACCEL_PLUGINS_BLOCK": "checkpoint"})
+
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("accel: the command 'checkpoint' comes with accel-checkpoint-tools\n")
+    assert "pip install" in ended.stderr
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no such device")

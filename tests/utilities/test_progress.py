@@ -12,15 +12,13 @@ import time
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import nn
 
 from accel_core import Accelerator, World, progress, show_progress
-from accel_core.checkpoint import pending_save, weight_files
-from accel_core.checkpoint.export import export
-from accel_core.checkpoint.files import DataFile
-from accel_core.cli.checkpoint import checkpoint
+from accel_core.checkpoint import weight_files
 from accel_core.distributed import progress as under_way
+from accel_core.storage import pending
+from accel_core.storage.files import DataFile
 from accel_testing.patience import patience
 
 
@@ -195,8 +193,8 @@ def soon(monkeypatch):
         return call
 
     monkeypatch.setattr(under_way, "TELL_EVERY", 0.01)
-    monkeypatch.setattr(DataFile, "read", late(DataFile.read))
-    monkeypatch.setattr(pending_save, "write_file", late(pending_save.write_file))
+    monkeypatch.setattr(DataFile, "_read", late(DataFile._read))
+    monkeypatch.setattr(pending, "write_file", late(pending.write_file))
     monkeypatch.setattr(weight_files, "write_whole", late(weight_files.write_whole))
 
 
@@ -215,7 +213,7 @@ def test_preparing_and_the_first_call_of_what_is_compiled_are_shown(soon, capsys
     torch._dynamo.backends.registry._COMPILER_FNS.pop("slow_compiler")
 
 
-def test_saving_loading_verifying_and_exporting_are_shown(soon, capsys, tmp_path):
+def test_saving_and_loading_are_shown(soon, capsys, tmp_path):
     accelerator = Accelerator(device="cpu")
     model = accelerator.prepare(nn.Linear(2, 1))
     capsys.readouterr()
@@ -227,11 +225,6 @@ def test_saving_loading_verifying_and_exporting_are_shown(soon, capsys, tmp_path
     accelerator.save_model(model, tmp_path / "one")
     assert lines_of(capsys) == {f"accel: writing {tmp_path / 'one'}"}
     accelerator.end_training()
-
-    told = CliRunner().invoke(checkpoint, ["verify", str(tmp_path / "here")])
-    assert "accel: verifying here: [" in told.output
-    export(tmp_path / "here", tmp_path / "two", None, "1GB", safe=True)
-    assert lines_of(capsys) == {"accel: verifying here", f"accel: writing {tmp_path / 'two'}"}
 
 
 # -- nobody reads -----------------------------------------------------------------------------------

@@ -12,9 +12,9 @@ from megatron_jobs import go_on
 
 from accel_core.cli import accel
 
-pytest.importorskip("accel_inspect")
+pytest.importorskip("accel_checkpoint_tools")
 
-pytestmark = pytest.mark.needs("accel-inspect", "transformers")
+pytestmark = pytest.mark.needs("accel-checkpoint-tools", "transformers")
 NATIVE: dict[str, Any] = {"strategy": "single"}
 LAYOUTS = {
     "rows and columns": (2, {"tp_degree": 2}),

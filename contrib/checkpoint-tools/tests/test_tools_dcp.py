@@ -131,7 +131,7 @@ def test_what_a_plugin_has_made_of_other_weights_is_not_kept(theirs, contents):
 
 
 def test_an_export_says_that_it_lacks_the_state_of_plugins(tmp_path, contents):
-    left_out = dcp.write(averaged(contents), tmp_path / "theirs", "unit0", "model", "optimizer")
+    left_out = dcp.write(averaged(contents), tmp_path, "unit0", "model", "optimizer")
 
     assert left_out[1:] == ["the state of plugin average"]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import os
 import re
 import shutil
 import subprocess
@@ -14,6 +13,7 @@ from html.parser import HTMLParser
 from inspect import signature
 
 import diff_jobs as jobs
+import opened
 import pytest
 import torch
 from attrs import asdict
@@ -511,24 +511,6 @@ def test_no_stack_is_imported(runs, run_command):
         assert ended.stdout
 
 
-WATCHED = """
-import re, sys, threading, time
-def sample():
-    while True:
-        now = int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) // 1024
-        peak[0] = max(peak[0], now)
-        time.sleep(0.002)
-peak = [0]
-threading.Thread(target=sample, daemon=True).start()
-from accel_core.cli import main
-sys.argv = ["accel", *sys.argv[1:]]
-try:
-    main()
-finally:
-    print("peak", peak[0], file=sys.stderr)
-"""
-
-
 @pytest.mark.needs("accel-ddp")
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
@@ -541,16 +523,10 @@ def test_memory_does_not_grow_with_the_checkpoint(runs, tmp_path, megabytes, run
             contents.tensors["unit0", "model/layers.0.weight"] = Source.of(huge)
             contents.write(tmp_path / name)
         del huge
-    words = ["checkpoint", "diff", str(tmp_path / "a"), str(tmp_path / "b"), "--only", "model"]
 
-    ended = run_command(
-        [sys.executable, "-c", WATCHED, *words],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ},
+    output, peak = opened.watched(
+        run_command, "diff", tmp_path / "a", tmp_path / "b", "--only", "model", status=1
     )
 
-    assert ended.returncode == 1, ended.stderr
-    assert f"max 1  relative inf  cosine 0  {megabytes << 18} of" in ended.stdout
-    assert int(re.search(r"peak (\d+)", ended.stderr)[1]) <= 400, "torch, and some blocks"
+    assert f"max 1  relative inf  cosine 0  {megabytes << 18} of" in output
+    assert peak <= 400, "torch, and some blocks"

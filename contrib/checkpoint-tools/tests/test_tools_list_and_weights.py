@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+import time
 import weakref
 
 import diff_jobs as jobs
@@ -17,7 +18,16 @@ from torch import nn
 from accel_checkpoint_tools import listing
 from accel_checkpoint_tools.contents import Source
 from accel_checkpoint_tools.weights import export
-from accel_core import Accelerator, CheckpointError, Outline, Stored, read_manifest, storage_at
+from accel_core import (
+    Accelerator,
+    CheckpointError,
+    DataFile,
+    Outline,
+    Stored,
+    read_manifest,
+    storage_at,
+)
+from accel_core.distributed import progress
 
 
 class Tied(nn.Module):
@@ -367,6 +377,21 @@ def test_weights_that_only_a_plugin_can_read_are_refused(project):
 
     with pytest.raises(CheckpointError, match="unit1: weight has layout toy8, which only the plugin"):
         export(str(project / "changed"), str(project / "out"), unit="unit1", limit="10GB", safe=True)
+
+
+def test_verifying_and_exporting_are_shown(project, monkeypatch, capsys):
+    plain = DataFile._read
+
+    def late(*arguments):
+        time.sleep(0.05)
+        plain(*arguments)
+
+    monkeypatch.setattr(progress, "TELL_EVERY", 0.01)
+    monkeypatch.setattr(DataFile, "_read", late)
+    listing.problems_of(storage_at(project / "checkpoints" / "at_3"))
+    assert "accel: verifying at_3: [" in capsys.readouterr().err
+    export(str(project / "checkpoints" / "at_3"), str(project / "out"), unit="unit0", limit="1GB", safe=True)
+    assert "accel: verifying at_3: " in capsys.readouterr().err
 
 
 # -- formats -------------------------------------------------------------------------------------

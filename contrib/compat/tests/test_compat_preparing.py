@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from peers import needs_accelerate, said
 from torch.utils.data import DataLoader
 
-from accel_core import CheckpointContents
+from accel_core import open_checkpoint, storage_at
 
 RATES = """
 import json, torch
@@ -80,8 +80,9 @@ def test_an_optimizer_that_came_before_its_model_is_among_what_a_checkpoint_list
     accelerator.prepare(model)
     accelerator.prepare(optimizer)
     accelerator.save_state(tmp_path / "saved")
-    order = CheckpointContents.read(tmp_path / "saved").state["prepared"]
-    assert [tuple(place) for place in order["optimizers"]] == [("unit0", 0)]
+    with open_checkpoint(storage_at(tmp_path / "saved")) as opened:
+        places = opened.state["prepared"]["optimizers"]
+    assert places == [{"$tuple": ["unit0", 0]}]
 
 
 def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):

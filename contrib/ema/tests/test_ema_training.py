@@ -17,10 +17,12 @@ from torch import nn
 from accel_core import (
     Accelerator,
     AccelError,
-    CheckpointContents,
+    Checkpoint,
     CheckpointError,
     ConfigError,
     LocalSGD,
+    open_checkpoint,
+    storage_at,
     whole,
 )
 from accel_ema import EMAConfig, averaged
@@ -205,8 +207,9 @@ def test_what_is_frozen_before_its_first_update_is_not_averaged_for_being_evalua
         model.bias.requires_grad_(requires_grad=False)
     for _ in range(2):
         step(accelerator, model, optimizer)
-    saved = CheckpointContents.read(accelerator.save_state(tmp_path / "saved"))
-    averages = {key for _, key in saved.leaves if key.startswith("plugins/ema/")}
+    with open_checkpoint(storage_at(accelerator.save_state(tmp_path / "saved"))) as opened:
+        tensors = Checkpoint.with_tensors(opened).tensors
+    averages = {key for _, key in tensors if key.startswith("plugins/ema/")}
     assert averages == {"plugins/ema/weights/weight"}
 
 

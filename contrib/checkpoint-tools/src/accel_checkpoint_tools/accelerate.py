@@ -13,7 +13,7 @@ from torch import Tensor
 
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_checkpoint_tools.dcp import Folder, named, weights
-from accel_checkpoint_tools.files import save_safetensors, save_torch
+from accel_checkpoint_tools.files import mapped, save_safetensors
 from accel_checkpoint_tools.fitting import (
     optimizer_tensors,
     plugins_left_out,
@@ -235,7 +235,8 @@ def write(contents: Contents, folder: Path) -> list[str]:
         save_safetensors(weights[unit][number], folder / f"{_name('model', place)}.safetensors")
     for place, (unit, number) in enumerate(_places(contents, "optimizers")):
         optimizer = _numbered(contents, unit, units[unit]["optimizers"][number])
-        save_torch(optimizer, folder / f"{_name('optimizer', place)}.bin")
+        with mapped(optimizer, folder) as state:
+            torch.save(state, folder / f"{_name('optimizer', place)}.bin")
     for place, (unit, number) in enumerate(_places(contents, "schedulers")):
         scheduler = units[unit]["schedulers"][number]["state"]
         torch.save(scheduler, folder / f"{_name('scheduler', place)}.bin")

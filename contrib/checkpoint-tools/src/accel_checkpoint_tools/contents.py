@@ -22,7 +22,7 @@ from accel_core import (
     write_checkpoint,
 )
 
-__all__ = ["Contents", "Key", "Source", "mapped"]
+__all__ = ["Contents", "Key", "Source", "replaced"]
 
 Key = tuple[str, str]
 """A unit, and `model/NAME`, `optimizer/NAME/KEY` or alike."""
@@ -51,10 +51,6 @@ class Source:
         """The dtype of the tensor."""
         found: torch.dtype = getattr(torch, self.outline.dtype)
         return found
-
-    def empty(self, device: str | None = None) -> Tensor:
-        """Return a tensor to stand for it, whose memory is not touched."""
-        return torch.empty(self.shape, dtype=self.dtype, device=device)
 
 
 @define
@@ -123,10 +119,10 @@ class Contents:
         return place
 
 
-def mapped(value: Any, replace: Callable[[Source | Tensor], Any]) -> Any:
-    """Return nested dicts, lists and tuples with what `replace` gives for each source and tensor in them."""
-    if isinstance(value, Source | Tensor):
+def replaced(value: Any, replace: Callable[[Source], Any]) -> Any:
+    """Return nested dicts, lists and tuples with what `replace` gives for each source in them."""
+    if isinstance(value, Source):
         return replace(value)
     if type(value) is dict:
-        return {key: mapped(each, replace) for key, each in value.items()}
-    return type(value)(mapped(each, replace) for each in value) if type(value) in (list, tuple) else value
+        return {key: replaced(each, replace) for key, each in value.items()}
+    return type(value)(replaced(each, replace) for each in value) if type(value) in (list, tuple) else value

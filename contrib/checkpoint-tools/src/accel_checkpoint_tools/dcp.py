@@ -13,7 +13,8 @@ import torch
 from attrs import frozen
 from torch import Tensor
 
-from accel_checkpoint_tools.contents import Contents, Source, mapped
+from accel_checkpoint_tools.contents import Contents, Source
+from accel_checkpoint_tools.files import mapped
 from accel_checkpoint_tools.fitting import (
     HOW,
     Group,
@@ -219,10 +220,12 @@ def _names(params: Any) -> list[str]:
 def write(
     contents: Contents, folder: Path, unit: str, model: str = "model", optimizer: str = "optimizer"
 ) -> list[str]:
-    """Write a unit's weights and optimizer as torch itself does, by name, a file for each tensor.
+    """Write a unit's weights and optimizer as torch itself does, by name.
 
     Gives what is left out.
     """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
     described = contents.state["units"][unit]
     weights = {name: contents.tensors[unit, f"model/{name}"] for name in names_of(contents, unit)}
     weights |= {alias: weights[name] for alias, name in described["aliases"].items()}
@@ -233,36 +236,10 @@ def write(
         state[optimizer] = _optimizer_state(contents, unit)
     elif described["optimizers"]:
         left.append(f"the {len(described['optimizers'])} optimizers of the unit")
-    _save(state, folder)
-    return left
-
-
-def _save(state: Mapping[str, Any], folder: Path) -> None:
-    """Save as `torch.distributed.checkpoint.save` does, each source in place of its tensor."""
-    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    sources: dict[int, Source] = {}
-    placeholders: dict[int, Tensor] = {}
-
-    def placeholder(each: Source | Tensor) -> Tensor:
-        if isinstance(each, Tensor):
-            return each
-        made = placeholders.setdefault(id(each), each.empty("meta"))
-        sources[id(made)] = each
-        return made
-
-    class Planner(DefaultSavePlanner):
-        def lookup_object(self, index: Any) -> Any:
-            found = super().lookup_object(index)
-            return sources[id(found)].read() if id(found) in sources else found
-
-    # One file for all tensors would have torch keep all of them until the file is complete.
-    writer = FileSystemWriter(folder, single_file_per_rank=False)
-    with warnings.catch_warnings():
+    with mapped(state, folder) as tensors, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that nothing is distributed here
-        save(mapped(state, placeholder), storage_writer=writer, planner=Planner(), no_dist=True)
+        save(tensors, checkpoint_id=folder, no_dist=True)
+    return left
 
 
 def _optimizer_state(contents: Contents, unit: str) -> dict[str, Any]:

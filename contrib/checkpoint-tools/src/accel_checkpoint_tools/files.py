@@ -10,17 +10,18 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from safetensors.torch import save
 from torch import Tensor
-from torch.serialization import set_default_mmap_options, skip_data
 
-from accel_checkpoint_tools.contents import Source, mapped
+from accel_checkpoint_tools.contents import Source, replaced
 from accel_core import CheckpointError
 
-__all__ = ["beside", "save_safetensors", "save_torch"]
+__all__ = ["beside", "mapped", "save_safetensors"]
+
+_ALIGNMENT: Final = 64
 
 
 def save_safetensors(tensors: Mapping[str, Source], file: Path) -> None:
@@ -37,7 +38,7 @@ def save_safetensors(tensors: Mapping[str, Source], file: Path) -> None:
     with file.open("xb") as opened:
         opened.write(len(text).to_bytes(8, "little") + text)
         for _, source in ordered:
-            opened.write(source.read().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            opened.write(_bytes_of(source.read()))
 
 
 @cache
@@ -48,26 +49,37 @@ def _name(dtype: torch.dtype) -> str:
     return name
 
 
-def save_torch(state: Any, file: Path) -> None:
-    """Write what `torch.save` writes, with memory for one tensor: sources stand in place of tensors.
+@contextmanager
+def mapped(state: Any, folder: Path) -> Iterator[Any]:
+    """Give nested dicts, lists and tuples with a tensor for each source in them, none of which takes memory.
 
-    The file is laid out first, and its tensors are filled where they lie in it.
+    They are mapped from a file in the folder, which is gone when the context ends.
     """
-    tensors: list[Source | Tensor] = []
+    with tempfile.TemporaryFile(dir=folder) as file:
+        starts: list[int] = []
 
-    def placeholder(each: Source | Tensor) -> Tensor:
-        tensors.append(each)
-        return each if isinstance(each, Tensor) else each.empty()
+        def store(source: Source) -> None:
+            file.write(bytes(-file.tell() % _ALIGNMENT))
+            starts.append(file.tell())
+            file.write(_bytes_of(source.read()))
 
-    with skip_data():
-        torch.save(mapped(state, placeholder), file)
-    with set_default_mmap_options(mmap.MAP_SHARED):
-        laid_out = torch.load(file, mmap=True, weights_only=False)  # this process has written it
-    targets: list[Source | Tensor] = []
-    mapped(laid_out, targets.append)
-    for each, target in zip(tensors, targets, strict=True):
-        if isinstance(target, Tensor):
-            target.copy_(each if isinstance(each, Tensor) else each.read())
+        replaced(state, store)
+        file.write(bytes(_ALIGNMENT))  # nothing cannot be mapped
+        file.flush()
+        memory, starting = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), iter(starts)
+
+        def in_file(source: Source) -> Tensor:
+            start, count = next(starting), math.prod(source.shape) * source.dtype.itemsize
+            if not count:
+                return torch.empty(source.shape, dtype=source.dtype)
+            content = torch.frombuffer(memory, dtype=torch.uint8, count=count, offset=start)
+            return content.view(source.dtype).view(source.shape)
+
+        yield replaced(state, in_file)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 @contextmanager

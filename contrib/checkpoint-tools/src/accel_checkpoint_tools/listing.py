@@ -1,4 +1,4 @@
-"""What lies in a folder, and whether it is whole. Imports no torch."""
+"""List checkpoints, and verify every byte of them. Imports no torch."""
 
 from __future__ import annotations
 

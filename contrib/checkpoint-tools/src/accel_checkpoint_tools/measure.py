@@ -121,9 +121,10 @@ class _Sums:
         finite = one.isfinite() & other.isfinite()
         for each in (one, other, distance):
             each[~finite] = 0
-        self.squares_a += float(torch.vdot(one, one).real)
-        self.squares_b += float(torch.vdot(other, other).real)
-        self.products += float(torch.vdot(one, other).real)
+        one, other = one.view(torch.float64), other.view(torch.float64)  # complex ones as pairs
+        self.squares_a += float(one @ one)
+        self.squares_b += float(other @ other)
+        self.products += float(one @ other)
         self.squares += float(distance @ distance)
 
     def result(self, *, is_measured: bool) -> Difference:

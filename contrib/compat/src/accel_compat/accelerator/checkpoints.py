@@ -37,7 +37,7 @@ Hooks = OrderedDict[int, Callable[..., None]]
 
 _SAVED_THERE = (
     "{0} was saved by Accelerate itself, in its own files\n"
-    "bring it over with accel-interchange: accel checkpoint import --format accelerate {0} NEW --like FRESH,"
+    "bring it over with accel-checkpoint-tools: accel checkpoint import --format accelerate {0} NEW --like FRESH,"
     " where FRESH is what this program saves before it trains"
 )
 
@@ -300,14 +300,14 @@ class States(Ranks):
             if isinstance(place, str) or (input_dir is None and self._is_copied):
                 raise
             if input_dir is not None and place.is_dir():
-                if not (place / "manifest.json").exists() and any(place.glob("random_states_*.pkl")):
+                if not accel_core.commits(accel_core.storage_at(place)) and any(place.glob("random_states_*.pkl")):
                     raise NoStateError(_SAVED_THERE.format(place), path=str(place)) from error
                 raise
             text = f"Tried to find {input_dir} but folder does not exist\n{error}"
             raise NoStateError(text, path=str(input_dir)) from error
         finally:
             self.run.keep_apart(self._apart)
-        manifest = accel_core.CheckpointFiles.open(loaded).manifest
+        manifest = accel_core.read_manifest(accel_core.storage_at(loaded))
         self._count = int(manifest.members["step"] or 0)
         project.iteration = self.run.checkpoints.series.next_number
         self._note_numbers()

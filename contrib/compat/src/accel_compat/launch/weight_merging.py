@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import shutil
-import subprocess
 import tempfile
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -15,9 +14,9 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from accel_compat.environment.constants import SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from accel_compat.launch.subcommands import subcommand_parser
-from accel_compat.launch.workers import accel
 from accel_compat.modeling.wrappers import save
 from accel_compat.state.states import PartialState
+from accel_core import commits, storage_at, stored_weights, write_weights
 
 _logger = logging.getLogger("accelerate.utils.fsdp_utils")
 
@@ -37,7 +36,8 @@ def merge_fsdp_weights(
         ValueError: it is neither, or the merged weights would be removed with it.
     """
     source, target, state = Path(checkpoint_dir), Path(output_path), PartialState()
-    if not any((source / name).is_file() for name in (".metadata", "manifest.json")):
+    is_ours = bool(commits(storage_at(source)))
+    if not (is_ours or (source / ".metadata").is_file()):
         inner = sorted(each.parent.name for each in source.glob("*/.metadata"))
         meant = f"; there is {' and '.join(inner)} in it, pass one of these" if inner else ""
         raise ValueError(f"Tried to load from {source} but couldn't find a valid metadata file{meant}.")
@@ -48,10 +48,9 @@ def merge_fsdp_weights(
         )
     if state.is_main_process:
         target.mkdir(parents=True, exist_ok=True)
-        if (source / "manifest.json").is_file():
-            words = [accel(), "checkpoint", "export", str(source), str(target)]
-            words += [] if safe_serialization else ["--format", "torch"]
-            subprocess.run(words, check=True)  # noqa: S603  ours
+        if is_ours:
+            weights = ((names, stored.tensor()) for names, stored in stored_weights(source))
+            write_weights(target, weights, {}, "10GB", safe=safe_serialization)
         else:
             _merge(source, target, safe_serialization)
         if remove_checkpoint_dir:
