@@ -171,7 +171,7 @@ class Mirror:
             manifest.save_id,
             1,
             part,
-            {**members, "domains": []},
+            members,
             claim,
             _Copiers(rank, [0] * ranks, f"copying {place.name} to {self.folder}"),
             mail,
