@@ -331,13 +331,13 @@ def test_one_process_leaves_no_files_of_ranks_beside_its_checkpoint(tmp_path):
 
 @pytest.mark.needs("accel-stores")
 def test_states_that_are_copied_to_a_store_hold_the_random_numbers_of_all_ranks(tmp_path, run_processes):
-    variables = {"COPIED_STATES": str(tmp_path / "store"), "ACCEL__PROJECT__STORE": "memory://bucket/run"}
-    first = str(tmp_path / "first")
-    drawn = run_processes(copied_states_job.saved, first, world=2, environment=variables)
+    shared = {"COPIED_STATES": str(tmp_path / "store")}
+    mirror = {"ACCEL__EXTENSIONS": "mirror", "ACCEL__MIRROR__URL": "memory://bucket/run"}
+    first, copies = str(tmp_path / "first"), "memory://bucket/run"
+    drawn = run_processes(copied_states_job.saved, first, world=2, environment=shared | mirror)
     assert drawn[0] != drawn[1]
-    fresh = str(tmp_path / "fresh")
     for there, (found, number) in zip(
-        drawn, run_processes(copied_states_job.resumed, fresh, world=2, environment=variables), strict=True
+        drawn, run_processes(copied_states_job.resumed, copies, world=2, environment=shared), strict=True
     ):
         assert found == there, "it goes on as if nothing had happened"
         assert number == 2, "beyond the store's"
@@ -356,10 +356,7 @@ def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_a
         assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
 
 
-@pytest.mark.needs("accel-stores")
-def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/kept")
-    monkeypatch.setenv("ACCEL__PROJECT__STORE_EVERY", "3")
+def test_the_record_stays_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL__PROJECT__RECORD_EVERY", "7")
     accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
     accelerator.prepare(torch.nn.Linear(1, 1))
@@ -369,19 +366,19 @@ def test_the_store_and_the_record_stay_in_the_config_over_saves_and_loads(tmp_pa
     for act in (accelerator.save_state, accelerator.load_state):
         act()
         project = accelerator.run.config.project
-        assert (project.store, project.store_every) == ("memory://compat/kept", 3)
         assert (project.record_every, project.total_limit) == (7, 3)
     accelerator.end_training()
 
 
 @pytest.mark.needs("accel-stores")
 def test_hooks_of_states_are_refused_where_states_are_copied(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL__PROJECT__STORE", "memory://compat/hooks")
+    monkeypatch.setenv("ACCEL__EXTENSIONS", "mirror")
+    monkeypatch.setenv("ACCEL__MIRROR__URL", "memory://compat/hooks")
     accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
     accelerator.prepare(torch.nn.Linear(1, 1))
     saving = accelerator.register_save_state_pre_hook(lambda models, weights, folder: None)
     with pytest.raises(
-        NotServedError, match="copies checkpoints without these\nremove the hooks, or project"
+        NotServedError, match="copies checkpoints without these\nremove the hooks, or the ext"
     ):
         accelerator.save_state()
     saving.remove()
