@@ -91,7 +91,9 @@ def encoded_objects(state: State, items: Sequence[Any], path: str) -> list[Any]:
 def settle(state: State, notes: Sequence[Any], rank: int) -> None:
     """Move state that differs from rank 0's (pipeline stages) into this rank's file.
 
-    Of registered objects rank 0's values are saved; where others differ it says so, once. notes: of all ranks.
+    Of registered objects rank 0's values are saved; where others differ it says so, once.
+
+    notes: of all ranks.
 
     Raises:
         CheckpointError: ranks have different metrics. On all of them.

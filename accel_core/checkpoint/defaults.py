@@ -249,8 +249,8 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
         if tensor.layout is torch.strided and 0 in tensor.stride() and _repeats(tensor):
             raise CheckpointError(
-                f"model/{name} of unit {unit.name!r} was made by expand: its elements share memory, into which"
-                " a load cannot write\nmake it a tensor of its own with clone(), or persistent=False"
+                f"model/{name} of unit {unit.name!r} was made by expand: its elements share memory, and a"
+                " load cannot write\nmake it a tensor of its own with clone(), or persistent=False"
             )
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,15 @@ from accel_core.errors import CheckpointError
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
+_WRAPPERS: Final = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.")
+"""Modules of torch whose classes only undo what they do to names."""
+
 
 def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     """Return the extra state of the unit's model `number`, by its keys. Not collective.
 
-    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict`, hooks or a `state_dict` of
-    their own.
+    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict`, by hooks or by a
+    `state_dict` of their own.
     """
     found: dict[str, Any] = {}
     for prefix, module in _telling(unit, number):
@@ -71,8 +74,12 @@ def restore_extra(module: nn.Module, state: Mapping[str, Any], here: Mapping[str
     }
     unexpected: list[str] = []
     errors: list[str] = []
-    metadata = {"version": module._version}
-    module._load_from_state_dict(dict(values), "", metadata, True, [], unexpected, errors)
+    if type(module).load_state_dict is not nn.Module.load_state_dict:
+        told = module.load_state_dict(dict(values), strict=False)
+        unexpected += getattr(told, "unexpected_keys", ())
+    else:
+        metadata = {"version": module._version}
+        module._load_from_state_dict(dict(values), "", metadata, True, [], unexpected, errors)
     ignored = [key for key in unexpected if not is_same(values.get(key), here.get(key))]
     if errors or ignored:
         what = "; ".join(errors) or f"it takes no notice of its {', '.join(ignored)}, and has other values"
@@ -92,7 +99,7 @@ def _telling(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
 
 def _has_more(module: nn.Module) -> bool:
     kind = type(module)
-    return not (isinstance(module, torch.jit.ScriptModule) or _is_torchs(kind)) and (
+    return not (isinstance(module, torch.jit.ScriptModule) or kind.__module__.startswith(_WRAPPERS)) and (
         kind.get_extra_state is not nn.Module.get_extra_state
         or kind._save_to_state_dict is not nn.Module._save_to_state_dict
         or kind.state_dict is not nn.Module.state_dict
@@ -104,8 +111,3 @@ def _own_hooks(module: nn.Module) -> list[Any]:
     """Return hooks on what the module's `state_dict` tells, but for those of torch's own wrappers."""
     hooks = module._state_dict_hooks.values()
     return [each for each in hooks if not str(getattr(each, "__module__", "")).startswith("torch.")]
-
-
-def _is_torchs(kind: type[nn.Module]) -> bool:
-    """Tell torch's own wrappers, which only undo what they do to names."""
-    return kind.__module__.startswith("torch.") and kind.get_extra_state is nn.Module.get_extra_state

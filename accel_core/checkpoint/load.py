@@ -172,6 +172,8 @@ class _Loading:
             checkpoint = self._opened()
             with understanding(checkpoint.place, calls_plugins=True):
                 made.append(restoration := Restoration(self.run, checkpoint, strict=strict))
+                if strict and len(comm.nodes) == 1:  # it reads all but what other ranks had for themselves
+                    return {*checkpoint.blocks}
                 heads = {(rank, number) for rank, number in checkpoint.blocks if number == 0}
                 return heads | restoration.blocks()
 

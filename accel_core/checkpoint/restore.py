@@ -111,7 +111,7 @@ class Restoration:
         return self.checkpoint.blocks_of_values(self._values) | self.checkpoint.blocks_of(places)
 
     def _handed(self, encoded: Any, path: str, take: Callable[[Any], object]) -> Callable[[], object]:
-        """Return a function that decodes the value and gives it to `take`. What cannot be decoded raises now."""
+        """Return a function that gives the decoded value to `take`. What cannot be decoded raises now."""
         if not any(stored_keys(encoded)):
             value = self.checkpoint.decode(encoded, path)
             return lambda: take(value)

@@ -27,6 +27,7 @@ class CheckpointSession:
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self._comm: Comm | None = None
         self._saver: Saver | None = None
         self._step: int | None = None
         """Of the save under way, as the caller gave it."""
@@ -48,10 +49,11 @@ class CheckpointSession:
         best = None if project.keep_best is None else metric_and_mode(project.keep_best)
         return Numbering(folder, self.run.run_id, project.total_limit, best)
 
-    @cached_property
+    @property
     def comm(self) -> Comm:
         """The ranks of the run. The first use is collective."""
-        return RunComm(self.run)
+        self._comm = self._comm or RunComm(self.run)
+        return self._comm
 
     def check_place(self) -> None:
         """Refuse a project's URL that cannot be reached. Raises CheckpointError."""
@@ -227,5 +229,4 @@ class CheckpointSession:
 
     def forget_groups(self) -> None:
         """Drop what holds the process group."""
-        self._saver = None
-        self.__dict__.pop("comm", None)
+        self._saver = self._comm = None

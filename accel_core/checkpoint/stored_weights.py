@@ -45,7 +45,11 @@ def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], 
 def weights_of_unit(
     checkpoint: Checkpoint, unit: str, prefix: str = ""
 ) -> Iterator[tuple[list[str], Stored]]:
-    """Yield (all names, stored weight) of a unit, of names with a prefix, without it. Raises CheckpointError."""
+    """Yield (all names, stored weight) of a unit. prefix: of the names, which is left out.
+
+    Raises:
+        CheckpointError: only the plugin that saved a weight can read it.
+    """
     for names, stored in named_weights(checkpoint, unit):
         keys = [key for key in names if key.startswith(prefix)]
         if keys:

@@ -13,7 +13,7 @@ from accel_core.errors import CheckpointError
 
 
 def refuse_own_state(optimizer: Optimizer) -> None:
-    """Raise if an optimizer keeps other state than that of parameters, or tells it otherwise than it keeps it.
+    """Raise if an optimizer keeps other state than that of parameters, or tells of it otherwise.
 
     Raises:
         CheckpointError: the optimizer has other state, by name.
@@ -26,8 +26,7 @@ def refuse_own_state(optimizer: Optimizer) -> None:
     if odd:
         raise CheckpointError(
             f"{type(optimizer).__qualname__} keeps {odd[0]!r}, which belongs to no parameter, or which its"
-            " state_dict() does not tell as its attributes have it: only what belongs to parameters, and groups,"
-            " can be saved\n"
+            " state_dict() does not tell as its attributes have it: it would not be saved\n"
             "keep it with the parameters, or in an object given to register_for_checkpointing"
         )
 

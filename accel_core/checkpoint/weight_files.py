@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.checkpoint.file import not_written, write_whole
-from accel_core.checkpoint.places import local_path, scheme_of, storage_at
+from accel_core.checkpoint.places import local_path, path_text, scheme_of, storage_at
 from accel_core.distributed.progress import show_progress
 from accel_core.errors import CheckpointError, ConfigError
 from accel_core.storage.codec import require_plain
@@ -63,7 +63,7 @@ def write_weights(
     if they are known. replace: weights of the other format go too; else they stay beside. In a store,
     weights that are there are not replaced: a reader could mix the two.
     """
-    if scheme_of(os.fspath(folder)):
+    if scheme_of(path_text(folder)):
         with tempfile.TemporaryDirectory(prefix="accel-weights-") as beside:
             where = storage_at(folder)
             _refuse_there(where)

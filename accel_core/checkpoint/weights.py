@@ -96,7 +96,7 @@ def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
 
 
 def _in_order(unit: Unit, number: int) -> Iterator[str]:
-    """Yield the keys of the model's `state_dict` in its order: of each module the weights, and what it adds."""
+    """Yield the keys of the model's `state_dict` in its order: each module's weights, and what it adds."""
     for name, module in unit.models[number].named_modules(remove_duplicate=False):
         own = (*module._parameters, *module._buffers, "_extra_state")
         yield from (_key(unit, number, f"{name}.{key}" if name else key) for key in own)

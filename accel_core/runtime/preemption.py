@@ -46,7 +46,7 @@ class StopSignals:
     def is_told(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
         """Ask whether all ranks stop now, because one was told to.
 
-        All ask, after each step. The first call begins to watch for these signals, once `check` has not raised.
+        All ask, after each step. The first call begins to watch for these signals, if `check` does not raise.
 
         Raises:
             CheckpointError: a rank does not answer.

@@ -176,8 +176,8 @@ def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Ma
 def overtaken(place: Storage, number: int) -> CheckpointError:
     """Return the error for a place where another save has created the commit of this number."""
     return CheckpointError(
-        f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another run saves"
-        " there\nboth keep what they have; give each run a folder (project_dir) of its own",
+        f"{place} has {'changed' if number > 1 else 'appeared'} while this save was written: another run"
+        " saves there\nboth keep what they have; give each run a folder (project_dir) of its own",
         path=str(place),
     )
 

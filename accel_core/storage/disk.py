@@ -28,8 +28,8 @@ CLAIM: Final = "claim-"
 """Start of the name of a claim's file."""
 CLAIM_SECONDS: Final = 24 * 3600.0
 """Age from which a claim counts for nothing where its lock cannot be asked."""
-BEGIN_SECONDS: Final = 60.0
-"""Time that a process has from making a folder or a claim's file to locking it."""
+BEGIN_SECONDS = 10.0
+"""Time that a process has from making a folder or a claim's file to locking it: then its save fails."""
 OPEN_FILES: Final = 64
 """Largest number of files of a folder that are open at once."""
 _AT_FDCWD: Final = -100
@@ -207,18 +207,16 @@ def _name_once(source: Path, target: Path, content: bytes) -> None:
     """Give a file a name that nothing has, in one step where the file system can."""
     try:
         os.link(source, target)
-        return
     except FileExistsError:
         raise
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
-    if _rename_once(source, target):
-        return
-    with target.open("xb") as file:  # not whole at once: a reader takes the one before, until it is
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
+        if not _rename_once(source, target):
+            with target.open("xb") as file:  # not whole at once: until it is, the one before counts
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
 
 
 def _rename_once(source: Path, target: Path) -> bool:
@@ -256,16 +254,23 @@ def _is_alive(claim: Path) -> bool:
             boot, _, _ = file.read(1024).decode(errors="replace").partition(" ")
             if not boot:  # it is being made
                 return _age(claim) < BEGIN_SECONDS
-            if not HAS_LOCKS or boot != _boot():  # of another machine, or without a lock
-                return _age(claim) < CLAIM_SECONDS
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            if HAS_LOCKS and boot == _boot():
+                return _is_locked(file.fileno())
     except FileNotFoundError:
         return False
+    except OSError:
+        pass
+    return _age(claim) < CLAIM_SECONDS  # of another machine, or without a lock
+
+
+def _is_locked(handle: int) -> bool:
+    """Return True if another process has locked the file. Raises OSError where there are no locks."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
-    except OSError:
-        return _age(claim) < CLAIM_SECONDS
-    return False
+    else:
+        return False
 
 
 def _age(path: Path) -> float:

@@ -17,13 +17,21 @@ FORMAT: Final = "accel-checkpoint"
 VERSION: Final = 1
 SAVE: Final = re.compile(r"save-[0-9a-f]{16}")
 """Ids of saves, and the names of their folders."""
+_KINDS: Final = {
+    "save_id": str,
+    "run_id": str,
+    "iteration": int,
+    "lineage": list,
+    "domains": list,
+    "world": dict,
+}
 
 
 @frozen
 class Manifest:
     """The members that loading acts on; docs/checkpoint-format.md lists all.
 
-    number: of the commit, which its file is named for. domains: node -> the ranks whose files are on its disk;
+    number: of the commit, which its file is named for. domains: node -> the ranks with files on its disk;
     empty where all see one. name: None where the user named the checkpoint. members: every one, as read.
     """
 
@@ -69,7 +77,11 @@ def understood(content: bytes, path: str, number: int) -> Manifest:
         size, readers = members["world"]["size"], members["world"]["readers"]
         if not (1 <= size <= len(members["files"]) and readers >= 1):
             raise ValueError(f"it is of a world of {size} ranks and {readers} readers")
-        files = {name: FileRecord(each["size"], each["digest"]) for name, each in members["files"].items()}
+        files = {
+            name: FileRecord(int(each["size"]), each["digest"]) for name, each in members["files"].items()
+        }
+        if odd := [name for name, kind in _KINDS.items() if type(members[name]) is not kind]:
+            raise ValueError(f"{odd[0]!r} is {members[odd[0]]!r}")
         named = ("save_id", "run_id", "world", "name", "iteration", "lineage", "domains")
         return Manifest(number, files=files, members=members, **{name: members[name] for name in named})
 

@@ -143,6 +143,8 @@ class Pending:
     def run(self) -> None:
         """Write, vote, and hear the verdict. A failure is kept for `wait`."""
         rank = self.comm.rank
+        if self._done.is_set():  # a thread that was given up before it had begun
+            return
         try:
             with self.claim, self.mail.alive():
                 self.mail.put(f"vote-{rank}", self._attempt(self._write))

@@ -47,8 +47,9 @@ class Saver:
         Two rounds of the ranks, and up to two more where a leaf is new. With `wait` it is over when this
         returns, unless it failed, which `Pending.wait` raises. Else a copy was taken, and a thread writes it.
 
-        entered: called first; waits for the save before. collect: gives this rank's state. settle: is given it with the notes of all ranks, and may change it.
-        members: of the manifest, but for those of the save itself; of rank 0.
+        entered: called first; waits for the save before. collect: gives this rank's state. settle: is given
+        it with the notes of all ranks, and may change it. members: of the manifest, but for those of the save
+        itself; of rank 0.
 
         Raises:
             CheckpointError: the save before has failed, something cannot be stored, ranks disagree, or the

@@ -79,8 +79,9 @@ class Stored:
         """Return the value of a tensor of one element."""
         return float(self.tensor())
 
-    def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
-        """File, start and end of what `fill` reads for a leaf, or of all without one."""
+    def parts(self, leaf: Leaf | None) -> Sequence[tuple[DataFile, int, int]]:
+        """Return file, start and end of what `fill` reads for a leaf, or of all without one."""
+        found: list[tuple[DataFile, int, int]] = []
         width = DTYPES[self.dtype].itemsize
         # A tuple finds the box that equals it, and takes less time to make.
         wanted_boxes: Any = leaf.shards if leaf else self.boxes
@@ -88,13 +89,14 @@ class Stored:
             wanted: Any = tuple(offset), part.shape if leaf else part
             file, start = self.boxes.get(wanted, (None, 0))
             if file is not None:
-                yield file, start, start + math.prod(wanted[1]) * width
+                found.append((file, start, start + math.prod(wanted[1]) * width))
                 continue
             for box, (file, start) in self.boxes.items():
                 if common := intersect(box, Box(*wanted)):
                     row = math.prod(box.shape[1:]) * width
                     first, rows = common.offset[0] - box.offset[0], common.shape[0]
-                    yield file, start + first * row, start + (first + rows) * row
+                    found.append((file, start + first * row, start + (first + rows) * row))
+        return found
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
         """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
@@ -175,14 +177,13 @@ class Checkpoint(Opened):
         return self.ranks[rank]
 
     def blocks_of(self, places: Iterable[tuple[Stored, Leaf | None]]) -> set[Block]:
-        """Return the blocks that `Stored.parts` of these lie in."""
+        """Return the blocks that are read for these leaves, or of all of a tensor for None."""
+        numbers: dict[DataFile, set[int]] = defaultdict(set)
+        for stored, leaf in places:
+            for file, start, end in stored.parts(leaf):
+                numbers[file].update(range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
         ranks = {data: rank for rank, (data, _) in self.shares.items()}
-        return {
-            (ranks[file], number)
-            for stored, leaf in places
-            for file, start, end in stored.parts(leaf)
-            for number in range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
-        }
+        return {(ranks[file], number) for file, each in numbers.items() for number in each}
 
     def blocks_of_values(self, encoded: Iterable[Any]) -> set[Block]:
         """Return the blocks that `decode` reads of these values."""

@@ -19,10 +19,11 @@ from kill_job import fork_ranks
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
-from accel_core.checkpoint import pending_save, save
-from accel_core.storage.manifest import read_manifest
-from accel_core.checkpoint.votes import Votes
 from accel_core.distributed import progress
+from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.storage import pending, save
+from accel_core.storage.commit import read_manifest
+from accel_core.storage.disk import Disk
 from accel_testing.patience import patience
 
 
@@ -63,18 +64,18 @@ class Job:
 @contextmanager
 def writers_wait():
     """Every file waits until the yielded event is set."""
-    gate, write = threading.Event(), pending_save.write_file
+    gate, write = threading.Event(), pending.write_file
 
-    def gated(path, parts):
+    def gated(path, parts, meter=None):
         assert gate.wait(patience(30))
-        return write(path, parts)
+        return write(path, parts, meter)
 
-    pending_save.write_file = gated
+    pending.write_file = gated
     try:
         yield gate
     finally:
         gate.set()
-        pending_save.write_file = write
+        pending.write_file = write
 
 
 @contextmanager
@@ -108,14 +109,14 @@ def start_ends(name: str, how: str):
         threading.Thread.start = start
 
 
-def interrupting(path, parts, write=pending_save.write_file, told=[]):  # noqa: B006 - once a process
+def interrupting(path, parts, meter=None, write=pending.write_file, told=[]):  # noqa: B006 - once a process
     """Interrupts the main thread once that has come to the end of its training."""
     while not told and not _is_in(sys._current_frames()[threading.main_thread().ident], "end_training"):
         time.sleep(0.01)
     if not told:
         told.append(True)
         os.kill(os.getpid(), signal.SIGINT)
-    return slow(path, parts, write)
+    return slow(path, parts, meter, write)
 
 
 def _is_in(frame, function: str) -> bool:
@@ -124,12 +125,12 @@ def _is_in(frame, function: str) -> bool:
     return frame is not None
 
 
-def slow(path, parts, write=pending_save.write_file):
+def slow(path, parts, meter=None, write=pending.write_file):
     time.sleep(0.2)
-    return write(path, parts)
+    return write(path, parts, meter)
 
 
-def full(path, parts):
+def full(path, parts, meter=None):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
@@ -137,9 +138,9 @@ def one_fails(folder: str, how: str) -> list[str]:
     """What each call says after rank 1 could not write."""
     job, target = Job(), Path(folder) / "here"
     job.accelerator.save_state(target, step=1)
-    write = pending_save.write_file
+    write = pending.write_file
     if job.rank == 1:
-        pending_save.write_file = full
+        pending.write_file = full
     if how == "wait":
         said = [job.said(lambda: job.accelerator.save_state(target, step=2))]
     else:
@@ -150,12 +151,12 @@ def one_fails(folder: str, how: str) -> list[str]:
             "end": job.accelerator.end_training,
         }
         said = [job.said(calls[how])]
-    pending_save.write_file = write
+    pending.write_file = write
     if how != "end":
         job.accelerator.save_state(target, step=4)
         job.accelerator.end_training()
     left = sorted(path.name for path in Path(folder).iterdir())
-    return [*said, str(read_manifest(target).save_id is not None), *left]
+    return [*said, str(read_manifest(Disk(target)).save_id is not None), *left]
 
 
 def one_dies(folder: str) -> tuple[str, float, list[str]]:
@@ -171,7 +172,7 @@ def _die_or_tell(folder: Path) -> None:
     job, target = Job(seconds=3), folder / "here"
     job.accelerator.save_state(target, step=1)
     if job.rank == 1:
-        pending_save.write_file = lambda path, parts: os.kill(os.getpid(), signal.SIGKILL)
+        pending.write_file = lambda path, parts: os.kill(os.getpid(), signal.SIGKILL)
     job.accelerator.save_state(target, step=2, wait=False)
     said = job.said(job.accelerator.wait_for_checkpoint)
     (folder / "said").write_text(json.dumps(said))
@@ -207,41 +208,23 @@ def plans(folder: str) -> list[int]:
     return found
 
 
-def drifted(folder: str, what: str) -> tuple[str, str]:
-    """A run's first and second save, after something differs between the ranks."""
-    job, target = Job(norm=True), Path(folder) / "here"
-    if what == "later":
-        for _ in range(2):
-            job.step()
-            job.accelerator.save_state(target)
-    with torch.no_grad():
-        if what == "buffer":
-            job.module[1].running_mean.fill_(job.rank)
-        elif job.rank == 1:
-            job.module[0].bias[3] = 7.0
-    said = job.said(lambda: job.accelerator.save_state(target))
-    again = job.said(lambda: job.accelerator.save_state(target))
-    job.accelerator.end_training()
-    return said, again
-
-
 def pair_saves(folder: str, count: int) -> tuple[int, list[str]]:
     """How many of this rank's votes saves leave in the store, and the largest vote (bytes)."""
     job, sizes, published = Job(), [], []
-    publish = Votes.publish
+    publish = StoreMailbox.put
 
     def measured(self, key, message):
-        sizes.append(len(pending_save.as_json(message)))
+        sizes.append(len(pending.as_json(message)))
         published.append((self, key))
         publish(self, key, message)
 
-    Votes.publish = measured
+    StoreMailbox.put = measured
     for _ in range(count):
         job.accelerator.save_state(Path(folder) / "here", wait=False)
         job.accelerator.wait_for_checkpoint()
     job.accelerator.wait_for_everyone()
     left = sum(votes.has(key) for votes, key in published)
-    Votes.publish = publish
+    StoreMailbox.put = publish
     job.accelerator.end_training()
     return left, max(sizes)
 

@@ -5,7 +5,7 @@ Every number of the state is the step at which it was saved, so that a mixture o
 
 from __future__ import annotations
 
-import ctypes
+import errno
 import os
 import random
 import shutil
@@ -22,10 +22,13 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration
-from accel_core.checkpoint import commit
+from accel_core.storage import disk
+from accel_core.storage.commit import is_there, read_manifest
+from accel_core.storage.disk import Disk
 from accel_testing.processes import reserved_port
 
 INPUTS = torch.ones(4, 64)
+disk.BEGIN_SECONDS = 0.1  # else a folder in which nothing lies yet stays for longer than between two kills
 
 
 class Job:
@@ -100,16 +103,25 @@ class Job:
             losses.append(loss.item())
         return losses
 
+    def places(self) -> list[Disk]:
+        """The folders of checkpoints, whole or not."""
+        if self.target is not None:
+            return [Disk(self.target)]
+        folder = self.folder / "checkpoints"
+        return [Disk(path) for path in folder.iterdir()] if folder.exists() else []
+
     def exists(self) -> bool:
-        return (
-            bool(list((self.folder / "checkpoints").glob("checkpoint_*")))
-            if self.numbered
-            else (commit.locate(self.target).exists())
-        )
+        return any(map(is_there, self.places()))
 
     def left_behind(self) -> list[str]:
-        parent = self.folder / "checkpoints" if self.numbered else self.folder
-        return sorted(path.name for path in parent.iterdir() if path.name.startswith("."))
+        """What lies in the folders of checkpoints and belongs to none."""
+        found = []
+        for place in self.places():
+            manifest = read_manifest(place) if is_there(place) else None
+            whole = {f"manifest-{manifest.number:08d}.json", manifest.save_id} if manifest else set()
+            found += [f"{place.name}/{name}" for name in place.list() if name not in {*whole, "notes"}]
+            found += [] if manifest else [place.name]
+        return found
 
     def committed(self) -> int:
         """The last step whose save was known to be complete before the kill."""
@@ -231,11 +243,11 @@ def _rank(folder: str, how: str, reached: Callable[[str], None], counts: int) ->
 
 
 def _save_until_killed(job: Job, reached: Callable[[str], None]) -> None:
-    _follow(reached, exchange=True)
+    _follow(reached, links=True)
     job.save_for_ever()
 
 
-def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> dict[str, int]:
+def kill_at_each_point(folder: str, how: str, links: bool, fresh: bool) -> dict[str, int]:
     """One save a point: killed right before the n-th thing it does to the file system, for every n."""
     job = Job(folder, how)
     outcomes = {"points": 0, "old": 0, "new": 0, "none": 0}
@@ -252,7 +264,7 @@ def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> di
             beside.parent.mkdir()
             beside.write_text("of the user")
         assert beside is None or beside.read_text() == "of the user"
-        child = fork(lambda point=point: _die_at(job, point, exchange=exchange))
+        child = fork(lambda point=point: _die_at(job, point, links=links))
         _, status = os.waitpid(child, 0)
         if os.WIFEXITED(status):
             assert os.WEXITSTATUS(status) == 0
@@ -263,12 +275,12 @@ def kill_at_each_point(folder: str, how: str, exchange: bool, fresh: bool) -> di
             continue
         step = job.load()
         assert step in (7, 8)
-        assert beside is None or (commit.locate(job.target) / "notes" / "mine").read_text() == "of the user"
+        assert beside is None or (job.target / "notes" / "mine").read_text() == "of the user"
         outcomes["old" if step == 7 else "new"] += 1
     raise AssertionError("a save does more than 1000 things")
 
 
-def _die_at(job: Job, point: int, *, exchange: bool) -> None:
+def _die_at(job: Job, point: int, *, links: bool) -> None:
     left = point
 
     def happens(event: str) -> None:
@@ -277,32 +289,31 @@ def _die_at(job: Job, point: int, *, exchange: bool) -> None:
         if left == 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    _follow(happens, exchange=exchange)
+    _follow(happens, links=links)
     job.save(8)
     job.accelerator.wait_for_checkpoint()
 
 
-def _follow(happens: Callable[[str], None], *, exchange: bool) -> None:
-    """Call `happens` right before each thing that this process does to the file system, from now on."""
-    sync, swap = os.fsync, commit._exchange
+def _follow(happens: Callable[[str], None], *, links: bool) -> None:
+    """Call `happens` right before each thing that this process does to the file system, from now on.
+
+    links: the file system has them; else a file gets its name by a rename that replaces none.
+    """
+    sync = os.fsync
 
     def watched(event: str, arguments: tuple[object, ...]) -> None:
-        if event in ("open", "os.mkdir", "os.rename", "os.rmdir", "os.remove"):
+        if event in ("open", "os.mkdir", "os.link", "os.rename", "os.rmdir", "os.remove"):
             happens(event)
 
     def watched_sync(handle: int) -> None:
         happens("fsync")
         sync(handle)
 
-    def watched_swap(one: Path, other: Path) -> bool:
-        happens("exchange")
-        done = exchange and swap(one, other)
-        happens("exchange")
-        return done
+    def refused(*_: object) -> None:
+        happens("link")
+        raise OSError(errno.EPERM, "Operation not permitted")
 
-    os.fsync, commit._exchange = watched_sync, watched_swap
+    os.fsync = watched_sync
+    if not links:
+        os.link = refused
     sys.addaudithook(watched)
-
-
-def exchange_works() -> bool:
-    return hasattr(ctypes.CDLL(None), "renameat2")

@@ -118,13 +118,13 @@ def save_and_fail_on_node_1(
 ) -> tuple[str, float, list[str], float]:
     """A save that fails on the second disk; what is said, what is loaded then, and after one that works."""
     on_a_node_of_its_own(folder, per_node)
-    from accel_core.checkpoint import commit, pending_save
+    from accel_core.storage import commit, pending
 
     job = Job(total_limit=1)
     job.train()
     job.set(1)
     job.accelerator.save_state(name)
-    module = {"write_manifest": pending_save, "publish": commit}[what]
+    module = {"manifest_of": commit, "commit": pending}[what]
     real = getattr(module, what)
 
     def fails(*_: object, **__: object) -> None:
@@ -154,8 +154,8 @@ def save_and_fail_on_node_1(
 def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
     """A save of 1 that all finish, if there is none yet, and one of 2 during which one node is killed."""
     on_a_node_of_its_own(folder, 1)
-    from accel_core.checkpoint import pending_save
-    from accel_core.checkpoint.target import SaveTarget
+    from accel_core.storage import pending
+    from accel_core.storage.disk import Disk
 
     job = Job(total_limit=1)
     job.train()
@@ -163,12 +163,12 @@ def save_and_die(folder: str, node: int, point: str, name: str | None) -> None:
         job.set(1)
         job.accelerator.save_state(name)
     when, what = point.split()
-    owner = pending_save if what == "write_manifest" else SaveTarget
+    owner = {"claim": Disk, "write": pending.Share}.get(what, pending)
     real = getattr(owner, what)
 
-    def dies(*arguments: object) -> None:
+    def dies(*arguments: object, **options: object) -> None:
         if when == "after":
-            real(*arguments)
+            real(*arguments, **options)
         os.kill(os.getpid(), signal.SIGKILL)
 
     if job.accelerator.run.world.node_rank == node:

@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from accel_core import Accelerator, CheckpointError, Entry, Leaf, OptimizerState
-from accel_core.checkpoint import pending_save
 from accel_core.plugins.combining import Implementation
+from accel_core.storage import pending
 
 
 class Job:
@@ -199,7 +199,7 @@ def message_of(folder: str, trouble: str) -> tuple[str, list[str]]:
             def full(*_):
                 raise OSError(errno.ENOSPC, "No space left on device")
 
-            pending_save.write_file = full
+            pending.write_file = full
         elif trouble == "window":
             job.unit.window.boundary = False
         elif trouble == "folder":

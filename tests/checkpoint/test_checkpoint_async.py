@@ -9,9 +9,12 @@ import async_job
 import pytest
 import torch
 from exit_job import at_exit
+from lookup import manifest_in
 
 from accel_core import CheckpointError
-from accel_core.checkpoint import pending_save
+from accel_core.storage import pending
+from accel_core.storage.commit import read_manifest
+from accel_core.storage.disk import Disk
 from accel_core.storage.tensor_bytes import bytes_of
 
 
@@ -39,7 +42,8 @@ def test_what_is_saved_is_the_state_of_the_moment(job, tmp_path):
 def test_nothing_is_there_until_it_is_whole(job, tmp_path):
     with async_job.writers_wait():
         job.accelerator.save_state(tmp_path / "here", wait=False)
-        assert not (tmp_path / "here").exists()
+        with pytest.raises(CheckpointError, match="is not a checkpoint"):
+            read_manifest(Disk(tmp_path / "here"))
     job.accelerator.wait_for_checkpoint()
     assert [path.name for path in tmp_path.iterdir()] == ["here"]
 
@@ -51,7 +55,7 @@ def test_the_next_save_waits_for_the_one_before(job, tmp_path):
         job.set(2.0)
         async_job.threading.Timer(0.2, gate.set).start()
         job.accelerator.save_state(tmp_path / "two", wait=False)
-        assert (tmp_path / "one").exists()
+        assert read_manifest(Disk(tmp_path / "one"))
     job.accelerator.wait_for_checkpoint()
     for name, value in [("one", 1.0), ("two", 2.0)]:
         job.accelerator.load_state(tmp_path / name)
@@ -61,7 +65,7 @@ def test_the_next_save_waits_for_the_one_before(job, tmp_path):
 @pytest.mark.parametrize("call", ["save_state", "wait_for_checkpoint", "end_training"])
 def test_what_went_wrong_is_raised_once(tmp_path, monkeypatch, call):
     job = async_job.Job()
-    monkeypatch.setattr(pending_save, "write_file", async_job.full)
+    monkeypatch.setattr(pending, "write_file", async_job.full)
     job.accelerator.save_state(tmp_path / "here", wait=False)
     act = getattr(job.accelerator, call)
     arguments = [tmp_path / "here"] if call == "save_state" else []
@@ -139,7 +143,7 @@ def test_any_tensor_is_copied(tmp_path, dtype):
 
 
 def test_a_script_that_ends_waits_for_its_last_save(tmp_path, run_command):
-    slow = "async_job.pending_save.write_file = async_job.slow"
+    slow = "async_job.pending.write_file = async_job.slow"
     ended = at_exit(run_command, tmp_path, slow)
     assert (ended.returncode, ended.stderr) == (0, "")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["first", "here"]
@@ -149,12 +153,12 @@ def test_a_script_that_ends_waits_for_its_last_save(tmp_path, run_command):
 def test_a_script_that_fails_does_too(tmp_path, run_command):
     ended = at_exit(run_command, tmp_path, last="raise SystemError('oh')")
     assert ended.returncode == 1
-    assert (tmp_path / "here" / "manifest.json").exists()
+    assert manifest_in(tmp_path / "here").exists()
 
 
 @pytest.mark.full
 def test_a_script_whose_last_save_failed_has_failed(tmp_path, run_command):
-    ended = at_exit(run_command, tmp_path, "async_job.pending_save.write_file = async_job.full")
+    ended = at_exit(run_command, tmp_path, "async_job.pending.write_file = async_job.full")
     assert ended.returncode == 1
     assert "rank 0: OSError: [Errno 28] No space left on device" in ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
@@ -204,21 +208,6 @@ def test_only_a_new_layout_is_planned_and_by_all_ranks(tmp_path, run_processes):
     for found in run(run_processes, async_job.plans, tmp_path):
         assert found[:4] == [1, 1, 2, 2]
         assert "optimizer/0.weight/exp_avg: its parts have several dtypes, float32, float64" in found[4]
-
-
-@pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("when", ["first", "later"])
-def test_replicas_that_differ_are_not_saved_whenever_they_have_drifted(tmp_path, when, run_processes):
-    for said in run(run_processes, async_job.drifted, tmp_path, when):
-        for each in said:
-            assert "unit0: model/0.bias [0:8]: rank(s) 0 differ from rank(s) 1" in each
-            assert "0.weight" not in each
-    assert [path.name for path in tmp_path.iterdir()] == (["here"] if when == "later" else [])
-
-
-@pytest.mark.needs("accel-ddp")
-def test_buffers_may_differ(tmp_path, run_processes):
-    assert run(run_processes, async_job.drifted, tmp_path, "buffer") == [("nothing", "nothing")] * 2
 
 
 @pytest.mark.needs("accel-ddp")

@@ -51,7 +51,7 @@ def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
 
 @pytest.mark.parametrize("fresh", [True, False], ids=["first", "replacing"])
 @pytest.mark.parametrize(
-    ("how", "exchange"),
+    ("how", "links"),
     [
         ("same name", True),
         pytest.param("same name", False, marks=MANY),
@@ -60,10 +60,8 @@ def test_two_ranks_killed_at_random(folder, report, how, kills, run_processes):
     ],
 )
 @pytest.mark.by_default
-def test_killed_at_each_point(folder, report, how, exchange, fresh, run_processes):
-    if exchange and not kill_job.exchange_works():
-        pytest.skip("this system cannot exchange two names")
-    (found,) = run_processes(kill_job.kill_at_each_point, folder, how, exchange, fresh, world=1, timeout=110)
+def test_killed_at_each_point(folder, report, how, links, fresh, run_processes):
+    (found,) = run_processes(kill_job.kill_at_each_point, folder, how, links, fresh, world=1, timeout=110)
     report(found)
     assert found["points"] > 20
     assert found["new"] > 0

@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from lookup import home_of
 from safetensors.torch import load_file
 from torch import nn
 

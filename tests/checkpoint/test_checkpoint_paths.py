@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from accel_core import Accelerator, CheckpointContents, ProjectConfiguration
+from accel_core import Accelerator, ProjectConfiguration, storage_at
 from accel_core.checkpoint import file
-from accel_core.checkpoint.stored import store_for
+from accel_core.checkpoint.places import store_for
 from accel_core.errors import CheckpointError
 from accel_core.plugins import discovery
 from accel_core.plugins.discovery import Discovery
@@ -33,7 +33,7 @@ CALLS = {
     "save_state": lambda accelerator, path: accelerator.save_state(path),
     "load_state": lambda accelerator, path: accelerator.load_state(path, missing_ok=True),
     "save_model": lambda accelerator, path: accelerator.save_model(accelerator.model, path),
-    "contents": lambda accelerator, path: CheckpointContents.read(path),
+    "storage_at": lambda accelerator, path: storage_at(path),
 }
 FILES = {
     "save": lambda accelerator, path: accelerator.save({}, path),
@@ -99,9 +99,8 @@ def test_home_is_expanded_everywhere(accelerator, tmp_path):
     accelerator.save_model(accelerator.model, "~/weights/")
     accelerator.save({"a": torch.ones(1)}, "~/object")
     assert file.load("~/object").keys() == {"a"}
-    contents = CheckpointContents.read("~/state")
-    contents.write("~/copy/")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "object", "state", "weights"]
+    assert str(storage_at("~/state")) == str(tmp_path / "state")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["object", "state", "weights"]
 
 
 def test_home_is_expanded_in_the_projects_folder(tmp_path, monkeypatch):
@@ -113,19 +112,18 @@ def test_home_is_expanded_in_the_projects_folder(tmp_path, monkeypatch):
     accelerator.end_training()
 
 
-def test_the_working_folder_is_not_replaced(accelerator, tmp_path, monkeypatch):
+def test_the_working_folder_may_be_the_checkpoint(accelerator, tmp_path, monkeypatch):
     accelerator.save_state(tmp_path / "ck")
     monkeypatch.chdir(tmp_path / "ck")
     for path in (".", tmp_path / "ck"):
-        with pytest.raises(CheckpointError, match=r"working folder.*\nsave to a folder in it"):
-            accelerator.save_state(path)
+        accelerator.save_state(path)
     accelerator.load_state(".")
     assert accelerator.save_state("best") == tmp_path / "ck" / "best"
 
 
 def test_a_name_too_long_for_the_disk_is_an_error_with_a_remedy(accelerator, tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be saved: .*too long.*\nsave to a"):
-        accelerator.save_state(tmp_path / ("n" * 250))
+        accelerator.save_state(tmp_path / ("n" * 300))
 
 
 def test_a_disk_without_room_is_said_before_anything_is_written(accelerator, tmp_path, monkeypatch):

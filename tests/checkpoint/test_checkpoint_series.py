@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import datetime
+import datetime as dt
 import os
 import shutil
 import subprocess
@@ -110,12 +110,12 @@ def test_the_clock_has_no_say(job, folder, monkeypatch):
         os.utime(path, (2e9 - 1e9 * age, 1e9 * age))
     assert job().load() == 2
 
-    class Backwards(datetime.datetime):
+    class Backwards(dt.datetime):
         @classmethod
         def now(cls, zone):
             return cls(1999, 1, 1, tzinfo=zone)
 
-    monkeypatch.setattr(datetime, "datetime", Backwards)
+    monkeypatch.setattr(dt, "datetime", Backwards)
     third = job(total_limit=2)
     third.load()
     third.save(3)
