@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, skip_first_batches
-from accel_core.checkpoint.agree import gather_from_all_ranks
-from accel_core.checkpoint.target import SaveTarget
 from accel_core.checkpoint.weight_files import _alone as saving_alone
 from accel_core.contract.world import current_operation
+from accel_core.distributed.together import gather_from_all_ranks
+from accel_core.storage.save import Saver
 
 pytestmark = pytest.mark.full
 
@@ -97,7 +97,8 @@ class Script:
 
     def files(self) -> list[str]:
         """Leftovers of saves that the latest one in that folder has not removed."""
-        return [path.name for path in self.folder.iterdir() if not path.name.isidentifier()]
+        places = [path for path in self.folder.iterdir() if any(path.glob("save-*"))]
+        return [path.name for path in places if len([*path.iterdir()]) != 2]
 
 
 class Stream(torch.utils.data.IterableDataset):
@@ -528,14 +529,14 @@ def locked(folder):
 
 
 def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
-    choose = SaveTarget.choose
+    begin = Saver._begin
 
-    def interrupted_choose(*arguments):
-        choose(*arguments)
+    def interrupted(*arguments, **options):
+        begin(*arguments, **options)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, contextlib.suppress(KeyboardInterrupt):
-        patched.setattr(SaveTarget, "choose", interrupted_choose)
+        patched.setattr(Saver, "_begin", interrupted)
         script.save("other")
     script.save("later")
     assert not script.files()

@@ -82,7 +82,7 @@ def test_an_optimizer_that_came_before_its_model_is_among_what_a_checkpoint_list
     accelerator.save_state(tmp_path / "saved")
     with open_checkpoint(storage_at(tmp_path / "saved")) as opened:
         places = opened.state["prepared"]["optimizers"]
-    assert places == [{"$tuple": ["unit0", 0]}]
+    assert places == [["unit0", 0]]
 
 
 def test_an_optimizer_of_no_prepared_model_steps_and_is_saved(tmp_path):
