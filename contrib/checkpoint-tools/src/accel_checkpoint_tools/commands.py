@@ -116,7 +116,11 @@ def verify(folders: tuple[str, ...], as_json: bool) -> None:
     }
     if empty := [folder for folder, inside in chosen.items() if not inside]:
         raise CheckpointError(f"no checkpoint in {', '.join(empty)}\ngive the folder of one")
-    problems = {str(one): listing.problems_of(one) for inside in chosen.values() for one in inside}
+    problems = {
+        str(one).replace(str(places[folder]), folder, 1): listing.problems_of(one)
+        for folder, inside in chosen.items()
+        for one in inside
+    }
     if as_json:
         click.echo(json.dumps(problems, indent=1))
     else:
