@@ -20,7 +20,7 @@ def accel(run_command, *words: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.full
-@pytest.mark.needs("accel-inspect")
+@pytest.mark.needs("accel-checkpoint-tools")
 def test_checkpoints_are_listed_verified_shown_and_exported(
     s3: S3Server, tmp_path: Path, run_command
 ) -> None:
