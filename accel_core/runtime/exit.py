@@ -26,7 +26,7 @@ def end_runs() -> None:
         except CheckpointError as error:
             tell(f"accel: {error}\n")
             lost = True
-        except Exception:  # of a tracker, for example; the other runs must end too
+        except BaseException:  # of a tracker, for example, or Ctrl-C; the other runs must end too
             traceback.print_exc()
             lost = True
     from accel_core.storage.pending import unreported  # late: start-up need not wait for it
