@@ -28,18 +28,16 @@ from accel_testing.patience import patience
 
 STORE = f"s3://{BUCKET}/run"
 SECONDS = 30
-"""In which ten attempts end, of a second each, with their pauses."""
+"""In which a few requests end, of three seconds each."""
 SCRIPT = """
     import os, signal, sys
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where tests run in the background
-    import json
-    limits = dict(connect_timeout={silence}, read_timeout={silence})
-    os.environ["FSSPEC_S3"] = json.dumps(dict(config_kwargs=limits))
     from datetime import timedelta
     sys.path.insert(0, {tests!r})
     import s3fs, stored_job as job
     from accel_core import InitProcessGroupKwargs, ProjectConfiguration
-    from accel_stores import MirrorConfig
+    from accel_stores import MirrorConfig, files
+    files.REQUEST_SECONDS = {silence}
     quick = [InitProcessGroupKwargs(timeout=timedelta(seconds={timeout}))]
 
     def hang():
@@ -81,9 +79,9 @@ def silent() -> Iterator[str]:
 
 
 def started(
-    start_command, script: str, silent: str, tmp_path: Path, timeout: int = 1, silence: int = 1
+    start_command, script: str, silent: str, tmp_path: Path, timeout: int = 1, silence: int = 3
 ) -> subprocess.Popen[str]:
-    """Start a script. silence: seconds after which an attempt at a request ends."""
+    """Start a script. silence: seconds after which a request ends."""
     script = textwrap.dedent(script.format(store=STORE, folder=str(tmp_path)))
     told = {"tests": str(Path(__file__).parent), "silent": silent, "timeout": timeout, "silence": silence}
     text = textwrap.dedent(SCRIPT).format(script=script, **told)

@@ -11,6 +11,7 @@ from time import time
 from typing import IO, Any, Final
 
 from accel_core import Storage
+from accel_stores.node import NodeCopy
 from accel_stores.objects import Objects
 from accel_stores.scratch import is_used, scratch_folder, scratch_root
 
@@ -161,9 +162,7 @@ class Bucket:
 
     def near(self, word: str) -> Storage:
         """Return it with a copy on this node of what is read."""
-        from accel_stores.node import NodeCopy
-
-        return NodeCopy(self.objects, self.url, word)
+        return NodeCopy(Bucket(self.objects, self.objects.pinned(self.url)), word)
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing: there is no place near."""

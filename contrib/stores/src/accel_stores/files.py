@@ -16,10 +16,10 @@ from accel_stores.schemes import BUCKETS, CREATES_ONCE
 
 __all__ = ["Files"]
 
-REQUEST_SECONDS: Final = 60
-"""Time-out of a request, for libraries that have none of their own."""
-ATTEMPTS: Final = 2
-"""Attempts of botocore at a request. s3fs makes five of these, of at most 15 s without an answer each."""
+REQUEST_SECONDS: Final = 180.0
+"""Seconds after which an operation ends that moves no bytes, the repetitions of its library included."""
+SLOWEST: Final = 1 << 18
+"""Bytes per second that a store moves at least. An operation that moves some has this much more time."""
 
 
 class Files:
@@ -37,10 +37,10 @@ class Files:
             fs, path = _opened(url)
             fs.invalidate_cache()
             try:
-                found = fs.ls(path, detail=True)
+                found = _ask(fs, "ls", path, detail=True)
             except FileNotFoundError:
                 bucket = path.lstrip("/").partition("/")[0]
-                if _scheme(url) in BUCKETS and not fs.exists(bucket):
+                if _scheme(url) in BUCKETS and not _ask(fs, "exists", bucket):
                     raise FileNotFoundError(f"there is no bucket {bucket}") from None
                 return {}
             here = path.strip("/")
@@ -52,7 +52,9 @@ class Files:
         """Read a range."""
         with _as_os_errors(url):
             fs, path = _opened(url)
-            content: bytes = fs.cat_file(path, start=start, end=start + size) if size else b""
+            content: bytes = b""
+            if size:
+                content = _ask(fs, "cat_file", path, size=size, start=start, end=start + size)
         return content
 
     def create(self, url: str, content: bytes) -> None:
@@ -61,7 +63,7 @@ class Files:
             raise UnsupportedOperation(f"{scheme}: has no way to create a file only once; save to a disk")
         with _as_os_errors(url):
             fs, path = _opened(url)
-            fs.pipe_file(path, content, mode="create")
+            _ask(fs, "pipe_file", path, content, mode="create")
 
     def send(self, source: Path, url: str) -> None:
         """Send in parts at once, where the library does."""
@@ -71,8 +73,8 @@ class Files:
                 fs.pipe_file(target, source.read_bytes())
                 return
             if _scheme(url) not in BUCKETS:  # where this could make a bucket
-                fs.makedirs(target.rpartition("/")[0], exist_ok=True)
-            fs.put_file(str(source), target)
+                _ask(fs, "makedirs", target.rpartition("/")[0], exist_ok=True)
+            _ask(fs, "put_file", str(source), target, size=source.stat().st_size)
 
     def remove(self, urls: Sequence[str]) -> None:
         """Remove all at once, or one by one where that does not do.
@@ -84,11 +86,11 @@ class Files:
             fs = _opened(urls[0])[0]
             if not any(map(has_magic, paths)):
                 with suppress(FileNotFoundError):
-                    fs.rm(paths)
+                    _ask(fs, "rm", paths)
                     return
             for path in paths:
                 with suppress(FileNotFoundError):
-                    fs.rm_file(path)
+                    _ask(fs, "rm_file", path)
 
     def pinned(self, url: str) -> str:
         """Return the URL: a bucket has no earlier state to be read."""
@@ -101,23 +103,27 @@ def _opened(url: str) -> tuple[Any, str]:
     from fsspec.core import url_to_fs
 
     _use_daemon_threads(get_loop())
-    fs, path = url_to_fs(url, **_limits(_scheme(url)))
+    fs, path = url_to_fs(url)
     if _scheme(url) == "webhdfs" and not isinstance(fs.session.request, partial):
         fs.session.request = partial(fs.session.request, timeout=REQUEST_SECONDS)
     return fs, path
 
 
-def _limits(scheme: str) -> Mapping[str, Any]:
-    """Return the options by which a library's requests end in bounded time; the user's own go first."""
-    from fsspec.config import conf
+def _ask(fs: Any, name: str, *arguments: Any, size: int = 0, **options: Any) -> Any:
+    """Do an operation of a file system, in bounded time where it is asynchronous. size: bytes that it moves.
 
-    given = conf.get(scheme, {})
-    if scheme in ("s3", "s3a"):
-        retries = {"retries": {"mode": "standard", "max_attempts": ATTEMPTS}}
-        return {"config_kwargs": {**retries, **given.get("config_kwargs", {})}}
-    if scheme in ("gs", "gcs"):
-        return {"requests_timeout": given.get("requests_timeout", REQUEST_SECONDS)}
-    return {}
+    Time-outs of the libraries below are not enough: aiohttp has none while it sends.
+    """
+    from fsspec.asyn import sync
+    from fsspec.exceptions import FSTimeoutError
+
+    if not fs.async_impl:
+        return getattr(fs, name)(*arguments, **options)
+    seconds = REQUEST_SECONDS + size / SLOWEST
+    try:
+        return sync(fs.loop, getattr(fs, f"_{name}"), *arguments, timeout=seconds, **options)
+    except FSTimeoutError as error:
+        raise TimeoutError(f"no answer within {seconds:.0f} s") from error
 
 
 class _DaemonThreads(ThreadPoolExecutor):
@@ -155,7 +161,7 @@ def _size(fs: Any, entry: Mapping[str, Any]) -> int | None:
     if entry["type"] == "directory":
         return None
     size = entry["size"]
-    return int(fs.size(entry["name"]) if size is None else size)  # a web server's listing has none
+    return int(_ask(fs, "size", entry["name"]) if size is None else size)  # a web server's listing has none
 
 
 @contextmanager

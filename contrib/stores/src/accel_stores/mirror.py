@@ -234,7 +234,10 @@ class _Part:
             try:
                 self._send(home, name)
             except FileNotFoundError as error:
-                raise CheckpointError(f"{self.source}/{name} cannot be copied: {error}") from error
+                raise CheckpointError(
+                    f"{self.source}/{name} cannot be copied: {error}\n"
+                    "give each run a project_dir and a mirror.url of its own"
+                ) from error
         return dict(self.records)
 
     def _send(self, home: Storage, name: str) -> None:

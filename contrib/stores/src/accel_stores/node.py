@@ -17,9 +17,7 @@ from threading import Thread
 from typing import Final
 from weakref import finalize
 
-from accel_core import Disk
-from accel_stores.bucket import Bucket
-from accel_stores.objects import Objects
+from accel_core import Disk, Storage
 from accel_stores.scratch import scratch_folder
 
 __all__ = ["NodeCopy"]
@@ -31,37 +29,43 @@ AT_ONCE: Final = 4
 """Largest number of requests at a time, and of blocks in one."""
 LIST: Final = "list.json"
 _times: Final[Counter[str]] = Counter()
-"""How often a word was given in this process: each load has a copy of its own."""
+"""Times that a word was given in this process: each load has a copy of its own."""
 
 
-class NodeCopy(Bucket):
+class NodeCopy:
     """A folder that does not change while it is read, and the blocks of its files that were read already.
 
-    Each block is a file; processes that ask for one at once wait for the one that brings it.
+    Each block is a file; processes that ask for one at once wait for the one that brings it. What is written
+    goes to the folder itself.
     """
 
     shared = False
 
-    def __init__(self, objects: Objects, url: str, word: str) -> None:
-        super().__init__(objects, url)
+    def __init__(self, folder: Storage, word: str) -> None:
+        self.folder = folder
+        self.name, self.at, self.create, self.writer = folder.name, folder.at, folder.create, folder.writer
+        self.remove, self.claim, self.is_claimed = folder.remove, folder.claim, folder.is_claimed
+        self.room = folder.room
         _times[word] += 1
-        self._folder = f"near-{word}-{_job()}-{_times[word]}"
+        self._place = f"near-{word}-{_job()}-{_times[word]}"
         self._sizes: Mapping[str, int | None] | None = None
+
+    def __str__(self) -> str:
+        return str(self.folder)
 
     @cached_property
     def _disk(self) -> Disk:
         stack = ExitStack()
-        disk = Disk(stack.enter_context(scratch_folder(self._folder)))
+        disk = Disk(stack.enter_context(scratch_folder(self._place)))
         finalize(self, stack.close)
         return disk
 
     def list(self) -> Mapping[str, int | None]:
         """Return what the folder held when it was listed first on this node."""
         if self._sizes is None:
-            self.url = self.objects.pinned(self.url)
             with _brought(self._disk.path / LIST) as file:
                 if file is not None:
-                    file.write_text(json.dumps(dict(super().list())))
+                    file.write_text(json.dumps(dict(self.folder.list())))
             self._sizes = json.loads((self._disk.path / LIST).read_text())
         return self._sizes
 
@@ -93,7 +97,7 @@ class NodeCopy(Bucket):
 
     def _size(self, name: str) -> int:
         if (size := self.list().get(name)) is None:
-            raise FileNotFoundError(f"{self.url}/{name} is not there")
+            raise FileNotFoundError(f"{self.folder}/{name} is not there")
         return size
 
     def _bring(self, name: str, blocks: Sequence[int]) -> None:
@@ -119,7 +123,7 @@ class NodeCopy(Bucket):
             first, last = blocks[wanted[0]], blocks[wanted[-1]]
             start, end = first * BLOCK_BYTES, min((last + 1) * BLOCK_BYTES, self._size(name))
             content = memoryview(bytearray(end - start))
-            super().read(name, start, content)
+            self.folder.read(name, start, content)
             for number in wanted:
                 (file := files[number]) and file.write_bytes(
                     content[(blocks[number] - first) * BLOCK_BYTES :][:BLOCK_BYTES]

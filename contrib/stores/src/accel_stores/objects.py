@@ -1,4 +1,4 @@
-"""What the two kinds of stores do alike: fsspec's file systems, and repositories of the Hugging Face Hub."""
+"""The duties of a service of objects, as fsspec's file systems and the Hugging Face Hub have them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Objects(Protocol):
     """Files by URL. Each method may be called from any thread, ends in bounded time, and raises OSError."""
 
     keeps_history: bool
-    """What is removed can still be read under the URL that `pinned` gave before."""
+    """Removed files can still be read under the URL that `pinned` gave before."""
 
     def entries(self, url: str) -> Mapping[str, int | None]:
         """Return name -> bytes of each entry of one level, None of a folder, never from a cache."""
