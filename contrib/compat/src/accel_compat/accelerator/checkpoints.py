@@ -37,8 +37,8 @@ Hooks = OrderedDict[int, Callable[..., None]]
 
 _SAVED_THERE = (
     "{0} was saved by Accelerate itself, in its own files\n"
-    "bring it over with accel-checkpoint-tools: accel checkpoint import --format accelerate {0} NEW --like FRESH,"
-    " where FRESH is what this program saves before it trains"
+    "bring it over with accel-checkpoint-tools: accel checkpoint import --format accelerate {0} NEW --like"
+    " FRESH, where FRESH is what this program saves before it trains"
 )
 
 
@@ -300,7 +300,8 @@ class States(Ranks):
             if isinstance(place, str) or (input_dir is None and self._is_copied):
                 raise
             if input_dir is not None and place.is_dir():
-                if not accel_core.commits(accel_core.storage_at(place)) and any(place.glob("random_states_*.pkl")):
+                is_checkpoint = accel_core.commits(accel_core.storage_at(place))
+                if not is_checkpoint and any(place.glob("random_states_*.pkl")):
                     raise NoStateError(_SAVED_THERE.format(place), path=str(place)) from error
                 raise
             text = f"Tried to find {input_dir} but folder does not exist\n{error}"
