@@ -28,6 +28,7 @@ from accel_core import (
     storage_at,
 )
 from accel_core.distributed import progress
+from accel_core.storage.manifest import manifest_of
 
 
 class Tied(nn.Module):
@@ -151,6 +152,18 @@ def test_a_damaged_manifest_is_named(project, accel):
     bad, good = json.loads(ended.stdout).values()
     assert "manifest-00000001.json is damaged" in bad[0]
     assert good == []
+
+
+def test_a_manifest_cannot_point_out_of_its_folder(project, accel):
+    path = project / "checkpoints" / "at_3" / "manifest-00000001.json"
+    members = json.loads(path.read_text())
+    members.pop("checksum")
+    members["files"]["../at_4/state.json"] = members["files"]["state.json"]
+    path.write_bytes(manifest_of(members))
+
+    ended = accel("checkpoint", "verify", str(path.parent))
+
+    assert "'../at_4/state.json' is not a file in this folder" in ended.stdout
 
 
 def test_a_save_that_comes_meanwhile_is_verified_instead(project, monkeypatch):
