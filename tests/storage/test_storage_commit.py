@@ -199,6 +199,7 @@ def test_a_checkpoint_that_a_reader_has_open_is_passed_over_by_the_limit(tmp_pat
         engine.save(None, 2.0, series=series)
         opened.verify(opened.blocks)
         assert sorted(path.name for path in folder.path.iterdir()) == ["checkpoint_0", "checkpoint_1"]
+        assert engine.value_in(first) == 1.0
     engine.save(None, 3.0, series=series)
     assert [path.name for path in folder.path.iterdir()] == ["checkpoint_2"]
 

@@ -87,6 +87,9 @@ def test_what_exists_by_our_own_request_is_a_success(
     engine.save(place, 2.0)
     assert engine.value_in(place) == 2.0
     assert len(names(place.path)) == 2
+    place.create("new", b"mine")
+    with pytest.raises(FileExistsError):
+        place.create("new", b"theirs")
 
 
 def test_a_rename_that_answers_exists_after_it_succeeded_is_a_success(
@@ -192,6 +195,18 @@ def test_a_live_writers_save_is_not_pruned_and_a_killed_ones_is(place: Disk, sta
         engine.save(place, 3.0)
     assert len(names(place.path)) == 2
     assert engine.value_in(place) == 3.0
+
+
+def test_a_save_under_way_in_this_process_is_not_pruned_where_locks_are_a_processs(
+    place: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NFS has such locks: a process gets one that it has already, and loses it where it looks at the file."""
+    engine.save(place, 1.0)
+    home = save_folder(place)
+    with home.claim():
+        monkeypatch.setattr(fcntl, "flock", lambda file, how: None)
+        prune(place, 1)
+        assert (home.path / "state.json").exists()
 
 
 def test_a_file_system_that_refuses_locks_fails_no_save(place: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
