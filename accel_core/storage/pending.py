@@ -48,7 +48,7 @@ unreported: Final[dict[str, tuple[int, str]]] = {}
 
 
 class Part(Protocol):
-    """What a rank writes. meter: counts the bytes that are written."""
+    """The files that a rank writes. meter: counts the bytes that are written."""
 
     meter: Meter
 
@@ -220,7 +220,7 @@ class Pending:
     def _commit(self, members: Mapping[str, Any]) -> Message:
         """Create the manifest. members: all of them."""
         if self._is_given_up:
-            raise CheckpointError("nobody waits for it any more")
+            raise CheckpointError("nobody waits for it any more\nsave again")
         here = {rank for rank, node in enumerate(self.comm.nodes) if node == self.comm.nodes[self.comm.rank]}
         sizes = {
             name: each["size"]
