@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from accel_core.errors import CheckpointError
+from accel_core.storage import opened as opening
 from accel_core.storage.commit import begin, commits, manifests, prune, read_manifest
 from accel_core.storage.disk import Disk
 from accel_core.storage.files import DamagedError, UnreadableError
@@ -189,6 +190,22 @@ def test_what_a_reader_has_open_stays_until_it_is_done(place: Disk) -> None:
     assert engine.value_in(place) == 2.0
     engine.save(place, 3.0)
     assert len([*place.path.iterdir()]) == 2
+
+
+def test_a_reader_whose_checkpoint_was_replaced_before_it_was_open_takes_the_new_one(
+    place: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save(place, 1.0)
+    replacements = [2.0, 3.0]
+
+    def overtaken(place: Disk) -> object:
+        manifest = read_manifest(place)
+        if replacements:
+            engine.save(place, replacements.pop(0))
+        return manifest
+
+    monkeypatch.setattr(opening, "read_manifest", overtaken)
+    assert engine.value_in(place) == 3.0
 
 
 def test_a_checkpoint_that_a_reader_has_open_is_passed_over_by_the_limit(tmp_path: Path) -> None:
