@@ -160,9 +160,13 @@ class CheckpointSession:
                 "plugins": {name: {"distribution": each.origin, "why": why} for name, each, why in members},
             },
             "versions": versions,
-            "config": run.resolved.tree,
+            "config": self._config,
             "random": {"exact_at": exact_at, "elsewhere": "derived"},
         }
+
+    @cached_property
+    def _config(self) -> Any:
+        return self.run.resolved.tree
 
     def load(
         self,

@@ -50,6 +50,8 @@ _PLAIN_TENSOR: Final = (
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 """Types that a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
+_PLAIN: Final = frozenset({bool, int, str, type(None)})
+"""Types that JSON has."""
 
 
 def not_plain(tensor: Tensor) -> str:
@@ -89,6 +91,8 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
     if value is None or kind in (bool, int, str) or (kind is float and math.isfinite(value)):
         return value
     if kind is list:
+        if _PLAIN.issuperset(map(type, value)):  # as the 625 numbers of a generator
+            return value[:]
         return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
         return {key: encode(item, f"{path}{_step(key)}", store) for key, item in value.items()}
@@ -121,6 +125,8 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
         CheckpointError: a tag is unknown or malformed; the message names its path.
     """
     if isinstance(value, list):
+        if _PLAIN.issuperset(map(type, value)):
+            return value[:]
         return [decode(item, f"{path}[{number}]", fetch) for number, item in enumerate(value)]
     if not isinstance(value, dict):
         return value

@@ -13,12 +13,11 @@ from __future__ import annotations
 import logging
 import re
 import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Final
 
 from accel_core.errors import CheckpointError
-from accel_core.storage.files import UnreadableError, cannot_be_read, damaged, listed
+from accel_core.storage.files import DamagedError, UnreadableError, cannot_be_read, damaged, listed
 from accel_core.storage.manifest import SAVE, Manifest, manifest_of, understood
 
 if TYPE_CHECKING:
@@ -41,7 +40,11 @@ def new_save_id() -> str:
 
 def commits(place: Storage) -> dict[int, str]:
     """Return number -> name of the manifests in a folder, the newest last. Raises UnreadableError."""
-    found = {int(named[1]): name for name in listed(place) if (named := _COMMIT.fullmatch(name))}
+    return _numbered(listed(place))
+
+
+def _numbered(entries: Iterable[str]) -> dict[int, str]:
+    found = {int(named[1]): name for name in entries if (named := _COMMIT.fullmatch(name))}
     return {number: found[number] for number in sorted(found)}
 
 
@@ -50,59 +53,59 @@ def is_there(place: Storage) -> bool:
     return bool(commits(place))
 
 
+def manifests(place: Storage) -> list[Manifest]:
+    """Return the manifests of a folder that are whole, the newest first. Raises UnreadableError."""
+    return _whole(place)[0]
+
+
 def read_manifest(place: Storage) -> Manifest:
     """Return the manifest that counts: of the newest commit that is whole.
 
     Raises:
         CheckpointError: there is none, it is damaged, or of a version that is not known here.
     """
-    while found := commits(place):
-        failure = None
-        for number, name in reversed(found.items()):
-            try:
-                manifest = _read(place, number, name)
-            except CheckpointError as error:
-                failure = failure or error  # it may be being written: the one before counts until it is
-                if isinstance(error, UnreadableError):
-                    break
-            else:
-                if manifest is None:  # it was replaced meanwhile
-                    break
-                return manifest
-        if failure is not None and commits(place) == found:
-            raise failure
-    raise CheckpointError(
+    found, failure = _whole(place, 1)
+    if found:
+        return found[0]
+    raise failure or CheckpointError(
         f"{place} is not a checkpoint: manifest-N.json is missing\n"
         "give the folder that save_state() returned",
         path=str(place),
     )
 
 
-def _read(place: Storage, number: int, name: str) -> Manifest | None:
-    """Return a manifest; None if it is gone."""
-    path, size = f"{place}/{name}", place.list().get(name)
+def _whole(place: Storage, most: int | None = None) -> tuple[list[Manifest], CheckpointError | None]:
+    """Return the newest manifests that are whole, and what is wrong with the first that is not."""
+    while True:
+        entries, found, failure = listed(place), list[Manifest](), None
+        try:
+            for number, name in reversed(_numbered(entries).items()):
+                try:
+                    found.append(_read(place, number, name, entries[name]))
+                except DamagedError as error:  # it may be being written: the one before counts until it is
+                    failure = failure or error
+                if len(found) == most:
+                    break
+        except FileNotFoundError:  # it was replaced meanwhile
+            continue
+        return found, failure
+
+
+def _read(place: Storage, number: int, name: str, size: int | None) -> Manifest:
+    """Return a manifest. Raises CheckpointError; FileNotFoundError if it is gone."""
+    path = f"{place}/{name}"
     if size is None or size > MANIFEST_BYTES:
-        if name not in place.list():
-            return None
         raise damaged(path, f"it is not a file of at most {MANIFEST_BYTES} bytes")
     content = bytearray(size)
     try:
         place.read(name, 0, memoryview(content))
+    except FileNotFoundError as error:
+        if name not in listed(place):
+            raise
+        raise cannot_be_read(path, error) from error
     except (OSError, EOFError) as error:
-        if isinstance(error, FileNotFoundError) and name not in place.list():
-            return None
         raise cannot_be_read(path, error) from error
     return understood(bytes(content), path, number)
-
-
-def manifests(place: Storage) -> list[Manifest]:
-    """Return the manifests of a folder that are whole, the newest first. Raises UnreadableError."""
-    found = []
-    for number, name in reversed(commits(place).items()):
-        with suppress(CheckpointError):
-            if (manifest := _read(place, number, name)) is not None:
-                found.append(manifest)
-    return found
 
 
 def intact(place: Storage) -> Manifest | None:
@@ -203,22 +206,17 @@ def prune(place: Storage, keep: int) -> None:
 
 
 def _remove_unnamed(place: Storage) -> None:
-    over = [name for name in listed(place) if SAVE.fullmatch(name) and not place.at(name).is_claimed()]
+    over = {name for name in listed(place) if SAVE.fullmatch(name) and not place.at(name).is_claimed()}
     if not over:
         return
-    for number, name in commits(place).items():
-        try:
-            manifest = _read(place, number, name)
-        except CheckpointError as error:  # nobody knows what it names
-            logger.warning("nothing is removed there: %s", error)
-            return
-        if manifest is not None and manifest.save_id in over:
-            over.remove(manifest.save_id)
-    for save_id in over:
+    found, failure = _whole(place)
+    if failure is not None:  # nobody knows what it names
+        logger.warning("nothing is removed there: %s", failure)
+        return
+    for save_id in over.difference(manifest.save_id for manifest in found):
         home = place.at(save_id)
         home.remove([*listed(home)])
-    if over:
-        place.remove([])
+    place.remove([])
 
 
 def discard(place: Storage, save_id: str) -> None:

@@ -82,9 +82,12 @@ class Series:
 
     def free_number(self) -> int:
         """Return a number above all in the folder, also above those that others save now."""
-        there = self._numbers()
-        self.clear(there)
-        number = max([self.next_number, *(each + 1 for each in there if listed(self.path_of(each)))])
+        others = [number for number in self._numbers() if number not in self.kept]
+        for number in others:
+            if not commits(self.path_of(number)):
+                prune(self.path_of(number), 0)
+        taken = [*self.kept, *(each for each in others if listed(self.path_of(each)))]
+        number = max([self.next_number, *(each + 1 for each in taken)])
         if number > self.next_number:
             logger.warning(
                 "%s: up to number %d there are checkpoints that this run neither wrote nor resumed from;"

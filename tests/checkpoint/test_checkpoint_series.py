@@ -317,7 +317,7 @@ def test_the_old_one_stays_until_the_new_one_is_complete(job, folder, monkeypatc
 
     def full(*_, **__):
         assert names(folder)[0] == "checkpoint_0"
-        raise OSError("No space left on device")
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(commit, "manifest_of", full)
     with pytest.raises(CheckpointError, match="No space left"):
