@@ -71,7 +71,7 @@ class FileRecord:
 
 @define
 class Meter:
-    """How many bytes were read or written so far."""
+    """Bytes that were read or written so far."""
 
     count: int = 0
 

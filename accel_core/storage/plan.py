@@ -64,7 +64,7 @@ class Declared(NamedTuple):
 
 
 class IncompleteError(CheckpointError):
-    """What the ranks hold does not make up the state."""
+    """The parts that ranks hold do not make up the state."""
 
 
 @frozen

@@ -1,4 +1,4 @@
-"""What storage asks of a place, and of the ranks that share it."""
+"""The protocols of a place, and of the ranks that share it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
-"""What JSON can hold."""
+"""A mapping that JSON can hold."""
 Measure = Callable[[], tuple[int, int]]
 """Returns bytes done, and those of all."""
 

@@ -30,7 +30,7 @@ _NAME: Final = re.compile(r"checkpoint_(0|[1-9]\d*)")
 
 @frozen
 class Numbering:
-    """What a series goes by.
+    """The settings that a series goes by.
 
     limit: how many checkpoints are kept; None: all. best: name of the metric by which one more is kept, and
     whether it is the largest.

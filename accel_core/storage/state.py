@@ -1,4 +1,4 @@
-"""What a rank saves: tensors by key, and plain data for JSON."""
+"""The state that a rank saves: tensors by key, and plain data for JSON."""
 
 from __future__ import annotations
 

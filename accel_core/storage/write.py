@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Outline(NamedTuple):
-    """What a tensor is. dtype: torch's name without the prefix."""
+    """The description of a tensor. dtype: torch's name without the prefix."""
 
     kind: Kind
     shape: tuple[int, ...]
