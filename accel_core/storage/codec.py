@@ -10,20 +10,16 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from datetime import date, datetime, time, timedelta, timezone
-from decimal import Decimal
 from enum import Enum
-from fractions import Fraction
 from functools import partial
-from pathlib import Path, PurePosixPath, PureWindowsPath
+from pathlib import Path
 from typing import Any, Final
 from urllib.parse import quote, unquote
-from uuid import UUID
 
 import numpy as np
 import torch
@@ -287,12 +283,6 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$bytes": (bytes, _text, _bytes),
     "$bytearray": (bytearray, _text, lambda body: bytearray(_bytes(body))),
     "$range": (range, lambda value: [value.start, value.stop, value.step], lambda body: range(*body)),
-    "$decimal": (Decimal, str, Decimal),
-    "$fraction": (
-        Fraction,
-        lambda value: [value.numerator, value.denominator],
-        lambda body: Fraction(*map(operator.index, body)),
-    ),
     "$date": (date, date.isoformat, date.fromisoformat),
     "$time": (time, _of_moment, partial(_moment, time)),
     "$datetime": (datetime, _of_moment, partial(_moment, datetime)),
@@ -307,9 +297,6 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
         lambda body: timezone(*body),
     ),
     "$path": (type(Path()), str, Path),
-    "$posixpath": (PurePosixPath, str, PurePosixPath),
-    "$windowspath": (PureWindowsPath, str, PureWindowsPath),
-    "$uuid": (UUID, str, UUID),
     "$tuple": (tuple, list, tuple),
     "$size": (torch.Size, list, torch.Size),
     "$set": (set, list, set),
