@@ -8,6 +8,7 @@ from typing import Any
 
 import mirror_job
 import pytest
+import s3fs
 import stored_job as job
 import torch
 from hub_server import REPOSITORY, HubServer
@@ -74,6 +75,30 @@ def test_a_series_in_a_repository_keeps_its_limit_and_its_best(
         f"{HUB}/checkpoints/checkpoint_3",
         0.625,
     )
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "state.json", "manifest-00000001.json"])
+def test_a_file_that_is_listed_and_not_found_stops_a_load(
+    s3: S3Server, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """An older checkpoint would be taken in silence, for one that may be whole."""
+    job.series(S3, [0.5, 0.25])
+    read = s3fs.S3FileSystem._cat_file
+
+    async def not_found(fs: s3fs.S3FileSystem, path: str, **options: Any) -> Any:
+        if path.endswith(name):
+            raise FileNotFoundError(path)
+        return await read(fs, path, **options)
+
+    monkeypatch.setattr(s3fs.S3FileSystem, "_cat_file", not_found)
+    s3fs.S3FileSystem.clear_instance_cache()
+    accelerator, model, _ = job.numbered(S3)
+    before = job.weight(accelerator, model)
+    with pytest.raises(CheckpointError, match=rf"{name} cannot be read: .*listed, and was not found"):
+        accelerator.load_state()
+    assert torch.equal(job.weight(accelerator, model), before)
+    accelerator.end_training()
 
 
 @pytest.mark.full
