@@ -1,4 +1,4 @@
-"""What modules add to their `state_dict` beside weights, told from weights by identity."""
+"""Entries that modules add to their `state_dict` beside weights, told from weights by identity."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ OWNERS = {
     "window": "accel_core/contract/window.py",
     "step_state": "accel_core/training/step_state.py",
     "checkpoints": "accel_core/checkpoint/session.py",
-    "series": "accel_core/checkpoint/retention.py",
+    "series": "accel_core/storage/series.py",
 }
 """Name of variables and attributes that hold such an object -> the module that may write its attributes."""
 
