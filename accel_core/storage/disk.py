@@ -66,15 +66,16 @@ class Disk:
 
     def list(self) -> Mapping[str, int | None]:
         """Return name -> bytes of each regular file, None of all else: links are not followed."""
-        try:
-            with os.scandir(self.path) as entries:
-                return {each.name: _size(each) for each in entries}
-        except FileNotFoundError:
-            return {}
-        except NotADirectoryError:
-            if self.path.exists():
-                raise
-            return {}  # a folder above it is a file
+        while True:
+            try:
+                with os.scandir(self.path) as entries:
+                    return {each.name: _size(each) for each in entries}
+            except (FileNotFoundError, NotADirectoryError) as error:
+                if not self.path.exists():  # also where a folder above it is a file
+                    return {}
+                if isinstance(error, NotADirectoryError):
+                    raise
+                # A file was removed since, and what replaces it may not be listed: look again.
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into`; follows no symbolic link and waits for no pipe."""
@@ -169,6 +170,10 @@ class Disk:
         del word
         return self
 
+    def local(self, name: str) -> Path:
+        """Return the file's path."""
+        return self.path / name
+
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Do nothing."""
 
@@ -187,10 +192,7 @@ class Disk:
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
-    try:
-        return entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
-    except FileNotFoundError:  # it was removed since
-        return None
+    return entry.stat(follow_symlinks=False).st_size if entry.is_file(follow_symlinks=False) else None
 
 
 def _read_at(handle: int, into: memoryview, start: int) -> int:

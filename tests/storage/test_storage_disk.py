@@ -136,6 +136,24 @@ def test_a_read_follows_no_link_and_waits_for_no_pipe(place: Disk) -> None:
     assert dict(place.list()) == {"file": 5, "link": None, "pipe": None}
 
 
+def test_a_folder_of_which_a_file_is_replaced_while_it_is_listed_is_listed_again(
+    place: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a checkpoint would have no manifest for that moment: the old one is gone, the new one not listed."""
+    place.path.mkdir()
+    old, new, size_of = place.path / "manifest-1", place.path / "manifest-2", module._size
+    old.write_bytes(b"old")
+
+    def replaced(entry: os.DirEntry[str]) -> int | None:
+        if entry.name == old.name:
+            new.write_bytes(b"newer")
+            old.unlink()
+        return size_of(entry)
+
+    monkeypatch.setattr(module, "_size", replaced)
+    assert dict(place.list()) == {"manifest-2": 5}
+
+
 def test_many_files_are_read_with_few_open(place: Disk) -> None:
     place.path.mkdir()
     for number in range(200):
