@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from accel_core.checkpoint.undeclared import refuse_own_state
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.errors import CheckpointError
@@ -48,6 +47,7 @@ class BaseState:
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         # late: start-up need not wait for them
+        from accel_core.checkpoint.undeclared import refuse_own_state
         from accel_core.contract.state import LeavesOnUse, OptimizerState
         from accel_core.storage.codec import key_text
 

@@ -7,10 +7,8 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from accel_core.distributed.together import RunComm
 from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
-from accel_core.storage.protocols import Alone
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -52,6 +50,8 @@ class CheckpointSession:
     @property
     def comm(self) -> Comm:
         """The ranks of the run. The first use is collective."""
+        from accel_core.distributed.together import RunComm  # late: start-up need not wait for it
+
         self._comm = self._comm or RunComm(self.run)
         return self._comm
 
@@ -95,6 +95,7 @@ class CheckpointSession:
         from accel_core.checkpoint.collect import Numbers, collect, settle, without_collecting_garbage
         from accel_core.checkpoint.places import storage_at
         from accel_core.storage.plan import IncompleteError
+        from accel_core.storage.protocols import Alone
         from accel_core.storage.save import Saver
 
         run, series = self.run, self.series

@@ -30,7 +30,6 @@ from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.binding import no_op
 from accel_core.plugins.discovery import offering
-from accel_core.storage.tensor_bytes import can_pin
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -334,6 +333,8 @@ class Base(BaseState):
         module = torch.get_device_module(self.run.device)
         if hasattr(module, "empty_cache"):
             module.empty_cache()
+        from accel_core.storage.tensor_bytes import can_pin  # late: start-up need not wait for it
+
         empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
         if empty_host_cache is not None and can_pin(self.run.device):
             empty_host_cache()  # pinned memory, of saves above all

@@ -15,7 +15,6 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from accel_core.distributed.mailbox import StoreMailbox
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -84,6 +83,8 @@ class Preemption:
     """
 
     def __init__(self, run: Run, signals: Iterable[int]) -> None:
+        from accel_core.distributed.mailbox import StoreMailbox  # late: start-up need not wait for it
+
         numbers = _numbers_of(signals)
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = StoreMailbox.of(run).under(f"preemption/{next(_made)}")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 T = TypeVar("T")
 Message = Mapping[str, Any]
@@ -67,6 +70,9 @@ class Storage(Protocol):
 
         What it keeps goes with it. word: the same on all ranks.
         """
+
+    def local(self, name: str) -> Path | None:
+        """Return where a file lies on this machine; None if it does not, or not all of it."""
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:
         """Bring these (start, size) of a file near, at once. A disk does nothing."""

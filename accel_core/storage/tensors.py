@@ -23,6 +23,8 @@ from accel_core.storage.plan import Box, Key, intersect, tiling_problem
 from accel_core.storage.tensor_bytes import DTYPES, bytes_within, copyable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accel_core.errors import CheckpointError
 
 STAGING_BYTES: Final = 16 << 20
@@ -63,12 +65,16 @@ class Stored:
         fill([(self, Leaf(kind=self.kind, global_shape=self.shape, shards=shards))])
 
     @property
-    def place(self) -> tuple[DataFile, int] | None:
-        """The file and the start of all its bytes; None if they lie in several boxes."""
+    def place(self) -> tuple[Path, int] | None:
+        """The local file and the start of all its bytes.
+
+        None if they lie in several boxes, or in a store.
+        """
         if len(self.boxes) != 1 or self.layout is not None:
             return None
         ((_, (file, start)),) = self.boxes.items()
-        return file, start
+        path = file.home.local(file.name)
+        return None if path is None else (path, start)
 
     @property
     def nbytes(self) -> int:

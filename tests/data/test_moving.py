@@ -11,7 +11,7 @@ from accel_core import Accelerator, DataLoaderConfiguration
 from accel_core.data import loader as loading
 from accel_core.data import prefetch
 from accel_core.data.loader import prepare_loader
-from accel_core.distributed.nested import can_pin
+from accel_core.storage.tensor_bytes import can_pin
 
 
 def recorded(monkeypatch, data, *, workers, **options):

@@ -31,6 +31,7 @@ ELSEWHERE = {
     "bitsandbytes": "its layers are for the kinds of device that its library has kernels for",
     "ema": "it is no device's matter: its own package runs the kit with it under strategies",
     "replicas": "it is no device's matter: its own package runs the kit with it under a strategy",
+    "mirror": "it copies checkpoints, whatever wrote them",
     "ipex": "it is for Intel's own CPUs and GPUs, which its package tries",
 }
 """What is not tried here, and why."""

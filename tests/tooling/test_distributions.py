@@ -49,7 +49,7 @@ PLUGINS = {
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
     "accel-ray": {"ray"},
-    "accel-stores": {"fsspec"},
+    "accel-stores": {"fsspec", "mirror"},
     "accel-kubernetes": {"kubernetes"},
     "accel-sagemaker": {"sagemaker"},
     "accel-context-parallel": {"cp"},
