@@ -45,7 +45,7 @@ class NodeCopy:
         self.folder = folder
         self.name, self.at, self.create, self.writer = folder.name, folder.at, folder.create, folder.writer
         self.remove, self.claim, self.is_claimed = folder.remove, folder.claim, folder.is_claimed
-        self.room = folder.room
+        self.room, self.local = folder.room, folder.local
         _times[word] += 1
         self._place = f"near-{word}-{_job()}-{_times[word]}"
         self._sizes: Mapping[str, int | None] | None = None
