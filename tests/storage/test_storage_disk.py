@@ -139,7 +139,7 @@ def test_a_read_follows_no_link_and_waits_for_no_pipe(place: Disk) -> None:
 def test_a_folder_of_which_a_file_is_replaced_while_it_is_listed_is_listed_again(
     place: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else a checkpoint would have no manifest for that moment: the old one is gone, the new one not listed."""
+    """Else a checkpoint would have no manifest for that moment."""
     place.path.mkdir()
     old, new, size_of = place.path / "manifest-1", place.path / "manifest-2", module._size
     old.write_bytes(b"old")
