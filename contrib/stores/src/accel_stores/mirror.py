@@ -25,7 +25,6 @@ from attrs import define, field
 from accel_core import (
     CheckpointError,
     ConfigError,
-    Disk,
     Meter,
     Pending,
     StoreMailbox,
@@ -242,8 +241,9 @@ class _Part:
 
     def _send(self, home: Storage, name: str) -> None:
         size = self.records[name].size
-        if isinstance(self.source, Disk) and isinstance(home, Bucket):
-            home.send(self.source.path / name, name)  # it would spool the file once more
+        path = self.source.local(name)
+        if path is not None and isinstance(home, Bucket):
+            home.send(path, name)  # it would spool the file once more
             self.meter.count += size
             return
         piece = memoryview(bytearray(min(size, PIECE_BYTES)))
