@@ -155,7 +155,7 @@ def test_a_place_where_nothing_can_be_made_is_named_with_the_remedy(saver, tmp_p
 def test_three_savers_and_a_reader_at_once_meet_nothing_but_whole_checkpoints(tmp_path, run_processes):
     here = tmp_path / "here"
     *savers, (reads, values) = run_processes(save_beside_others, str(here), 15, world=4)
-    assert [done for done, _ in savers] == [15] * 3
+    assert min(done for done, _ in savers) >= 15
     assert reads >= values > 3
     commit.prune(Disk(here), 0)
     assert len(names(here)) == 2, "a manifest and its save"
