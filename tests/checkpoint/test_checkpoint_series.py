@@ -440,7 +440,7 @@ def dying(start_command, folder, where, how="KILL"):
     return start_command([sys.executable, "-c", text], stdout=subprocess.PIPE)
 
 
-@pytest.mark.parametrize("where", ["commit.manifest_of", "pending.prune"])
+@pytest.mark.parametrize("where", ["commit.manifest_of", "pending.commit"])
 @pytest.mark.by_default
 def test_what_a_killed_save_left_is_removed_by_the_next_of_any_run(
     job, tmp_path, folder, where, start_command

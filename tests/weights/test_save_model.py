@@ -16,8 +16,8 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
-from accel_core.storage.disk import Disk
 from accel_core.checkpoint.weight_files import bytes_in, write_weights
+from accel_core.storage.disk import Disk
 
 
 @pytest.fixture
