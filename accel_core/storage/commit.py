@@ -201,6 +201,7 @@ def prune(place: Storage, keep: int) -> None:
         if older := [name for number, name in found.items() if number < keep]:
             place.remove(older)
         _remove_unnamed(place)
+        place.remove([])
     except (OSError, CheckpointError) as error:
         logger.warning("%s: what this save replaces could not be removed: %s", place, error)
 
@@ -216,7 +217,6 @@ def _remove_unnamed(place: Storage) -> None:
     for save_id in over.difference(manifest.save_id for manifest in found):
         home = place.at(save_id)
         home.remove([*listed(home)])
-    place.remove([])
 
 
 def discard(place: Storage, save_id: str) -> None:

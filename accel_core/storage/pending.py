@@ -146,7 +146,8 @@ class Pending:
         if self._done.is_set():  # a thread that was given up before it had begun
             return
         try:
-            with self.claim, self.mail.alive():
+            others_wait = len(self.comm.nodes) > 1
+            with self.claim, self.mail.alive() if others_wait else nullcontext():
                 self.mail.put(f"vote-{rank}", self._attempt(self._write))
                 self._failure = self._lead() if rank == 0 else self._follow()
                 if first_here(self.comm, self.place):

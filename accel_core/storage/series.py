@@ -192,6 +192,10 @@ class Series:
             place, manifest, expected = self.path_of(number), found[number], self.kept[number]
             if manifest is not None and place.at(manifest.save_id).is_claimed():
                 continue  # by the next save
+            if not commits(place):  # it was removed, or half of it
+                del self.kept[number]
+                prune(place, 0)
+                continue
             if manifest is None or (manifest.name, manifest.save_id) != (place.name, expected):
                 logger.warning("%s is not what this run saved; it stays", place)
                 del self.kept[number]

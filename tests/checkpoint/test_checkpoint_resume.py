@@ -879,11 +879,11 @@ def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_
 
 
 def test_an_optimizer_that_two_ranks_have_described_is_one():
-    def described(*names, calls):
-        return {"class": "Tallying", "groups": [{"params": list(names)}], "own": {"rest": {"calls": calls}}}
+    def described(*names, lr):
+        return {"class": "SGD", "groups": [{"params": list(names), "lr": lr}]}
 
     def unit(*optimizers):
         return {"unit0": {"aliases": {}, "extra": {}, "optimizers": list(optimizers), "schedulers": []}}
 
-    first, same, other = described("a", "b", calls=1), described("b", "a", calls=2), described("c", calls=3)
+    first, same, other = described("a", "b", lr=1), described("b", "a", lr=2), described("c", lr=3)
     assert join_units([unit(first), unit(same, other)])["unit0"]["optimizers"] == [other, first]

@@ -273,7 +273,10 @@ CARELESSLY_RED = {
     "test_nothing_lies_in_a_new_place",
     "test_a_second_create_is_refused",
     "test_of_creates_at_once_one_is_done",
-    "test_a_large_file_is_sent_whole_and_read_in_parts",
+    "test_a_folder_is_named_as_the_user_named_it",
+    "test_a_folder_is_claimed_as_long_as_it_is_used",
+    "test_a_large_file_is_written_whole_and_read_in_parts",
+    "test_what_is_read_near_is_the_same",
     "test_what_is_removed_is_gone_and_may_be_gone_already",
     "test_a_file_that_is_not_there_is_said_so",
 }
@@ -400,7 +403,7 @@ class Folder:
         self.url = url
         self.name = url.rpartition("/")[2]
     def __str__(self):
-        return self.url
+        return NAMED
     def at(self, name):
         return Folder(f"{self.url}/{name}")
     def list(self):
@@ -438,8 +441,11 @@ class Folder:
         return self
     def fetch(self, name, ranges):
         pass
+    def local(self, name):
+        return None
 """
 SOUND = {
+    "NAMED": "self.url",
     "LISTED": "{name.partition('/')[0]: None if '/' in name else size for name, size in below.items()}",
     "MISSING": "FileNotFoundError",
     "READ": "start : start + size",
@@ -482,6 +488,7 @@ SOUND = {
             ({"CLAIMED": "pass"}, {"test_a_folder_is_claimed_as_long_as_it_is_used"}),
             ({"REMOVED": "files.pop(url)"}, {"test_what_is_removed_is_gone_and_may_be_gone_already"}),
             ({"MISSING": "KeyError"}, {"test_a_file_that_is_not_there_is_said_so"}),
+            ({"NAMED": "self.name"}, {"test_a_folder_is_named_as_the_user_named_it"}),
             (
                 {"LISTED": "below or [][0]"},
                 {
@@ -501,6 +508,7 @@ SOUND = {
         "claims-nothing",
         "removes-once",
         "odd-error",
+        "odd-name",
         "odd-list",
     ],
 )

@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from accel_testing.kit.network import CLASSES, FEATURES
 
-__all__ = ["LAYERS", "Tallying", "awkward", "awkward_optimizer"]
+__all__ = ["LAYERS", "awkward", "awkward_optimizer"]
 
 
 class Pixels(nn.Conv2d):
@@ -133,26 +133,6 @@ LAYERS: Mapping[str, Callable[[], nn.Module]] = {
 """Feature -> its layer; `tied` has the weight of the first layer."""
 
 
-class Tallying(torch.optim.SGD):
-    """SGD that counts its steps under a key of its own in `state_dict`."""
-
-    tally = 0
-
-    def __init__(self, params: Any, **options: Any) -> None:
-        super().__init__(params, foreach=True, **options)  # torch's default on devices that it knows
-
-    def step(self, *args: Any, **more: Any) -> Any:
-        self.tally += 1
-        return super().step(*args, **more)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "tally": self.tally}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.tally = state_dict["tally"]
-        super().load_state_dict({key: value for key, value in state_dict.items() if key != "tally"})
-
-
 def awkward(without: Collection[str] = (), seed: int = 0) -> nn.Module:
     """Return the model without some of its features; the same weights for a seed."""
     layers = OrderedDict({"first": _square()})
@@ -168,9 +148,7 @@ def awkward(without: Collection[str] = (), seed: int = 0) -> nn.Module:
     return model
 
 
-def awkward_optimizer(
-    model: nn.Module, without: Collection[str] = (), momentum: float = 0.0
-) -> torch.optim.Optimizer:
+def awkward_optimizer(model: nn.Module, momentum: float = 0.0) -> torch.optim.Optimizer:
     """SGD, with momentum if its state matters. Its steps are as long as gradients."""
-    kind = torch.optim.SGD if "Tallying" in without else Tallying
-    return kind(model.parameters(), lr=0.1, momentum=momentum)
+    # foreach: torch's default on devices that it knows
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum, foreach=True)

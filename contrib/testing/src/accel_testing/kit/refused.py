@@ -12,7 +12,7 @@ from accel_testing.kit.awkward import LAYERS
 
 __all__ = ["accepted"]
 
-FEATURES = (*LAYERS, "Tallying")
+FEATURES = tuple(LAYERS)
 
 
 def accepted(run: Callable[..., list[Any]], task: Callable[..., Any], *args: Any, world: int) -> Any:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -16,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, AccelError
+from accel_core import Accelerator, AccelError, open_checkpoint, storage_at, stored_weights
 from accel_testing.kit.awkward import awkward, awkward_optimizer
 from accel_testing.kit.compare import assert_near
 from accel_testing.kit.network import dataset, forward_loss
@@ -84,7 +80,7 @@ class Plain:
 def by_hand(momentum: float, without: Collection[str], _arguments: Mapping[str, Any]) -> Plain:
     """Return the same training as a plain loop over global batches."""
     model = awkward(without)
-    optimizer = awkward_optimizer(model, without, momentum)
+    optimizer = awkward_optimizer(model, momentum)
     for batch in DataLoader(dataset(STEPS * GLOBAL_BATCH), GLOBAL_BATCH):
         forward_loss(model, batch)[0].backward()
         optimizer.step()
@@ -112,7 +108,7 @@ def _prepared(
     accelerator = make(arguments, mixed_precision="no")
     model, size = awkward(without, seed), GLOBAL_BATCH // accelerator.run.topology.readers
     batches: DataLoader[Any] = DataLoader(dataset(STEPS * GLOBAL_BATCH), size)
-    optimizer = awkward_optimizer(model, without, momentum)
+    optimizer = awkward_optimizer(model, momentum)
     return (accelerator, *accelerator.prepare(model, optimizer, batches))
 
 
@@ -131,21 +127,9 @@ def _here(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def exported(folder: str, _arguments: Mapping[str, Any]) -> list[str]:
     """Names of a checkpoint's model as `state_dict()` has them, read from its files."""
-    with TemporaryDirectory() as target:
-        command = [
-            sys.executable,
-            "-m",
-            "accel_core",
-            "checkpoint",
-            "export",
-            "--format",
-            "torch",
-            folder,
-            target,
-        ]
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert ended.returncode == 0, ended.stderr
-        return [*torch.load(Path(target, "pytorch_model.bin"))]
+    names = [name for names, _ in stored_weights(folder) for name in names]
+    with open_checkpoint(storage_at(folder)) as checkpoint:
+        return names + [key for unit in checkpoint.state["units"].values() for key in unit["extra"]]
 
 
 def keys_of(optimizer: Mapping[str, Any]) -> dict[int, list[str]]:
