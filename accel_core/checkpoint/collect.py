@@ -223,6 +223,8 @@ def _unit(collected: State, unit: Unit) -> dict[str, Any]:
     for name, leaf in without_apart(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
         collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
+        if name in buffers:
+            _refuse_expanded(unit, name, leaf)
     listed: set[str] = set()
     return {
         "strategy": unit.strategy,
@@ -235,6 +237,18 @@ def _unit(collected: State, unit: Unit) -> dict[str, Any]:
         "optimizers": [_optimizer(collected, unit, optimizer, path, listed) for optimizer in unit.optimizers],
         "schedulers": encoded_objects(collected, unit.schedulers, f"{path}.schedulers"),
     }
+
+
+def _refuse_expanded(unit: Unit, name: str, leaf: Leaf) -> None:
+    """Refuse a buffer that a load could not write: its elements share memory."""
+    for _, tensor in leaf.shards:
+        if tensor.numel() > 1 and any(
+            not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
+        ):
+            raise CheckpointError(
+                f"unit {unit.name!r}: buffer {name} was made by expand, and a load cannot write into memory"
+                " that its elements share\nmake it a tensor of its own with clone(), or persistent=False"
+            )
 
 
 def _unapplied(unit: Unit) -> CheckpointError:

@@ -247,16 +247,7 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
             from accel_core.storage.codec import require_plain  # late: start-up need not wait for it
 
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
-        if tensor.layout is torch.strided and 0 in tensor.stride() and _repeats(tensor):
-            raise CheckpointError(
-                f"model/{name} of unit {unit.name!r} was made by expand: its elements share memory, and a"
-                " load cannot write\nmake it a tensor of its own with clone(), or persistent=False"
-            )
     return found
-
-
-def _repeats(tensor: Tensor) -> bool:
-    return any(step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True))
 
 
 def _wraps(tensor: Tensor) -> bool:

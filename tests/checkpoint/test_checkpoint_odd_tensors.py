@@ -210,3 +210,12 @@ def test_a_loop_with_a_closure_may_save_after_its_step(accelerator, tmp_path):
         model.weight.zero_()
     accelerator.load_state(tmp_path / "here")
     assert torch.equal(model.weight, stepped)
+
+
+def test_a_buffer_made_by_expand_is_refused_when_it_is_saved(tmp_path):
+    accelerator, module = Accelerator(device="cpu"), nn.Linear(2, 2)
+    module.register_buffer("mask", torch.zeros(1).expand(4))
+    accelerator.prepare(module)
+    with pytest.raises(CheckpointError, match="buffer mask was made by expand"):
+        accelerator.save_state(tmp_path / "ck")
+    accelerator.end_training()
