@@ -28,7 +28,6 @@ from accel_core.storage.disk import Disk
 from accel_testing.processes import reserved_port
 
 INPUTS = torch.ones(4, 64)
-disk.BEGIN_SECONDS = 0.0  # nobody saves beside: an empty folder is of a save that was killed
 
 
 class Job:
@@ -39,6 +38,7 @@ class Job:
     """
 
     def __init__(self, folder: str | Path, how: str = "") -> None:
+        disk.BEGIN_SECONDS = 0.0  # nobody saves beside: an empty folder is of a save that was killed
         self.folder, self.waits = Path(folder), "async" not in how
         self.numbered = "numbered" in how
         self.target = None if self.numbered else self.folder / "latest"
