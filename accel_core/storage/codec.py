@@ -91,7 +91,10 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
             return value[:]
         return [encode(item, f"{path}[{number}]", store) for number, item in enumerate(value)]
     if kind is dict and all(type(key) is str and not key.startswith("$") for key in value):
-        return {key: encode(item, f"{path}{_step(key)}", store) for key, item in value.items()}
+        return {
+            key: item if type(item) in _PLAIN else encode(item, f"{path}{_step(key)}", store)
+            for key, item in value.items()
+        }
     if kind in (dict, OrderedDict, Counter, defaultdict):
         items = [(key, encode(item, f"{path}[{key!r}]", store)) for key, item in value.items()]
         body = [[encode(key, f"{path} key", store), item] for key, item in items]
