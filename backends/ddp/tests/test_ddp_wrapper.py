@@ -234,33 +234,6 @@ def test_hooks_that_would_see_unreduced_gradients_are_refused_in_prepare(run_pro
     )
 
 
-def drifting(folder: str) -> str:
-    """Train apart in a way that no backward notices, then save: the error of the save."""
-    run = accelerator(DistributedDataParallelKwargs(static_graph=True))
-    given = net()
-    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
-    for x, y in batches(2, rank()):
-        loss = F.mse_loss(model(x), y)
-        run.backward(loss, retain_graph=True)
-        run.backward(2 * loss)
-        optimizer.step()
-        optimizer.zero_grad()
-    try:
-        run.save_state(folder)
-    except AccelError as error:
-        return str(error)
-    finally:
-        run.end_training()
-    return ""
-
-
-def test_ranks_that_drift_in_a_static_graph_are_refused_by_the_next_save(
-    tmp_path: Path, run_processes
-) -> None:
-    for told in run_processes(drifting, str(tmp_path / "ck")):
-        assert "ranks hold different contents of what should be the same on all" in told
-
-
 def odd_parameter() -> str:
     run, model = accelerator(), net()
     codes = nn.Parameter(torch.zeros(3, dtype=torch.int16), requires_grad=False)
