@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, NamedTuple
+from secrets import token_hex
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from attrs import frozen
 
 from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import manifests, read_manifest
-from accel_core.storage.files import DamagedError, understanding
+from accel_core.storage.files import DamagedError, damaged, understanding
 from accel_core.storage.manifest import SAVE
 from accel_core.storage.opened import Block, Opened, reading
 from accel_core.storage.protocols import first_here, firsts, sharers
@@ -32,6 +33,12 @@ class Choice(NamedTuple):
 
     number: int | None
     save_id: str | None
+    word: str
+    """The same on all ranks, and of this load alone."""
+
+
+_Seen: TypeAlias = tuple[str, list[tuple[int | None, list[str]]]]
+"""A word, and number and save ids of what is on a rank's disk."""
 
 
 @frozen
@@ -99,10 +106,10 @@ def load(
     """
     entered_once = [entered]
 
-    def look() -> list[tuple[int | None, list[str]]]:
+    def look() -> _Seen:
         while entered_once:
             entered_once.pop()()
-        return search.look() if first_here(comm, search.folder) else []
+        return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
     choices = _choices(comm, search, look)
     tried: list[int | None] = []
@@ -110,7 +117,7 @@ def load(
         choice = choices.pop(0)
         place = search.at(choice)
         try:
-            return place, _Loading(run, comm, place, choice.save_id).restored(strict=strict)
+            return place, _Loading(run, comm, place, choice).restored(strict=strict)
         except DamagedError as error:
             now = [each for each in _choices(comm, search, look) if each.number == choice.number]
             if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
@@ -135,12 +142,10 @@ def _any_of(search: Search, comm: Comm) -> Callable[[], bool]:
     return lambda: first_here(comm, search.folder) and bool(search.series.candidates())
 
 
-def _choices(
-    comm: Comm, search: Search, look: Callable[[], list[tuple[int | None, list[str]]]]
-) -> list[Choice]:
+def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> list[Choice]:
     """Return the checkpoints that all disks have, in the order in which they are tried. One round."""
     found = comm.together("load_state: look", look)
-    disks = [dict(found[rank]) for rank in firsts(comm, search.folder)]
+    word, disks = found[0][0], [dict(found[rank][1]) for rank in firsts(comm, search.folder)]
     chosen = []
     for number, saves in disks[0].items():
         others = [disk[number] for disk in disks[1:] if number in disk]
@@ -153,15 +158,16 @@ def _choices(
                 "give all ranks the same directory, on a disk that all nodes share",
                 path=str(search.folder),
             )
-        chosen.append(Choice(number, common))
+        chosen.append(Choice(number, common, word))
     return chosen
 
 
 class _Loading:
     """One checkpoint that is tried."""
 
-    def __init__(self, run: Run, comm: Comm, place: Storage, save_id: str | None) -> None:
-        self.run, self.comm, self.place, self.save_id = run, comm, place, save_id
+    def __init__(self, run: Run, comm: Comm, place: Storage, choice: Choice) -> None:
+        self.run, self.comm, self.place, self.choice = run, comm, place, choice
+        self._near = place
         self._stack = ExitStack()
 
     def restored(self, *, strict: bool) -> Manifest:
@@ -188,14 +194,16 @@ class _Loading:
             return checkpoint.manifest
 
     def _opened(self) -> Checkpoint:
-        place, save_id = self.place, self.save_id
+        place, save_id = self.place, self.choice.save_id
         manifest = next((each for each in manifests(place) if each.save_id == save_id), None)
         if manifest is None:
+            if save_id is not None:  # it was replaced meanwhile: all look again
+                raise damaged(place, f"{save_id} is there no more")
             manifest = read_manifest(place)  # which says what is wrong with it
         home = place.at(manifest.save_id)
         if first_here(self.comm, place):
             home = self._stack.enter_context(reading(place, manifest.save_id))
-        self._near = home.near(manifest.save_id)
+        self._near = home.near(self.choice.word)
         return Checkpoint.with_tensors(Opened.of(place, manifest, self._near))
 
     def _verify(self, checkpoint: Checkpoint, needed: Sequence[set[Block]]) -> None:

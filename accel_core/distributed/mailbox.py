@@ -83,7 +83,10 @@ class StoreMailbox:
                         return
 
         try:
-            threading.Thread(target=say, name="alive", daemon=True).start()
+            with suppress(
+                RuntimeError
+            ):  # no thread can be had: this rank is waited for, but no longer than that
+                threading.Thread(target=say, name="alive", daemon=True).start()
             yield
         finally:
             ended.set()

@@ -66,7 +66,7 @@ class Disk:
 
     def list(self) -> Mapping[str, int | None]:
         """Return name -> bytes of each regular file, None of all else: links are not followed."""
-        while True:
+        for _ in range(1000):
             try:
                 with os.scandir(self.path) as entries:
                     return {each.name: _size(each) for each in entries}
@@ -76,6 +76,8 @@ class Disk:
                 if isinstance(error, NotADirectoryError):
                     raise
                 # A file was removed since, and what replaces it may not be listed: look again.
+                time.sleep(0.001)
+        raise OSError(errno.ESTALE, "a name is listed that is not there", str(self.path))
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into`; follows no symbolic link and waits for no pipe."""
@@ -129,7 +131,7 @@ class Disk:
         if self.path.is_symlink():
             raise OSError(errno.ELOOP, "it is a link, and what it leads to stays", str(self.path))
         for name in names:
-            with suppress(FileNotFoundError):
+            with suppress(FileNotFoundError, IsADirectoryError):  # a folder is not ours
                 (self.path / name).unlink()
         with suppress(OSError):
             self.path.rmdir()
@@ -139,18 +141,18 @@ class Disk:
         """Make the folder, and a file in it that this process locks, where the file system has locks."""
         self.path.mkdir(parents=True, exist_ok=True)
         path = self.path / f"{CLAIM}{secrets.token_hex(8)}"
-        with path.open("xb", buffering=0) as file:
-            _held.add(path)
-            try:
+        _held.add(path)
+        try:
+            with path.open("xb", buffering=0) as file:
                 is_locked = _lock(file.fileno())
                 file.write(f"{_boot() if is_locked else '-'} {platform.node()}\n".encode())
                 yield
-            finally:
-                _held.discard(path)
-                with suppress(OSError):
-                    path.unlink()
-                with suppress(OSError):
-                    self.path.rmdir()
+        finally:
+            _held.discard(path)
+            with suppress(OSError):
+                path.unlink()
+            with suppress(OSError):
+                self.path.rmdir()
 
     def is_claimed(self) -> bool:
         """Return True if a claim's lock is held, or may be, or the folder is so new that one may come."""

@@ -293,6 +293,7 @@ class Pending:
                 mail.put(f"commit-{rank}", self._attempt(lambda: self._commit(asked["members"])))
         verdict = mail.wait({0: "verdict"}, patience)[0]
         if verdict is None:
+            self._may_come = True  # rank 0 may have committed, and go on
             return f"rank 0: no verdict within {patience:g} s; it died or hangs"
         failure: str | None = verdict["failure"]
         mail.put(f"heard-{rank}", {})

@@ -57,6 +57,8 @@ class Series:
         self.next_number = first
         self.ancestors: Sequence[str] = ()
         self.kept: dict[int, str] = {}
+        self._unfinished: set[int] | None = None
+        """Numbers of folders without a checkpoint, as they were looked at last."""
 
     @property
     def folder(self) -> Storage:
@@ -82,11 +84,16 @@ class Series:
 
     def free_number(self) -> int:
         """Return a number above all in the folder, also above those that others save now."""
-        others = [number for number in self._numbers() if number not in self.kept]
-        for number in others:
-            if not commits(self.path_of(number)):
-                prune(self.path_of(number), 0)
-        taken = [*self.kept, *(each for each in others if listed(self.path_of(each)))]
+        there, known = {*self._numbers()} - self.kept.keys(), self._unfinished
+        # Older ones that others have saved are looked at once.
+        looked = (
+            there if known is None else {each for each in there if each >= self.next_number or each in known}
+        )
+        unfinished = {number for number in looked if not commits(self.path_of(number))}
+        for number in unfinished:
+            prune(self.path_of(number), 0)
+        self._unfinished = {number for number in unfinished if listed(self.path_of(number))}
+        taken = [*self.kept, *(there - unfinished), *self._unfinished]
         number = max([self.next_number, *(each + 1 for each in taken)])
         if number > self.next_number:
             logger.warning(

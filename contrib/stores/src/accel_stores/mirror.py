@@ -116,7 +116,7 @@ class Mirror:
         if is_due:
             try:
                 self._start(place, read_manifest(place))
-            except CheckpointError as error:
+            except (CheckpointError, OSError) as error:
                 _logger.warning("%s is not copied: %s", place, error)
 
     @implements(hooks.run_ended)

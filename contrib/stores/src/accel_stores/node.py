@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import fcntl
 import json
-import os
 import shutil
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from errno import ENOSPC
@@ -28,8 +27,6 @@ REQUEST_BLOCKS: Final = 4
 AT_ONCE: Final = 4
 """Largest number of requests at a time, and of blocks in one."""
 LIST: Final = "list.json"
-_times: Final[Counter[str]] = Counter()
-"""Times that a word was given in this process: each load has a copy of its own."""
 
 
 class NodeCopy:
@@ -46,8 +43,7 @@ class NodeCopy:
         self.name, self.at, self.create, self.writer = folder.name, folder.at, folder.create, folder.writer
         self.remove, self.claim, self.is_claimed = folder.remove, folder.claim, folder.is_claimed
         self.room, self.local = folder.room, folder.local
-        _times[word] += 1
-        self._place = f"near-{word}-{_job()}-{_times[word]}"
+        self._place = f"near-{word}"
         self._sizes: Mapping[str, int | None] | None = None
 
     def __str__(self) -> str:
@@ -130,14 +126,6 @@ class NodeCopy:
                 )
 
 
-def _job() -> str:
-    """Return a word that the ranks of one job on a node have in common."""
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-        return str(os.getpid())
-    address = f"{os.environ.get('MASTER_ADDR')}-{os.environ.get('MASTER_PORT')}"
-    return "".join(letter if letter.isalnum() else "-" for letter in address)
-
-
 def _groups(blocks: Sequence[int]) -> Iterator[range]:
     """Yield neighbours, as many as one request brings."""
     start = end = blocks[0]
@@ -160,11 +148,14 @@ def _brought(path: Path) -> Iterator[Path | None]:
         return
     with part.open("ab") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        if path.exists():
-            yield None
-            return
-        yield part
-        part.replace(path)
+        try:
+            if path.exists():
+                yield None
+                return
+            yield part
+            part.replace(path)
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
 
 
 def _do_at_once(actions: Iterable[Callable[[], object]]) -> None:

@@ -68,4 +68,7 @@ def _alone(root: Path) -> Iterator[None]:
     """Hold the other processes of this machine that make or remove a folder."""
     with (root / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        try:
+            yield
+        finally:
+            fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
