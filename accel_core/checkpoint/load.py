@@ -12,8 +12,8 @@ from attrs import frozen
 
 from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import manifests, read_manifest
-from accel_core.storage.files import DamagedError, damaged, understanding
+from accel_core.storage.commit import is_there, manifests, read_manifest
+from accel_core.storage.files import DamagedError, damaged, listed, understanding
 from accel_core.storage.manifest import SAVE
 from accel_core.storage.opened import Block, Opened, reading
 from accel_core.storage.protocols import first_here, firsts, sharers
@@ -56,9 +56,10 @@ class Search:
     def look(self) -> list[tuple[int | None, list[str]]]:
         """Return number and save ids, the newest first, of what is on this disk."""
         if self.place is not None:
-            saves = [manifest.save_id for manifest in manifests(self.place)]
-            only_killed = all(map(SAVE.fullmatch, self.place.list()))
-            return [(None, saves)] if saves or not only_killed else []
+            entries = listed(self.place)
+            if not is_there(self.place) and (not entries or any(map(SAVE.fullmatch, entries))):
+                return []  # of killed saves only
+            return [(None, [manifest.save_id for manifest in manifests(self.place)])]
         return [
             (number, [manifest.save_id for manifest in manifests(self.series.path_of(number))])
             for number in self.series.candidates(best=self.best is not None)
@@ -76,8 +77,16 @@ class Search:
         """The folder that is looked into."""
         return self.place or self.series.folder
 
-    def nothing(self, tried: int, *, others: bool) -> CheckpointError:
-        """Return the error where none was loaded. others: there are some without the metric."""
+    def nothing(self, tried: int, lacking: Sequence[str], *, others: bool) -> CheckpointError:
+        """Return the error where none was loaded.
+
+        lacking: what only some nodes have. others: there are some without the metric.
+        """
+        if lacking:
+            return CheckpointError(
+                f"{lacking[0]}\ncopy its folder to where it is missing, or load another: load_state('path')",
+                path=str(self.folder),
+            )
         if self.place is not None:
             return CheckpointError(
                 f"{self.place} is not a checkpoint: manifest-N.json is missing\n"
@@ -111,7 +120,9 @@ def load(
             entered_once.pop()()
         return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
-    choices = _choices(comm, search, look)
+    choices, lacking = _choices(comm, search, look)
+    for each in lacking if comm.rank == 0 else ():
+        logger.warning("passed over: %s", each)
     tried: list[int | None] = []
     while choices:
         choice = choices.pop(0)
@@ -119,7 +130,7 @@ def load(
         try:
             return place, _Loading(run, comm, place, choice).restored(strict=strict)
         except DamagedError as error:
-            now = [each for each in _choices(comm, search, look) if each.number == choice.number]
+            now = [each for each in _choices(comm, search, look)[0] if each.number == choice.number]
             if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
                 choices.insert(0, now[0])
                 continue
@@ -133,33 +144,42 @@ def load(
         and not tried
         and any(comm.together("load_state: look", _any_of(search, comm)))
     )
-    if search.missing_ok and not tried and not others:
+    if search.missing_ok and not (tried or lacking or others):
         return None
-    raise search.nothing(len(tried), others=others)
+    raise search.nothing(len(tried), lacking, others=others)
 
 
 def _any_of(search: Search, comm: Comm) -> Callable[[], bool]:
     return lambda: first_here(comm, search.folder) and bool(search.series.candidates())
 
 
-def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> list[Choice]:
-    """Return the checkpoints that all disks have, in the order in which they are tried. One round."""
+def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[list[Choice], list[str]]:
+    """Return the checkpoints that all disks have, in the order in which they are tried. One round.
+
+    And in words those that only some have: a node was killed before it had committed, or lost its disk.
+    """
     found = comm.together("load_state: look", look)
-    word, disks = found[0][0], [dict(found[rank][1]) for rank in firsts(comm, search.folder)]
-    chosen = []
-    for number, saves in disks[0].items():
-        others = [disk[number] for disk in disks[1:] if number in disk]
-        if len(others) + 1 < len(disks):
-            continue  # a node lacks it: it was killed before it had committed, or lost its disk
-        common = next((each for each in saves if all(each in other for other in others)), None)
-        if common is None and saves and all(others):
+    word, leading = found[0][0], firsts(comm, search.folder)
+    disks = {comm.nodes[rank]: dict(found[rank][1]) for rank in leading}
+    chosen, lacking = list[Choice](), list[str]()
+    for number in dict.fromkeys(each for disk in disks.values() for each in disk):
+        saves = {node: disk[number] for node, disk in disks.items() if number in disk}
+        if missing := [node for node in disks if node not in saves]:
+            where = search.at(Choice(number, None, word))
+            lacking.append(
+                f"{where} is on node {', '.join(map(str, saves))}, not on {', '.join(map(str, missing))}"
+            )
+            continue
+        first, *others = saves.values()
+        common = next((each for each in first if all(each in other for other in others)), None)
+        if common is None and first and all(others):
             raise CheckpointError(
-                f"ranks see different checkpoints in {search.folder}: saves {saves[0]}, {others[0][0]}\n"
+                f"ranks see different checkpoints in {search.folder}: saves {first[0]}, {others[0][0]}\n"
                 "give all ranks the same directory, on a disk that all nodes share",
                 path=str(search.folder),
             )
         chosen.append(Choice(number, common, word))
-    return chosen
+    return chosen, lacking
 
 
 class _Loading:

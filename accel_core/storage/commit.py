@@ -134,7 +134,7 @@ def begin(place: Storage) -> int:
     except OSError as error:
         raise cannot_be_saved(place, error) from error
     numbers = [int(named[1]) for name in entries if (named := _COMMIT.fullmatch(name))]
-    if not numbers and not all(map(SAVE.fullmatch, entries)):
+    if entries and not numbers and not any(map(SAVE.fullmatch, entries)):
         raise CheckpointError(
             f"{place} exists and is not a checkpoint; it was left as it is\n"
             "save to another folder, or move this one away",

@@ -76,11 +76,13 @@ class Saver:
 
         def start() -> tuple[int, Share]:
             commit = self._begin(target, save_id, layout.size, claim, is_new=place is None)
+            begun.append(True)
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             own = as_json(state.own)
             return commit, Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared)
 
         started: list[tuple[int, Share]] = []
+        begun: list[bool] = []
         try:
             comm.together("save_state: begin", lambda: started.append(start()))
             series.number_from(number + 1)
@@ -88,7 +90,7 @@ class Saver:
             named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
             about = {**named, "domains": self._domains(target), **members()} if comm.rank == 0 else {}
         except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
-            if first_here(comm, target):
+            if begun and first_here(comm, target):
                 discard(target, save_id)
             claim.close()
             raise

@@ -98,12 +98,13 @@ def save(folder: str, per_node: int, values: list[float], options: dict) -> list
 def load(folder: str, per_node: int, options: dict) -> tuple[object, str]:
     """What is loaded, or the error; and what was logged."""
     where, name, rows = (options.pop(key, None) for key in ("shared", "name", "rows"))
+    missing_ok = bool(options.pop("missing_ok", False))
     on_a_node_of_its_own(folder, per_node, bool(where))
     job = Job(rows=bool(rows), **options)
     job.train()
     job.set(-1)
     try:
-        job.accelerator.load_state(name)
+        job.accelerator.load_state(name, missing_ok=missing_ok)
         found: object = job.value()
     except Exception as error:
         assert job.value() == -1

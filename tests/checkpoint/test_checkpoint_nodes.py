@@ -112,13 +112,17 @@ def test_what_is_not_on_all_disks_is_passed_over(tmp_path, run_processes):
     shutil.rmtree(inside(tmp_path, 1, "checkpoints/checkpoint_1"))
     found = load(run_processes, tmp_path)
     assert [value for value, _ in found] == [1, 1]
+    assert "passed over: " in found[0][1]
+    assert "checkpoint_1 is on node 0, not on 1" in found[0][1]
 
 
 def test_a_lost_node_is_named(tmp_path, run_processes):
     save(run_processes, tmp_path, 1)
     shutil.rmtree(tmp_path / "node1")
     for said, _ in load(run_processes, tmp_path):
-        assert "there is no checkpoint in" in said
+        assert "checkpoint_0 is on node 0, not on 1\ncopy its folder to where it is missing" in said
+    for said, _ in load(run_processes, tmp_path, missing_ok=True):
+        assert "is on node 0, not on 1" in said, "nothing begins anew beside what one node has"
 
 
 @pytest.mark.full
