@@ -26,21 +26,48 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for prefix, module in _telling(unit, number):
-        own = {**module._parameters, **module._buffers}
+        own, told = _own(module), _told(module)
         weights = {id(each) for each in own.values()}
-        told: dict[str, Any] = {}
-        if type(module).state_dict is not nn.Module.state_dict:
-            told = {key: value for key, value in module.state_dict(keep_vars=True).items() if "." not in key}
-        elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-            module._save_to_state_dict(told, "", True)
-        elif type(module).get_extra_state is not nn.Module.get_extra_state:
-            told["_extra_state"] = module.get_extra_state()
-        if hooks := _own_hooks(module):
-            told = {**own, **told}
-            for hook in hooks:
-                hook(module, told, "", {})
-        found |= {f"{prefix}{key}": value for key, value in told.items() if id(value) not in weights}
+        found |= {
+            f"{prefix}{key}": value
+            for key, value in told.items()
+            if key not in own and id(value) not in weights
+        }
     return found
+
+
+def left_out(unit: Unit, number: int) -> set[str]:
+    """Return the names of weights that their modules leave out of `state_dict`."""
+    found: set[str] = set()
+    for prefix, module in _telling(unit, number):
+        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+            told = _told(module)
+            there = {id(value) for value in told.values()}
+            own = {key: value for key, value in _own(module).items() if value is not None}
+            found |= {
+                f"{prefix}{key}" for key, each in own.items() if key not in told and id(each) not in there
+            }
+    return found
+
+
+def _own(module: nn.Module) -> dict[str, Any]:
+    return {**module._parameters, **module._buffers}
+
+
+def _told(module: nn.Module) -> dict[str, Any]:
+    """Return what the module tells in `state_dict`, weights of children left out."""
+    told: dict[str, Any] = {}
+    if type(module).state_dict is not nn.Module.state_dict:
+        told = {key: value for key, value in module.state_dict(keep_vars=True).items() if "." not in key}
+    elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
+        module._save_to_state_dict(told, "", True)
+    elif type(module).get_extra_state is not nn.Module.get_extra_state:
+        told["_extra_state"] = module.get_extra_state()
+    if hooks := _own_hooks(module):
+        told = {**_own(module), **told}
+        for hook in hooks:
+            hook(module, told, "", {})
+    return told
 
 
 def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, dict[str, str]]:

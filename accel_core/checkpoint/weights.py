@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-from accel_core.checkpoint.extra import extra_state
+from accel_core.checkpoint.extra import extra_state, left_out
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
@@ -52,7 +52,10 @@ def _weights(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
+    absent = left_out(unit, number)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
+        if canonical.removeprefix(prefix) in absent:
+            continue
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
             yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
 

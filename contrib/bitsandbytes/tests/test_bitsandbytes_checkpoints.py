@@ -180,7 +180,7 @@ def test_without_the_extension_scales_of_another_model_are_refused(tmp_path: Pat
     run.end_training()
     run, net = prepared(foreign("nf4", 7))
     before = net(ids()).detach()
-    with pytest.raises(CheckpointError, match=r"takes no notice of its blocks\.0\.up\.weight\.absmax"):
+    with pytest.raises(CheckpointError, match=r"takes no notice of its weight\.absmax"):
         run.load_state(tmp_path / "state")
     assert torch.equal(net(ids()), before)
     run.end_training()
