@@ -203,7 +203,6 @@ def prune(place: Storage, keep: int) -> None:
         if older := [name for number, name in found.items() if number < keep]:
             place.remove(older)
         _remove_unnamed(place)
-        place.remove([])
     except (OSError, CheckpointError) as error:
         logger.warning("%s: what this save replaces could not be removed: %s", place, error)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import CheckpointError
@@ -95,10 +96,7 @@ class Saver:
             claim.close()
             raise
 
-        def committed() -> None:
-            if place is None:
-                series.committed(number, save_id)
-
+        committed = partial(series.committed, number, save_id) if place is None else _nothing
         mail = comm.mailbox(f"save/{save_id}")
         pending = Pending(target, save_id, commit, share, about, claim, comm, mail, committed)
         self._pending = pending
@@ -188,3 +186,7 @@ class Saver:
         if len(leading) == 1:
             return []
         return [[rank for rank, node in enumerate(nodes) if node == nodes[first]] for first in leading]
+
+
+def _nothing() -> None:
+    """Do nothing."""

@@ -11,6 +11,7 @@ import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from attrs import evolve, frozen
@@ -90,8 +91,7 @@ class Series:
             there if known is None else {each for each in there if each >= self.next_number or each in known}
         )
         unfinished = {number for number in looked if not commits(self.path_of(number))}
-        for number in unfinished:
-            prune(self.path_of(number), 0)
+        self._clear(unfinished)
         self._unfinished = {number for number in unfinished if listed(self.path_of(number))}
         taken = [*self.kept, *(there - unfinished), *self._unfinished]
         number = max([self.next_number, *(each + 1 for each in taken)])
@@ -105,9 +105,15 @@ class Series:
 
     def clear(self, numbers: Iterable[int] | None = None) -> None:
         """Remove what killed saves have left, of these numbers or of all."""
-        for number in self._numbers() if numbers is None else numbers:
-            if not commits(self.path_of(number)):
-                prune(self.path_of(number), 0)
+        there = self._numbers() if numbers is None else numbers
+        self._clear(number for number in there if not commits(self.path_of(number)))
+
+    def _clear(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            place = self.path_of(number)
+            prune(place, 0)
+            with suppress(OSError):
+                place.remove([])
 
     def candidates(self, *, best: bool = False) -> list[int]:
         """Return the numbers of checkpoints that may be loaded, newest or best first.
@@ -201,7 +207,7 @@ class Series:
                 continue  # by the next save
             if not commits(place):  # it was removed, or half of it
                 del self.kept[number]
-                prune(place, 0)
+                self._clear([number])
                 continue
             if manifest is None or (manifest.name, manifest.save_id) != (place.name, expected):
                 logger.warning("%s is not what this run saved; it stays", place)
