@@ -207,7 +207,7 @@ class Series:
                 continue  # by the next save
             if not commits(place):  # it was removed, or half of it
                 del self.kept[number]
-                self._clear([number])
+                self._clear({number}.intersection(self._numbers()))
                 continue
             if manifest is None or (manifest.name, manifest.save_id) != (place.name, expected):
                 logger.warning("%s is not what this run saved; it stays", place)

@@ -250,6 +250,8 @@ def _save_until_killed(job: Job, reached: Callable[[str], None]) -> None:
 def kill_at_each_point(folder: str, how: str, links: bool, fresh: bool) -> dict[str, int]:
     """One save a point: killed right before the n-th thing it does to the file system, for every n."""
     job = Job(folder, how)
+    job.save(7)  # which imports what a save needs: an import opens files too
+    job.accelerator.wait_for_checkpoint()
     outcomes = {"points": 0, "old": 0, "new": 0, "none": 0}
     for point in range(1, 1000):
         if fresh:
