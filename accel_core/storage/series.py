@@ -177,7 +177,7 @@ class Series:
 
         counts: the limit counts the checkpoints that led to it. By the first rank of each disk.
         """
-        self.ancestors = loaded.lineage
+        self.ancestors, self._unfinished = loaded.lineage, None
         self.next_number = max(self.next_number, loaded.iteration + 1)  # numbers only rise
         for number in self._numbers() if counts else ():
             manifest = intact(self.path_of(number)) if number <= loaded.iteration else None
