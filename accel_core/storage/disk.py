@@ -38,8 +38,6 @@ _NOT_HERE: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, 
 """Errors by which file systems and kernels say that they have no such operation."""
 _held: Final[set[Path]] = set()
 """Claims of this process: on some systems a lock is lost when its own process looks at it."""
-_reading: Final = threading.Lock()
-"""Held while a file is opened, or moved and read where a system reads nowhere else."""
 
 
 class Disk:
@@ -48,6 +46,7 @@ class Disk:
     def __init__(self, path: Path, *, shared: bool = True) -> None:
         self.path, self.shared = path, shared
         self._open: OrderedDict[str, int] = OrderedDict()
+        self._open_lock = threading.Lock()
 
     def __str__(self) -> str:
         return str(self.path)
@@ -82,7 +81,7 @@ class Disk:
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into`; follows no symbolic link and waits for no pipe."""
         while into:
-            with _reading:  # another thread may close the oldest
+            with self._open_lock:  # another thread may close the oldest, or move this one before it is read
                 count = _read_at(self._handle(name), into, start)
             if not count:
                 raise EOFError(f"it ends after {start} bytes")

@@ -129,7 +129,7 @@ class Pending:
     _done: threading.Event = field(factory=threading.Event, init=False)
 
     def start(self) -> None:
-        """Let a thread do it. Where none can be had, it fails on all ranks."""
+        """Let a thread do it. Where no thread can be had, this raises, and the save fails on all ranks."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
         self._thread = threading.Thread(target=self.run, name=f"save {self.place.name}", daemon=True)
         try:

@@ -57,7 +57,10 @@ class Storage(Protocol):
         """Remove those files that are there, in this order, and the folder if it is empty then."""
 
     def claim(self) -> AbstractContextManager[object]:
-        """Make the folder; while the context is entered, nobody removes what is in it."""
+        """Make the folder; while the context is entered, no other save takes it for one that was killed.
+
+        Where a place has no locks, or on another node, that holds for 24 hours.
+        """
 
     def is_claimed(self) -> bool:
         """Return True if a claim may be in force."""

@@ -68,30 +68,27 @@ class Saver:
         notes, names, numbers, ids = zip(*comm.together("save_state: collect", enter), strict=True)
         (state,), number, save_id = states, max(numbers), ids[0]
         settle(state, notes)
-        layout = self._layout
-        if layout is None or None in names or len({*names}) > 1:
-            layout = self._plan(state, where)
+        layout = self._plan(names, state, where)
         target = place or where.at(f"checkpoint_{number}")
         shared = self._shared(state, target)
         claim = ExitStack()
+        commits: list[int] = []
+        shares: list[Share] = []
 
-        def start() -> tuple[int, Share]:
-            commit = self._begin(target, save_id, layout.size, claim, is_new=place is None)
-            begun.append(True)
+        def start() -> None:
+            commits.append(self._begin(target, save_id, layout.size, claim, is_new=place is None))
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             own = as_json(state.own)
-            return commit, Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared)
+            shares.append(Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared))
 
-        started: list[tuple[int, Share]] = []
-        begun: list[bool] = []
         try:
-            comm.together("save_state: begin", lambda: started.append(start()))
+            comm.together("save_state: begin", start)
             series.number_from(number + 1)
-            ((commit, share),) = started
+            (commit,), (share,) = commits, shares
             named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
             about = {**named, "domains": self._domains(target), **members()} if comm.rank == 0 else {}
         except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
-            if begun and first_here(comm, target):
+            if commits and first_here(comm, target):
                 discard(target, save_id)
             claim.close()
             raise
@@ -128,8 +125,10 @@ class Saver:
         same = before is not None and before.declared == state.declared and self._was_shared == where.shared
         return before.name if before is not None and same else None
 
-    def _plan(self, state: State, where: Storage) -> Layout:
-        """Agree on who writes what."""
+    def _plan(self, names: Sequence[str | None], state: State, where: Storage) -> Layout:
+        """Return who writes what: as in the save before, if all ranks name its layout, else agreed anew."""
+        if self._layout is not None and None not in names and len({*names}) == 1:
+            return self._layout
         self._layout = None  # with its buffer, before the next one is made
         comm, self._was_shared = self.comm, where.shared
         word, groups = gather_groups(comm, state.declared, state.check)
