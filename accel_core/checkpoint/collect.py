@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from xxhash import xxh3_64_hexdigest
@@ -75,7 +75,7 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
         "plugins": plugins,
     }
     digests = [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
-    state.note, state.check = (digests, noted), lambda: _check_names(run, state)
+    state.note, state.check = (digests, noted), partial(_check_names, run)
     return state
 
 

@@ -131,7 +131,7 @@ class Saver:
             return self._layout
         self._layout = None  # with its buffer, before the next one is made
         comm, self._was_shared = self.comm, where.shared
-        word, groups = gather_groups(comm, state.declared, state.check)
+        word, groups = gather_groups(comm, state.declared, lambda: state.check(state))
         disks = [0] * len(comm.nodes) if where.shared else comm.nodes
         writes = plan(groups, comm.rank, disks)
         self._layout = Layout.of(word, state.declared, writes, state.leaves)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _nothing() -> None:
+def _nothing(state: State) -> None:
     """Check nothing."""
 
 
@@ -25,8 +25,8 @@ class State:
     """A state on one rank.
 
     declared: how each leaf is declared. shared: plain data that all ranks have alike; rank 0's is written.
-    own: plain data that only this rank has. note: what ranks tell each other about it. check: raises
-    CheckpointError for leaves that do not belong together; asked when they are new.
+    own: plain data that only this rank has. note: what ranks tell each other about it. check: is given this
+    state when leaves are new, and raises CheckpointError for some that do not belong together.
     """
 
     leaves: dict[Key, Leaf] = field(factory=dict)
@@ -34,7 +34,7 @@ class State:
     shared: dict[str, Json] = field(factory=dict)
     own: dict[str, Json] = field(factory=dict)
     note: Any = None
-    check: Callable[[], None] = _nothing
+    check: Callable[[State], None] = _nothing
 
     def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
         """Add a leaf. Raises CheckpointError if the key is taken."""
