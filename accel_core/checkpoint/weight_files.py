@@ -83,8 +83,7 @@ def write_weights(
     try:
         with show_progress(f"writing {home}", lambda: (done, total)), _workshop(home) as beside_it:
             written = _write_parts(beside_it, counted(), extra, size, safe=safe)
-            with _alone(home):
-                _publish(home, beside_it, written, safe=safe, replace=replace)
+            _publish(home, beside_it, written, safe=safe, replace=replace)
     except OSError as error:
         raise not_written(home, error) from error
 
@@ -196,25 +195,6 @@ def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> T
     return tensor
 
 
-@contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """Wait for other saves into the folder, as far as its file system has locks."""
-    try:
-        import fcntl
-    except ImportError:  # Windows; `_publish` compares what is there afterwards
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):  # some network file systems lock no folders
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_UN)  # closing is not enough: a forked process has it too
-        os.close(handle)
-
-
 def _publish(
     folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool, replace: bool
 ) -> None:
@@ -229,7 +209,6 @@ def _publish(
     ours = (
         _ANY if replace else re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{re.escape(suffix)}(\.index\.json)?")
     )
-    made = {file: (beside / str(number)).stat() for number, file in enumerate(files)}
     for number, file in enumerate(files):
         (beside / str(number)).replace(folder / file)
     if count > 1:
@@ -238,16 +217,9 @@ def _publish(
         text = json.dumps({"metadata": {"total_size": total}, "weight_map": homes}, indent=2)
         with Disk(beside).writer(index) as listing:
             listing.write(text.encode())
-        made[index] = (beside / index).stat()
         (beside / index).replace(folder / index)
+        files.append(index)
     for old in list(folder.iterdir()):
-        if ours.fullmatch(old.name) and old.name not in made:
+        if ours.fullmatch(old.name) and old.name not in files:
             old.unlink(missing_ok=True)
-    there = {path.name: path.stat() for path in folder.iterdir() if ours.fullmatch(path.name)}
-    if there.keys() != made.keys() or not all(os.path.samestat(there[file], made[file]) for file in made):
-        raise CheckpointError(
-            f"{folder}: another save wrote into this folder at the same time, and its files are mixed with"
-            " those of this one\nsave again, and give each of them a folder of its own",
-            path=str(folder),
-        )
     Disk(folder.absolute()).sync()

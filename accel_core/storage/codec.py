@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -104,8 +103,6 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
             raise _refusal(path, f"{odd} is not plain data", _PLAIN_TENSOR)
         if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
             return {"$stored": store(path, value.detach())}
-    if (named := _of_class(value)) is not None:
-        return {tag: encode(body, path, store) for tag, body in named.items()}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
     if tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS:
         about = f"an array of dtype {value.dtype} is not plain data"
@@ -180,62 +177,12 @@ def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
     return CheckpointError(f"{path} cannot be stored: {problem}\n{remedy}")
 
 
-def _of_class(value: Any) -> dict[str, list[Any]] | None:
-    """Tag and body of an enum's member or a named tuple of an importable class."""
-    kind = type(value)
-    home = [kind.__module__, kind.__qualname__]
-    fields = getattr(kind, "_fields", None)
-    if isinstance(value, Enum):
-        body = {"$enum": [*home, value.name]} if kind.__members__.get(value.name) is value else None
-    elif isinstance(value, tuple) and fields is not None:
-        # A subclass may have more attributes, which its items do not hold.
-        whole = len(fields) == len(value) and not getattr(value, "__dict__", None)
-        body = {"$named": [*home, list(value)]} if whole else None
-    else:
-        return None
-    return body if _class_at(*home) is kind else None
-
-
-def _class_at(module: str, name: str) -> Any:
-    """Return a class that this program has imported already; None where it has not."""
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, "__dict__", {}).get(part)  # getattr would import, where modules are lazy
-    return found
-
-
-def _member(body: Any) -> Any:
-    module, name, member = body
-    return _imported(module, name, Enum).__members__[member]
-
-
-def _named_tuple(body: Any) -> Any:
-    module, name, items = body
-    kind = _imported(module, name, tuple)
-    if len(items) != len(kind._fields):
-        raise ValueError(f"{name} has the fields {', '.join(kind._fields)}")
-    return tuple.__new__(kind, items)
-
-
-def _imported(module: str, name: str, base: type) -> Any:
-    found = _class_at(module, name)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        raise CheckpointError(
-            f"the checkpoint holds a {module}.{name}, and this program has no such class\n"
-            f"import {module} before load_state(), which imports nothing itself"
-        )
-    return found
-
-
 def _instead_of(value: Any) -> str:
-    """Return the remedy for a value whose class cannot be found by its name."""
+    """Return the remedy for a value whose class a load would have to import."""
     if isinstance(value, Enum):
-        return "define the enum at the top level of a module, or let state_dict() return its member's .value"
+        return "let state_dict() return its member's .value"
     if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return (
-            "define the named tuple at the top level of a module, without attributes beside its fields,"
-            " or let state_dict() return its _asdict()"
-        )
+        return "let state_dict() return its _asdict()"
     return _REMEDY
 
 
@@ -328,6 +275,6 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
 The body is encoded in turn.
 """
 
-_MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()} | {"$enum": _member, "$named": _named_tuple}
+_MAKE: Final = {tag: make for tag, (_, _, make) in _TAGS.items()}
 
 _TAG_OF: Final = {kind: tag for tag, (kind, _, _) in _TAGS.items()} | {torch.nn.Parameter: "$tensor"}

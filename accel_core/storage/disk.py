@@ -7,7 +7,6 @@ import errno
 import os
 import platform
 import secrets
-import shutil
 import threading
 import time
 from collections import OrderedDict
@@ -159,12 +158,6 @@ class Disk:
         if not entries:
             return _age(self.path) < BEGIN_SECONDS
         return any(_is_alive(self.path / name) for name in entries if name.startswith(CLAIM))
-
-    def room(self) -> int | None:
-        """Return the free bytes of its disk; None of a file system that has no size."""
-        there = next((each for each in (self.path, *self.path.parents) if each.exists()), self.path)
-        disk = shutil.disk_usage(there)
-        return disk.free if disk.total else None
 
     def near(self, word: str) -> Disk:
         """Return itself."""

@@ -65,9 +65,6 @@ class Storage(Protocol):
     def is_claimed(self) -> bool:
         """Return True if a claim may be in force."""
 
-    def room(self) -> int | None:
-        """Return the bytes that it has room for, None where that is not known."""
-
     def near(self, word: str) -> Storage:
         """Return the same folder, to be read several times by the ranks of this node: of a disk, itself.
 

@@ -76,7 +76,7 @@ class Saver:
         shares: list[Share] = []
 
         def start() -> None:
-            commits.append(self._begin(target, save_id, layout.size, claim, is_new=place is None))
+            commits.append(self._begin(target, save_id, claim, is_new=place is None))
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             own = as_json(state.own)
             shares.append(Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared))
@@ -145,7 +145,7 @@ class Saver:
         told = self.comm.together("save_state: shared", lambda: as_json(state.shared) if rank == 0 else None)
         return told[0] if first_here(self.comm, target) else None
 
-    def _begin(self, target: Storage, save_id: str, size: int, claim: ExitStack, *, is_new: bool) -> int:
+    def _begin(self, target: Storage, save_id: str, claim: ExitStack, *, is_new: bool) -> int:
         """Make the save's folder, by the first rank of each disk. Returns the number of its commit.
 
         is_new: it replaces no checkpoint.
@@ -155,16 +155,6 @@ class Saver:
         number = begin(target)
         if is_new and number > 1:
             raise overtaken(target, 1)
-        try:
-            room = target.room()
-        except OSError:
-            room = None
-        if room is not None and room < size:
-            raise CheckpointError(
-                f"{target} cannot be saved: its disk has room for {room} bytes, and {size} are needed\n"
-                "make room, or save to another disk",
-                path=str(target),
-            )
         home = target.at(save_id)
         try:
             claim.enter_context(home.claim())

@@ -179,7 +179,7 @@ def test_a_full_disk_costs_that_save_only(tmp_path, wait, run_processes):
     if not found:
         pytest.skip("this user may not mount a disk")
     said, left, value = found
-    assert "here cannot be saved: its disk has room for" in said
+    assert "No space left on device" in said
     assert (left, value) == (["here"], [1.0])
 
 

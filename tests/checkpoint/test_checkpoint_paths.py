@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 
 import pytest
@@ -124,16 +123,3 @@ def test_the_working_folder_may_be_the_checkpoint(accelerator, tmp_path, monkeyp
 def test_a_name_too_long_for_the_disk_is_an_error_with_a_remedy(accelerator, tmp_path):
     with pytest.raises(CheckpointError, match=r"cannot be saved: .*too long.*\nsave to a"):
         accelerator.save_state(tmp_path / ("n" * 300))
-
-
-def test_a_disk_without_room_is_said_before_anything_is_written(accelerator, tmp_path, monkeypatch):
-    accelerator.save_state(tmp_path / "old")
-    before = sorted(path.name for path in tmp_path.rglob("*"))
-    usage = shutil.disk_usage(tmp_path)
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=3))
-    for wait in (True, False):
-        with pytest.raises(CheckpointError, match=r"its disk has room for 3 bytes, and \d+ are needed"):
-            accelerator.save_state(tmp_path / "new", wait=wait)
-    assert sorted(path.name for path in tmp_path.rglob("*")) == before
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage._replace(free=0, total=0))
-    accelerator.save_state(tmp_path / "where-nothing-is-known")

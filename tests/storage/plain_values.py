@@ -4,25 +4,9 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict, deque
 from datetime import datetime, time, timedelta, timezone
-from enum import Enum, IntEnum
 from pathlib import Path
-from typing import NamedTuple
 
 from hypothesis import strategies as st
-
-
-class Phase(Enum):
-    WARM_UP = "warm-up"
-    DECAY = ("cosine", 0.1)
-
-
-class Best(NamedTuple):
-    score: float
-    step: int
-
-    class Where(IntEnum):
-        VALIDATION = 1
-
 
 ZONES = st.builds(
     timezone, st.timedeltas(timedelta(hours=-23), timedelta(hours=23)), st.text(min_size=1, max_size=5)
@@ -44,7 +28,6 @@ SCALARS = st.one_of(
     st.timedeltas(),
     st.times(timezones=st.none() | ZONES),
     st.datetimes(timezones=st.none() | ZONES),
-    st.sampled_from([*Phase, *Best.Where]),
     st.builds(range, st.integers(), st.integers(), st.integers(min_value=1)),
     st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"])).map(Path),
 )
@@ -52,7 +35,7 @@ SCALARS = st.one_of(
 
 HASHABLE = st.recursive(
     SCALARS,
-    lambda inner: st.tuples(inner, inner) | st.builds(Best, inner, inner) | st.frozensets(inner, max_size=3),
+    lambda inner: st.tuples(inner, inner) | st.frozensets(inner, max_size=3),
     max_leaves=4,
 )
 

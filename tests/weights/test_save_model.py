@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import sys
 import threading
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from torch import nn
 
 from accel_core import Accelerator, AccelError, CheckpointError, ConfigError
 from accel_core.checkpoint.weight_files import bytes_in, write_weights
-from accel_core.storage.disk import Disk
 
 
 @pytest.fixture
@@ -381,45 +379,6 @@ def test_savers_of_one_folder_leave_each_others_files_alone(accelerator, tmp_pat
     assert not failed
     assert names(tmp_path) == ["model.safetensors"]
     assert any(same(read(tmp_path), state) for state in states)
-
-
-def write_in_parts(folder, state):
-    write_weights(folder, [([name], each) for name, each in state.items()], {}, 100, safe=True)
-
-
-def test_savers_of_one_folder_do_not_mix_their_parts(tmp_path):
-    states = [model_of(seed).state_dict() for seed in (0, 1)]  # seeds are of all threads
-    threads = [threading.Thread(target=write_in_parts, args=(tmp_path, state)) for state in states * 10]
-    for each in threads:
-        each.start()
-    for each in threads:
-        each.join()
-    assert any(same(read(tmp_path), state) for state in states)
-
-
-def test_parts_that_are_mixed_with_another_saves_are_an_error(tmp_path, monkeypatch):
-    def no_locks(*_):
-        raise OSError
-
-    writer = Disk.writer
-
-    def meanwhile(disk, name):
-        monkeypatch.undo()
-        monkeypatch.setattr("fcntl.flock", no_locks)
-        write_in_parts(tmp_path, model_of(1).state_dict())
-        return writer(disk, name)
-
-    monkeypatch.setattr("fcntl.flock", no_locks)
-    monkeypatch.setattr(Disk, "writer", meanwhile)
-    with pytest.raises(CheckpointError, match="another save wrote into this folder at the same time"):
-        write_in_parts(tmp_path, model_of(0).state_dict())
-
-
-def test_a_system_without_locks_of_files_saves_too(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "fcntl", None)
-    state = model_of(0).state_dict()
-    write_in_parts(tmp_path, state)
-    assert same(read(tmp_path), state)
 
 
 @pytest.mark.parametrize("safe", [True, False])

@@ -156,10 +156,6 @@ class Bucket:
             return is_used(name)
         return not since.isdecimal() or time() - int(since) < CLAIM_SECONDS
 
-    def room(self) -> int | None:
-        """Return None: a store does not say."""
-        return None
-
     def near(self, word: str) -> Storage:
         """Return it with a copy on this node of what is read."""
         return NodeCopy(Bucket(self.objects, self.objects.pinned(self.url)), word)

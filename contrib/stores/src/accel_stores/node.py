@@ -42,7 +42,7 @@ class NodeCopy:
         self.folder = folder
         self.name, self.at, self.create, self.writer = folder.name, folder.at, folder.create, folder.writer
         self.remove, self.claim, self.is_claimed = folder.remove, folder.claim, folder.is_claimed
-        self.room, self.local = folder.room, folder.local
+        self.local = folder.local
         self._place = f"near-{word}"
         self._sizes: Mapping[str, int | None] | None = None
 
