@@ -18,26 +18,29 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-SPECS = Path("accel_core/contract/hooks.py")
+SPECS = Path("accel_core/contract/hooks")
+ROLES = ("heart", "prepare", "device", "launcher", "observer")
 MARK = re.compile(r"spec\('(\w+)'(, per_step=True)?(, asked='[\w ]+')?\)")
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
 def hooks(root: Path = ROOT) -> str:
-    """docs/hooks.md: every hook by section, with kind, signature and docstring."""
-    source = (root / SPECS).read_text(encoding="utf-8")
-    module = ast.parse(source)
-    lines = ["# Hooks", "", f"Written by tools/reference.py from {SPECS}; change them there.", ""]
-    lines += [ast.get_docstring(module) or "", ""]
-    for node in module.body:
-        lines += list(_entry(node, source))
+    """docs/hooks.md: every hook by role and section, with kind, signature and docstring."""
+    lines = ["# Hooks", "", f"Written by tools/reference.py from {SPECS}/; change them there.", ""]
+    lines += [ast.get_docstring(_module(root / SPECS / "__init__.py")) or "", ""]
+    for role in ROLES:
+        source = (root / SPECS / f"{role}.py").read_text(encoding="utf-8")
+        module = ast.parse(source)
+        lines += [f"## {role.capitalize()}", "", ast.get_docstring(module) or "", ""]
+        for node in module.body:
+            lines += list(_entry(node, source))
     return "\n".join((*lines, *_words(root), ""))
 
 
 def _words(root: Path) -> Iterator[str]:
     """Describe the phases of `transform_model`, and each capability word."""
     yield from ("## Phases of `transform_model`", "", "In order:", "")
-    for phase in _literal(root / SPECS, "PHASES"):
+    for phase in _literal(root / SPECS / "prepare.py", "PHASES"):
         yield f"- `{phase}`"
     yield from (
         "",
@@ -62,7 +65,7 @@ def _literal(path: Path, name: str) -> Any:
 def _entry(node: ast.stmt, source: str) -> Iterator[str]:
     title = _banner_above(node, source)
     if title:
-        yield from (f"## {title[0].upper()}{title[1:]}", "")
+        yield from (f"### {title[0].upper()}{title[1:]}", "")
     if not isinstance(node, ast.FunctionDef):
         return
     marks = [mark for decorator in node.decorator_list if (mark := MARK.match(ast.unparse(decorator)))]
@@ -73,7 +76,7 @@ def _entry(node: ast.stmt, source: str) -> Iterator[str]:
     refined = next((argument.arg for argument in node.args.args if argument.arg != "unit"), "")
     of_what = f" of `{refined}`" if kind == "wrapper" else ""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    yield from (f"### {node.name}", "", f"*{kind}{per_step}{of_what}*", "")
+    yield from (f"#### {node.name}", "", f"*{kind}{per_step}{of_what}*", "")
     yield from ("```text", f"{node.name}({ast.unparse(node.args)}){result}", "```", "")
     yield from (ast.get_docstring(node) or "", "")
 

@@ -1,0 +1,30 @@
+"""The contract between core and plugins: every hook, in a file per role.
+
+`heart` comes first: what a strategy and a precision implement before anything else. `prepare`, `device`,
+`launcher` and `observer` have the rest.
+
+Each hook has a kind:
+
+* `owner`: exactly one plugin does it, the topmost in layer order that implements it. Core resolves the
+  owner once; the returned value, None included, never decides which plugin answers. To call the next
+  implementation down, a plugin uses `self.below`: the same hooks resolved for the layers under it.
+* `everyone`: all plugins that implement it, bottom layer first. The return type says how answers combine:
+  a Mapping merges (two answers for one key are an error), a Sequence concatenates, contexts and factories
+  of contexts are entered bottom up, anything else must agree. None is not an answer.
+* `wrapper`: each plugin refines the first parameter after `unit`, bottom layer innermost, and returns it.
+
+Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot.
+Trackers implement observers only, extensions no owner hook.
+
+Hooks and implementations take plain parameters: no `*`, no defaults, no `**kwargs`. An implementation may
+leave out some of them; later versions only add more. Per-step hooks are bound once per unit, by `prepare`.
+"""
+
+from __future__ import annotations
+
+from accel_core.contract.hooks.device import *  # noqa: F403
+from accel_core.contract.hooks.heart import *  # noqa: F403
+from accel_core.contract.hooks.launcher import *  # noqa: F403
+from accel_core.contract.hooks.observer import *  # noqa: F403
+from accel_core.contract.hooks.prepare import *  # noqa: F403
+from accel_core.contract.spec import implements as implements

@@ -1,0 +1,162 @@
+# mypy: disable-error-code="empty-body"
+"""The hooks that a device implements."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from accel_core.contract.spec import spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from accel_core.contract.config import RunConfig
+    from accel_core.contract.state import Json
+    from accel_core.contract.world import Topology, World
+
+Point = Literal["batch", "backward", "step", "host_read", "state"]
+
+
+# -- a device, before and as a run is set up ---------------------------------------------------------
+
+
+@spec("owner")
+def select_device(world: World) -> torch.device:
+    """Return the device of this process, made current.
+
+    Raises if `local_rank` has none. base: the card's torch device type, index `local_rank`.
+    """
+
+
+@spec("owner")
+def capabilities(device: torch.device) -> frozenset[str]:
+    """Capability words of this chip under this stack; at most the card's `offers`.
+
+    A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. If a plugin of the
+    stack needs a missing word, core refuses the stack, and names the layer that removed the word.
+    """
+
+
+@spec("owner")
+def communication_backend(device: torch.device) -> Mapping[str, str]:
+    """Torch device type -> torch.distributed backend. Core adds one for the CPU."""
+
+
+@spec("everyone", asked="launch class")
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Variables that vendor libraries read when they are imported.
+
+    Called in the launcher, where `world` is a guess, and by the run before vendor imports, under any
+    launcher. Must not import torch. Core sets unset variables; a user's own value stays, and core says so.
+    """
+
+
+@spec("owner", asked="launch class")
+def visible_devices(config: RunConfig) -> tuple[str, int | None]:
+    """(variable that masks devices, their number on this machine), without torch.
+
+    The number is None if no file tells it; core then asks torch.
+    """
+
+
+@spec("owner")
+def seed(seed: int, topology: Topology) -> None:
+    """Seed python's, numpy's, torch's and the device's generators of this process."""
+
+
+# -- services of a device ----------------------------------------------------------------------------
+
+
+@spec("owner")
+def memory_stats(device: torch.device) -> Mapping[str, int]:
+    """Bytes: allocated, reserved, peak, total, free; without those that are unknown.
+
+    Of any device of the kind, not only of the run's. free: what can still be allocated, cached memory
+    included.
+    """
+
+
+@spec("owner")
+def empty_cache() -> None:
+    """Give cached memory that is not used back, the device's and the host's."""
+
+
+@spec("owner")
+def synchronize(device: torch.device) -> None:
+    """Wait for all work on the device."""
+
+
+@spec("owner")
+def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
+    """Return the same nested structure with its tensors on the device."""
+
+
+@spec("owner", per_step=True)
+def mark_step(point: Point) -> None:
+    """Cut the device's lazily recorded graph here, if it has one.
+
+    Called after a batch is placed (batch), after backward, after an optimizer step (step), before
+    core reads a tensor on the host (host_read), and before state is read (state).
+    """
+
+
+@spec("everyone")
+def rng_state() -> Mapping[str, Tensor]:
+    """Return stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
+
+
+@spec("everyone")
+def set_rng_state(streams: Mapping[str, Tensor]) -> None:
+    """Restore the streams that this plugin's `rng_state` names, or raise."""
+
+
+@spec("owner")
+def set_affinity(world: World) -> None:
+    """Pin this process to the CPUs nearest its device."""
+
+
+@spec("owner")
+def destroy_process_group() -> None:
+    """Undo `init_process_group`, after the last run that uses the group."""
+
+
+# -- what a device says of itself --------------------------------------------------------------------
+
+
+@spec("owner")
+def device_specs(device: torch.device) -> Mapping[str, Json]:
+    """Return the peaks of this chip as its vendor states them; empty if unknown.
+
+    flops: dtype (float64, float32, bfloat16, float16 or float8) -> FLOP/s of dense matrix products, as the
+    process is set up now. memory: bytes. bandwidth: bytes/s of that memory. source: the vendor's paper that
+    has them. Leave out a figure that the vendor does not state. base: empty.
+    """
+
+
+@spec("owner")
+def device_health(device: torch.device) -> Mapping[str, Json]:
+    """Return the current readings of the chip's sensors; empty if it has none.
+
+    temperature: degrees Celsius. power: watts. clock: MHz. busy: share of the last sampling interval in
+    which the chip computed. throttled: reasons why its clock is reduced. memory_errors: uncorrected ones
+    since its driver started. Leave out unknown readings. For the run's record, on its main process, once
+    per second at most: it must neither wait nor raise. base: empty.
+    """
+
+
+@spec("everyone")
+def environment_report() -> Mapping[str, str]:
+    """Lines for `accel env`, which asks devices: what -> found.
+
+    Called in any process; must not raise.
+    """
+
+
+@spec("everyone")
+def profiler_activities() -> Sequence[str]:
+    """Names of torch.profiler's activities that `accelerator.profile()` records.
+
+    base: the CPU, and the run's device if torch's profiler knows it.
+    """

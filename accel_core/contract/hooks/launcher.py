@@ -1,0 +1,72 @@
+# mypy: disable-error-code="empty-body"
+"""The hooks of plugins that live without a run: launchers and stores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core.contract.spec import spec
+
+if TYPE_CHECKING:
+    from accel_core.contract.config import LaunchConfig
+    from accel_core.contract.job import Allocation, Job, SubmittedJob
+    from accel_core.storage.protocols import Storage
+
+
+# -- launchers, which run before the workers ---------------------------------------------------------
+
+
+@spec("owner", asked="launcher")
+def launch(job: Job) -> int:
+    """Start the job's workers, wait, and return the exit code.
+
+    Launchers only. The code is that of the first rank that fails, which is reported once. Workers' output
+    appears as it comes, in whole lines. SIGINT and SIGTERM end all workers. `accel launch` runs on each node,
+    unless the launcher starts it there.
+    """
+
+
+@spec("owner", asked="launcher")
+def allocation(launch: LaunchConfig) -> Allocation | None:
+    """Return the machines that the launcher's engine has given to this process.
+
+    None outside of a job. Launchers only; `launcher: auto` takes the first that answers. A launcher that
+    is named, and starts workers on other machines, answers with `elsewhere=True`. Raises LaunchError if
+    `launch` asks for other machines.
+    """
+
+
+@spec("owner", asked="launcher")
+def submit(job: Job) -> SubmittedJob:
+    """Hand `job.command` to an engine that runs it later, and return at once.
+
+    Launchers only.
+    """
+
+
+@spec("owner", asked="launcher")
+def preview(job: Job, submits: bool) -> str:
+    """Return the commands and files of `submit`, or else of `launch`, as text.
+
+    Launchers only, for `--dry-run`: nothing is started or sent.
+    """
+
+
+@spec("owner", asked="launcher")
+def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
+    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
+
+    Launchers only. Returns each rank's value, in rank order; LaunchError has a failing rank's traceback.
+    """
+
+
+# -- places of checkpoints ---------------------------------------------------------------------------
+
+
+@spec("owner", asked="store")
+def open_storage(url: str) -> Storage:
+    """Return the folder of this URL, which need not be there: see `accel_core.storage.protocols.Storage`.
+
+    Raises CheckpointError for a URL that cannot be one.
+    """

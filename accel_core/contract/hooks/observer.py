@@ -1,0 +1,92 @@
+# mypy: disable-error-code="empty-body"
+"""The hooks that tell plugins what happens in a run: trackers implement these."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from accel_core.contract.spec import spec
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch.optim import Optimizer
+
+    from accel_core.contract.config import RunConfig
+    from accel_core.contract.state import Json
+    from accel_core.contract.unit import Unit
+
+
+# -- what happens in a run ---------------------------------------------------------------------------
+
+
+@spec("observer")
+def run_started(run_id: str, config: RunConfig) -> None:
+    """Note that the run is up on this rank."""
+
+
+@spec("observer")
+def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    """Open the project for `init_trackers`, and note `config` (nested, any values).
+
+    This hook and `log` are called on the main process, and on all ranks for a plugin whose attribute
+    `main_process_only` is False. `options`: the entry of `init_kwargs` under the plugin's name.
+    """
+
+
+@spec("observer")
+def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
+    """Log for `accelerator.log`, or raise for values that cannot be logged.
+
+    `values`: mappings may be nested; tensors of one element have become numbers. `options`: the entry of
+    `log_kwargs` under the plugin's name.
+    """
+
+
+@spec("everyone", per_step=True)
+def after_step(unit: Unit, optimizer: Optimizer, applied: bool) -> None:
+    """Follow an optimizer step of the unit; called once per optimizer."""
+
+
+@spec("observer")
+def checkpoint_committed(folder: Path | str, step: int | None) -> None:
+    """Note that a save has become the checkpoint `folder`. Every rank, main thread.
+
+    A URL is text. Called at once after a save that waits; otherwise when the rank next saves, waits for the
+    checkpoint, or ends.
+    """
+
+
+@spec("observer")
+def save_run_state() -> Mapping[str, Json]:
+    """Return state of the whole run, such as the id of a tracker's run.
+
+    Checkpoints keep it under the plugin's name. Called on the main process. State of a unit belongs to
+    `save_state`.
+    """
+
+
+@spec("observer")
+def load_run_state(state: Mapping[str, Json]) -> None:
+    """Take back the answer of this plugin's `save_run_state`.
+
+    Called on every rank, also before `tracking_started`.
+    """
+
+
+@spec("observer")
+def run_ended() -> None:
+    """Close what is open: `end_training` was called, or the process exits."""
+
+
+# -- what a plugin says of its unit ------------------------------------------------------------------
+
+
+@spec("everyone")
+def describe(unit: Unit) -> Sequence[str]:
+    """Return lines about the unit for `accelerator.explain()`.
+
+    They say how `prepare` changed the unit, and why. Called after `prepare`, on any rank by itself; each
+    string is one line.
+    """

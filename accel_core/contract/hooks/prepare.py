@@ -1,0 +1,263 @@
+# mypy: disable-error-code="empty-body"
+"""The hooks that `Accelerator()` and `prepare` call: what else a strategy or an extension may decide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from accel_core.contract.spec import spec
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from accel_core.contract.config import RunConfig
+    from accel_core.contract.mesh import Mesh, MeshDim
+    from accel_core.contract.unit import Unit
+    from accel_core.contract.world import Collectives, Topology, World
+
+PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
+
+DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule", "placement", "data_order")
+"""Duties that a plugin may take over from the run altogether."""
+
+PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
+"""Phases of `transform_model`, in order.
+
+`place_model` and `wrap_model` run between the last two.
+"""
+
+
+# -- a run, on all ranks -----------------------------------------------------------------------------
+
+
+@spec("observer")
+def refuse(config: RunConfig) -> Sequence[str]:
+    """Reasons why this stack cannot run with this config, each saying what to change."""
+
+
+@spec("everyone")
+def owns(config: RunConfig) -> Sequence[str]:
+    """Return the duties this plugin takes over; a unit has one claim of each."""
+
+
+@spec("everyone")
+def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
+    """Dimensions that this plugin divides the ranks along. The same on all ranks."""
+
+
+@spec("owner")
+def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
+    """Return the mesh of the dimensions that all plugins declare. Collective.
+
+    base: None without dimensions and in a world of one (sizes that do not fit it are refused); else torch's
+    `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives. A plugin that drives
+    several devices per process builds the mesh over those devices.
+    """
+
+
+@spec("owner")
+def data_topology(mesh: Mesh | None, world: World) -> Topology:
+    """Division of data and losses over ranks. base: the mesh's, else all ranks read."""
+
+
+@spec("owner")
+def collectives(dim: str) -> Collectives:
+    """Return collectives over `dim`; `group` is torch's process group. Cached.
+
+    `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
+    several joined by "+", outermost first. Called on all ranks in the same order.
+    """
+
+
+# -- a unit, on all ranks ----------------------------------------------------------------------------
+
+
+@spec("owner")
+def kind_of(object: object) -> PreparedKind | None:
+    """Kind of an object given to `prepare`; None is an error.
+
+    Ask `below` about other objects. base: torch's Module, Optimizer, LRScheduler, DataLoader.
+    """
+
+
+@spec("everyone")
+def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[str]:
+    """Reasons why the unit, which may be new and empty, cannot take in these objects.
+
+    Asked about all objects of a `prepare` before anything is changed; each reason says what to change.
+    """
+
+
+@spec("everyone")
+def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
+    """Return a context for building large models: on the meta device, or in parts.
+
+    Entered by `accelerator.model_init_context` before the unit (None: not named yet) is prepared, on all
+    ranks; may be collective. `wrap_model` fills in the weights that the context leaves out.
+    """
+
+
+@spec("wrapper")
+def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
+    """Change the model in one of `PHASES`, in place or by returning another.
+
+    Called once per model and phase: with the user's model up to `compile`, on the device it comes from;
+    in `post` with the result of `wrap_model`. Optimizers of the same `prepare` are in the unit already.
+    Tensors that stay the same objects keep the names of the user's model, and optimizers follow a tensor
+    that is replaced under its name. base compiles, as section `compile` says.
+    """
+
+
+@spec("everyone")
+def compile_options() -> Mapping[str, Any]:
+    """Arguments of `torch.compile` that section `compile` leaves unset or `auto`."""
+
+
+@spec("owner")
+def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
+    """Move the model's parameters and buffers. base: `model.to(device)`."""
+
+
+@spec("wrapper")
+def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
+    """Wrap or change the optimizer that `wrap_optimizer` or `prepare_unit` made.
+
+    A wrapper shares `param_groups` and `state` with the optimizer inside. Replacing an engine's optimizer
+    (`prepare_unit`) is an error.
+    """
+
+
+@spec("owner")
+def wrap_scheduler(unit: Unit, scheduler: Any) -> LRScheduler:
+    """Return the scheduler that is stepped and saved. base: the user's object."""
+
+
+@spec("owner")
+def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
+    """Return an iterable that moves a loader's batches to the device.
+
+    Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
+    leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
+    """
+
+
+@spec("owner")
+def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
+    """Return the strategy's config with values known now; kept as `unit.config`.
+
+    Called in each `prepare` that adds to the unit, with its models, optimizers and schedulers there,
+    untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
+    """
+
+
+@spec("owner")
+def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
+    """Make an engine of all objects of the unit.
+
+    Replaces `place_model`, `wrap_model` and `wrap_optimizer`, in each `prepare` that adds to the unit, after
+    the phases up to `compile`. The user's objects, new ones last, are in `unit.models`, `optimizers` (which
+    hold the final parameters) and `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers
+    are replaced by those that per-step hooks get. Raise for late objects. base: each by its own hooks.
+    """
+
+
+@spec("owner")
+def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
+    """Return the user's module inside what `wrap_model` returned, or a copy of it.
+
+    Any other module, which the unit may not have, is returned as it is.
+    """
+
+
+@spec("everyone")
+def release(unit: Unit) -> None:
+    """Drop ties to devices and process groups. Also from `atexit`; must not raise."""
+
+
+# -- around a forward --------------------------------------------------------------------------------
+
+
+@spec("wrapper", per_step=True)
+def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
+    """Return the user's batch: a rank's part, padded, in the device's dtypes.
+
+    Called for each batch of a prepared loader, after it was moved to the device, on the stream that
+    computes, by all ranks alike. `unit`: the run's only one; None if it has several.
+    """
+
+
+@spec("everyone", per_step=True)
+def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
+    """Return a context around forward and backward of one micro-batch.
+
+    Entered where the batch is known: in `forward_backward`, evaluation included, and in
+    `accumulate(model, batch=...)`. A plugin that relies on it must raise if a forward runs outside it.
+    """
+
+
+@spec("everyone")
+def share_sequences(
+    buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
+) -> AbstractContextManager[Any] | None:
+    """Return a context in which each tensor is this rank's part along its `dims`.
+
+    Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
+    loader has split. Afterwards the tensors are whole again, except those in `kept`.
+    """
+
+
+@spec("owner")
+def checkpoint_function(unit: Unit) -> Callable[..., Any]:
+    """Return a function that calls another, and calls it again in backward.
+
+    It is called as `torch.utils.checkpoint.checkpoint` is, with a function and its arguments. For plugins
+    that keep few activations. A precision whose contexts torch does not restore in backward returns its
+    own. base: torch's, not reentrant.
+    """
+
+
+@spec("wrapper", per_step=True)
+def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
+    """Read or change a parameter's gradient of one backward, before its reduction.
+
+    Called once per backward, with the parameter's canonical name, under the loss scale. Needs a strategy
+    that offers `local_gradients`; any other is refused in `prepare`.
+    """
+
+
+# -- ranks that step alone, and copies of state ------------------------------------------------------
+
+
+@spec("owner")
+def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
+    """Return a context in which ranks may have unequally many batches, or raise."""
+
+
+@spec("owner")
+def average_parameters(unit: Unit) -> None:
+    """Average trainable parameters over the topology's `loss_dim`. Collective.
+
+    For `LocalSGD`, between steps. base: one all_reduce per dtype. Only strategies whose card
+    offers `local_sgd` are asked.
+    """
+
+
+@spec("everyone")
+def parameters_averaged(unit: Unit) -> None:
+    """Average over `loss_dim` what this plugin derives from the parameters.
+
+    Collective. Called after `average_parameters`; before it, ranks have stepped alone.
+    """
+
+
+@spec("owner")
+def snapshot_safe(unit: Unit) -> bool:
+    """Return True if the tensors of the unit's leaves can be copied now.
+
+    Asked before a save that is written while training goes on; False refuses it. base: True.
+    """
