@@ -78,7 +78,7 @@ def test_no_result_of_the_kit_is_red_or_missing() -> None:
 
 def test_hooks_md_has_every_hook_with_its_kind_once() -> None:
     specs = {name: hook.accel_spec for name, hook in vars(hooks).items() if hasattr(hook, "accel_spec")}
-    found = re.findall(r"^### (\w+)\n\n\*(\w+)", text(ROOT / "docs" / "hooks.md"), re.MULTILINE)
+    found = re.findall(r"^#### (\w+)\n\n\*(\w+)", text(ROOT / "docs" / "hooks.md"), re.MULTILINE)
     refuse(
         differences("docs/hooks.md", found, [(name, spec.kind) for name, spec in specs.items()]),
         "the page is not as the contract: mend tools/reference.py",
