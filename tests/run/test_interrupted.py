@@ -5,10 +5,8 @@ from __future__ import annotations
 import ast
 import contextlib
 import dis
-import fcntl
 import gc
 import inspect
-import os
 import random
 import sys
 from itertools import count
@@ -22,7 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, skip_first_batches
-from accel_core.checkpoint.weight_files import _alone as saving_alone
 from accel_core.contract.world import current_operation
 from accel_core.distributed.together import gather_from_all_ranks
 from accel_core.storage.save import Saver
@@ -501,31 +498,6 @@ def test_after_ctrl_c_at_any_place_of_a_step_of_all_ranks_no_operation_is_under_
             break
     assert at > 5
     assert not left
-
-
-@pytest.mark.timeout(60)
-def test_after_ctrl_c_at_any_place_of_a_folders_lock_its_thread_does_not_wait_for_itself(tmp_path):
-    for at in count(1):
-        interruption = Interruption(at)
-        with contextlib.suppress(KeyboardInterrupt), interruption, saving_alone(tmp_path):
-            pass
-        with saving_alone(tmp_path):  # the lock may still be held
-            pass
-        if not interruption.where:
-            break
-    assert at > 5
-    with locked(tmp_path):  # not even by a handle that was left open
-        pass
-
-
-@contextlib.contextmanager
-def locked(folder):
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(handle)
 
 
 def test_a_save_that_ctrl_c_ends_as_its_folder_is_made_leaves_nothing(script, monkeypatch):
