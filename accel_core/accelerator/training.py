@@ -271,8 +271,8 @@ class Training:
                 )
             units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
         for unit in units:
-            if unit.window.boundary:
-                step.unscale(unit)
+            if unit.window.boundary and unit.step_state.needs_finish:  # a step is more than torch's
+                step.finish(unit)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:

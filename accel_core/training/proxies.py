@@ -55,7 +55,8 @@ class PreparedOptimizer(Optimizer):
             return
         clear = unit.steps.zero_grad
         optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
-        unit.step_state.clean(optimizer)
+        if unit.step_state.phases:
+            unit.step_state.clean(optimizer)
         self.__dict__["clean_from"] = clean_from
 
     @property

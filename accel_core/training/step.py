@@ -209,12 +209,6 @@ def _reduces_in_backward(unit: Unit) -> bool:
     return unit.steps.no_sync is not None and unit.run.topology.losses > 1
 
 
-def unscale(unit: Unit) -> None:
-    """Finish the unit's gradients, where a step is more than torch's."""
-    if unit.step_state.needs_finish:
-        finish(unit)
-
-
 def clip_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor | None:
@@ -242,7 +236,8 @@ def clip_norm(
         _check_whole(unit, parameters, norm_type)
     clip, norm = unit.steps.clip_grad_norm, None
     try:
-        unscale(unit)
+        if unit.step_state.needs_finish:
+            finish(unit)
         if clip is None:
             norm = clip_grad_norm_(parameters, max_norm, norm_type)
         else:
@@ -269,7 +264,8 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters)
     try:
-        unscale(unit)
+        if unit.step_state.needs_finish:
+            finish(unit)
         unit.hooks.clip_grad_value(unit, parameters, value)
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_value_", error)
