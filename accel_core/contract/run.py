@@ -49,8 +49,17 @@ class Run(UnitRun, Protocol):
     def use_strategy(self, alias: str) -> None:
         """Have later calls of `prepare` that name no strategy use this one."""
 
+    def begin_accumulation(self, accumulation: Any) -> None:
+        """Make this the innermost `accumulate`.
+
+        Its windows are in use once all of it is entered.
+        """
+
     def use_windows(self, windows: Sequence[Window]) -> None:
         """Make these the windows used last."""
+
+    def end_accumulation(self, accumulation: Any) -> None:
+        """Return to the `accumulate` around this one."""
 
     def resume(self, run_id: str) -> None:
         """Take over the id of the run whose state was loaded.

@@ -177,6 +177,19 @@ class Run:
         """
         return lost_peer(self.world, operation, error)
 
+    def begin_accumulation(self, accumulation: Accumulation) -> None:
+        """Make this the innermost `accumulate`.
+
+        Its windows are in use once all of it is entered.
+        """
+        self.accumulation = accumulation
+
+    def end_accumulation(self, accumulation: Accumulation) -> None:
+        """Return to the `accumulate` around this one."""
+        self.accumulation = outer = accumulation.outer
+        if outer is not None:
+            self.windows = outer.windows
+
     def use_windows(self, windows: Sequence[Window]) -> None:
         """Make these the windows used last."""
         self.windows = tuple(windows)

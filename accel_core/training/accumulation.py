@@ -82,7 +82,7 @@ class Accumulation:
             last = active[-1].last if active and self._ends_with_loader else False
         self.outer = outer
         self._entered = True
-        run.accumulation = self
+        run.begin_accumulation(self)
         window, windows = self._only_window, self.windows
         try:
             if window is not None:
@@ -174,9 +174,7 @@ class Accumulation:
         try:
             self._end_contexts()
         finally:
-            self.run.accumulation = outer = self.outer
-            if outer is not None:
-                self.run.use_windows(outer.windows)
+            self.run.end_accumulation(self)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -192,9 +190,7 @@ class Accumulation:
             self._end_contexts(kind, error, trace)
             raise
         finally:  # last: as long as it is in force, the next one ends its contexts
-            self.run.accumulation = outer = self.outer
-            if outer is not None:
-                self.run.use_windows(outer.windows)
+            self.run.end_accumulation(self)
         if error is not None and isinstance(
             error, RuntimeError
         ):  # of a forward, by the strategy's collectives

@@ -55,8 +55,7 @@ class PreparedOptimizer(Optimizer):
             return
         clear = unit.steps.zero_grad
         optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
-        if unit.step_state.phases:
-            unit.step_state.clean(optimizer)
+        unit.step_state.phases.pop(optimizer, None)
         self.__dict__["clean_from"] = clean_from
 
     @property

@@ -314,7 +314,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         check_closure(unit)
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
-        state.clean(optimizer)  # last: a closure computes gradients
+        state.phases.pop(optimizer, None)  # last: a closure computes gradients
         return True
     try:
         finish(unit, optimizer)
@@ -322,7 +322,7 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     except RuntimeError as error:
         tell_lost(unit.run, "step", error)
         raise
-    state.clean(optimizer)
+    state.phases.pop(optimizer, None)
     if unit.changes is not None:
         unit.changes.note_step()
     if steps.after_step is not None:
