@@ -35,7 +35,7 @@ class StepState:
     `backward` opens them, the first of clip, unscale and step finishes them, `step` and `zero_grad` clean
     them. Gradients of a loss's own `backward()` are not noted: each of these calls finishes them.
 
-    needs_finish: a step is more than torch's, or is checked. phases: by optimizer (of None in a unit without);
+    needs_finish: a step is more than torch's, or is checked. phases: by optimizer, of None in a unit without;
     that of a clean one is popped.
     shares_losses: a loss of several units has opened them. quiet: how many contexts without reduction are
     entered. uneven: ranks run out of batches at different times.
