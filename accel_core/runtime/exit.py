@@ -1,4 +1,4 @@
-"""End the runs that a script leaves behind, when the interpreter ends."""
+"""End the runs that a script leaves behind or drops, when the interpreter ends."""
 
 from __future__ import annotations
 
@@ -6,19 +6,31 @@ import os
 import sys
 import traceback
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 from accel_core.contract.run import live_runs
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CheckpointError, uncaught_error
 
+if TYPE_CHECKING:
+    from accel_core.contract.run import Run
+
+
+_dropped: list[Run] = []
+
+
+def end_at_exit(run: Run) -> None:
+    """Keep a run that its program has dropped until `end_runs`."""
+    _dropped.append(run)
+
 
 def end_runs() -> None:
-    """End the live runs of this process; exit with status 1 if that lost anything."""
-    # A wrapped model or a process group that is alive when the interpreter ends aborts the process
-    # now and then (in torch's threads); a script that never calls end_training must exit cleanly too.
+    """End the runs of this process that are not ended; exit with status 1 if that lost anything."""
+    # A wrapped model, a process group, or a thread inside torch that is alive when the interpreter ends
+    # aborts the process now and then; a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
     failed, lost = uncaught_error() is not None, False
-    for run in list(live_runs):
+    for run in (*_dropped, *live_runs):
         if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
             continue
         try:

@@ -35,7 +35,7 @@ from accel_core.runtime.assembly import (
     check_refusals,
     restore_environment,
 )
-from accel_core.runtime.exit import end_runs
+from accel_core.runtime.exit import end_at_exit, end_runs
 from accel_core.runtime.join import agree_on_run, join_world, leave_world
 from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.record import RunRecord
@@ -76,6 +76,8 @@ class Run:
     mesh: Mesh | None = None
     group: int = 0
     """The number of the process group that it uses."""
+    ended: bool = True
+    """Also of a run that could not be made."""
 
     def __init__(
         self,
@@ -85,7 +87,6 @@ class Run:
         trackers: Sequence[GeneralTracker] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
-        self.ended = False
         self.process = os.getpid()
         self.prepared = PreparedObjects()
         self.windows: Sequence[Window] = ()
@@ -112,10 +113,14 @@ class Run:
         self.step: Callable[..., bool] = apply_step
         """The call of an optimizer's `step` at a boundary."""
         self.environment: list[str] = []
+        self.ended = False
         try:
             self.environment_notes = apply_launch_environment(self)
             self._join(trackers)
         except BaseException:  # a plugin may raise anything, and the caller may make another run
+            self.ended = True
+            if self.group:
+                leave_world(self)
             restore_environment(self)
             raise
 
@@ -135,28 +140,26 @@ class Run:
         self.after_backward = [] if mark is None else [lambda _: mark("backward")]
         if self.world.size > 1:
             self.group, self.world = join_world(self)
-            try:
-                self.run_id, project = agree_on_run(self)
-                self.reconfigure(project=project)
-            except ConfigError:
-                leave_world(self)
-                raise
-        try:
-            self._start([chosen.name for chosen in self.stack.trackers] + [own.name for own in trackers])
-        except BaseException:
-            leave_world(self)
-            raise
-
-    def _start(self, trackers: Sequence[str]) -> None:
-        """Set up everything that needs the process group."""
+            self.run_id, project = agree_on_run(self)
+            self.reconfigure(project=project)
         self.mesh = self._mesh_of(self.hooks)
         self.topology = self.hooks.data_topology(self.mesh, self.world)
-        self.trackers = Trackers(self, trackers)
+        self.trackers = Trackers(
+            self, [*(c.name for c in self.stack.trackers), *(own.name for own in trackers)]
+        )
         if self.world.rank == 0:
             notes = (*self.resolved.notes, *self.stack.notes)
             tell("".join(f"accel: {note}\n" for note in notes))
         self.hooks.run_started(self.run_id, self.config)
         live_runs.add(self)
+
+    def __del__(self) -> None:
+        # Nobody can end this run any more, but its threads and its process group are there.
+        if not self.ended:
+            self.prepared, self.accumulation = PreparedObjects(), None
+            self.registered, self.apart, self.active_loaders = [], [], []
+            self.checkpoints.free_memory()
+            end_at_exit(self)
 
     # -- what others ask -------------------------------------------------------------------------
 

@@ -45,6 +45,46 @@ def test_a_script_that_holds_its_model_to_the_end_exits_with_zero(
         assert result.returncode == 0, result.stderr[-2000:]
 
 
+DROPS_ITS_RUN = """
+import atexit, gc, threading
+import torch.distributed as dist
+
+@atexit.register  # before the package is imported: runs after what the package does at exit
+def tell():
+    others = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+    print(f"at exit: group {dist.is_initialized()}, threads {others}")
+
+import torch
+from accel_core import Accelerator
+from accel_core.errors import AccelError
+
+def train():
+    accelerator = Accelerator(device="cpu")
+    model = torch.nn.Linear(4, 4)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    try:
+        accelerator.gather(torch.ones(2 + accelerator.process_index))
+    except AccelError:
+        return
+    raise SystemExit("the gather was not refused")
+
+train()
+gc.collect()
+"""
+
+
+def test_a_script_that_catches_a_refusal_and_drops_its_run_leaves_no_group_and_no_thread(
+    tmp_path: Path, run_command
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(DROPS_ITS_RUN)
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    result = run_command([*launcher, str(script)], capture_output=True, text=True, timeout=90)
+
+    assert result.returncode == 0, result.stderr[-2000:]
+    assert result.stdout.splitlines() == 2 * ["at exit: group False, threads []"]
+
+
 def after_the_end() -> tuple[float, bool]:
     run = accelerator()
     model = run.prepare(net())
