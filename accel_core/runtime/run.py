@@ -156,6 +156,7 @@ class Run:
     def __del__(self) -> None:
         # Nobody can end this run any more, but its threads and its process group are there.
         if not self.ended:
+            live_runs.discard(self)
             self.prepared, self.accumulation = PreparedObjects(), None
             self.registered, self.apart, self.active_loaders = [], [], []
             self.checkpoints.free_memory()
