@@ -32,7 +32,7 @@ _PUBLIC: Final = {
     "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",
     "contract.window": "Window",
-    "contract.world": "Collectives Topology World",
+    "contract.world": "Collectives Task Topology World",
     "data.loader": "PreparedLoader",
     "data.skipping": "skip_first_batches",
     "defaults.precision": "get_grad_scaler get_mixed_precision_context_manager",

@@ -50,6 +50,7 @@ from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit
 from accel_core.contract.window import Window as Window
 from accel_core.contract.world import Collectives as Collectives
+from accel_core.contract.world import Task as Task
 from accel_core.contract.world import Topology as Topology
 from accel_core.contract.world import World as World
 from accel_core.data.loader import PreparedLoader as PreparedLoader

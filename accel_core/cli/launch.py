@@ -153,7 +153,7 @@ def submit(
     if not hooks.implementations("submit"):
         raise LaunchError(
             f"launcher {name} starts workers on this machine, and cannot submit a job\n"
-            "name a launcher that can, as in --launcher slurm, or use `accel launch`",
+            "name a launcher that can, by --launcher, or use `accel launch`",
             exit_code=2,
         )
     node = planned.config.launch.node_rank

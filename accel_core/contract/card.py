@@ -148,6 +148,11 @@ class Card:
     """Path of a function like `probe` that may import the vendor's library."""
     launch: str | None = None
     """Path of a light class with `launch_environment`, `visible_devices`."""
+    task: str | None = None
+    """Launcher slot: path of a light function of the environment.
+
+    It returns the `Task` that the engine started this process as, or None.
+    """
     config: str | None = None
     """Path of the attrs class of the plugin's options."""
     implementation: str | None = None

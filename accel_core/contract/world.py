@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
@@ -26,16 +25,28 @@ current_operation: Final[ContextVar[object]] = ContextVar("current_operation", d
 COLLECTIVES: Final = "collectives"
 """Name, in the time of a sampled step, of what such operations took."""
 
-LOCAL_RANKS: Final = ("SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
-"""Variables of schedulers that start a task per rank: its number on its node."""
-LOCAL_SIZES: Final = (
-    "LOCAL_WORLD_SIZE",
-    "LOCAL_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MPI_LOCALNRANKS",
-    "SLURM_NTASKS_PER_NODE",
-)
-"""Variables of launchers and schedulers: the number of ranks on the node."""
+LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+"""Variables of launchers: the number of ranks on the node."""
+
+
+@frozen(kw_only=True)
+class Task:
+    """This process as one of the tasks that an engine started, by the engine's own variables.
+
+    The function `task` of a launcher's card returns one.
+    """
+
+    size: int = 0
+    """Number of tasks; 0 if the engine does not say."""
+    rank: int = 0
+    local_rank: int | None = None
+    """Number of the task on its node, if the engine says so."""
+    local_size: int | None = None
+    """Number of tasks on the node, if the engine says so."""
+    variable: str = ""
+    """The variable that tells `size`, or else `rank`."""
+    launcher: str = ""
+    """Launcher that joins such tasks; core fills it in."""
 
 
 @frozen(kw_only=True)
@@ -52,6 +63,8 @@ class World:
     node_rank: int = 0
     nodes: int = 1
     restart_count: int = 0
+    is_task: bool = False
+    """True if an engine started this process, and may show it its own device alone."""
     run_id: str | None = None
     """The launcher's id of the job, stable over elastic restarts."""
     store: Store | None = field(default=None, eq=False, repr=False)
@@ -61,26 +74,31 @@ class World:
     """
 
     @classmethod
-    def here(cls) -> World:
+    def here(cls, task: Task | None = None) -> World:
         """Return this process's world: the launcher's, else its own process group's."""
-        torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
-        if "WORLD_SIZE" in os.environ or not (torchs and torchs.is_available() and torchs.is_initialized()):
-            return cls.from_environment()
+        torchs: Any = _group_of_torch()
+        if torchs is None:
+            return cls.from_environment(task=task)
         rank, size = torchs.get_rank(), torchs.get_world_size()
         return cls(rank=rank, size=size, local_rank=rank, local_size=size)
 
     @classmethod
-    def from_environment(cls, environment: Mapping[str, str] | None = None) -> World:
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, task: Task | None = None
+    ) -> World:
         """Return the world of torchrun's variables; without them a world of one.
+
+        task: says where on its node this rank is, if no variable of torchrun does.
 
         Raises:
             LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
         """
-        environment = _with_slurms(os.environ if environment is None else environment)
+        environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
             return cls()
 
         there = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
+        task = task or Task()
 
         def number(name: str, default: int | None) -> int:
             text = environment.get(name)
@@ -101,9 +119,11 @@ class World:
                 f"RANK={rank} does not exist in a world of WORLD_SIZE={size}\nset RANK to 0 to {size - 1}"
             )
         told = next((name for name in LOCAL_SIZES if name in environment), None)
-        local_size = min(number(told, None), size) if told else size
-        local_rank = number(_local_rank_name(environment), rank % max(local_size, 1))
-        if not local_size or (size > 1 and (local_rank >= local_size if told else local_rank != rank)):
+        local_size = min(number(told, None) if told else task.local_size or size, size)
+        is_told = told is not None or task.local_size is not None
+        own = rank % max(local_size, 1) if task.local_rank is None else task.local_rank
+        local_rank = number("LOCAL_RANK", own)
+        if not local_size or (size > 1 and (local_rank >= local_size if is_told else local_rank != rank)):
             found = f"{told}={local_size}" if told else "no variable that says how many ranks a node has"
             raise LaunchError(
                 f"rank {rank} of {size} has the local rank {local_rank}, and there is {found}\n"
@@ -118,6 +138,7 @@ class World:
             node_rank=number("GROUP_RANK", rank // local_size),
             nodes=number("GROUP_WORLD_SIZE", -(-size // local_size)),
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0),
+            is_task=task.local_rank is not None,
             run_id=environment.get("ACCEL_RUN_ID") or _torchruns_id(environment),
         )
 
@@ -132,20 +153,18 @@ class World:
         return partial(World, **{**asdict(self, recurse=False), "store": None}), ()
 
 
-def _with_slurms(environment: Mapping[str, str]) -> Mapping[str, str]:
-    """Add the number of Slurm's tasks on this node.
-
-    Slurm lists the numbers of all nodes, as 2(x3),1.
-    """
-    listed, node = environment.get("SLURM_STEP_TASKS_PER_NODE", ""), environment.get("SLURM_NODEID", "")
-    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
-    counts = [count for count, times in entries for _ in range(int(times or 1))]
-    is_listed = node.isdecimal() and int(node) < len(counts)
-    return {**environment, "SLURM_NTASKS_PER_NODE": counts[int(node)]} if is_listed else environment
+def rank_here() -> int:
+    """Return this process's rank, of its process group or by RANK; else 0."""
+    torchs: Any = _group_of_torch()
+    text = os.environ.get("RANK", "")
+    return int(torchs.get_rank()) if torchs is not None else int(text) if text.isdecimal() else 0
 
 
-def _local_rank_name(environment: Mapping[str, str]) -> str:
-    return next((name for name in ("LOCAL_RANK", *LOCAL_RANKS) if name in environment), "LOCAL_RANK")
+def _group_of_torch() -> Any:
+    """Return torch.distributed if this process has a group, and no launcher's variables."""
+    torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
+    has_group = torchs and torchs.is_available() and torchs.is_initialized()
+    return torchs if has_group and "WORLD_SIZE" not in os.environ else None
 
 
 def _torchruns_id(environment: Mapping[str, str]) -> str | None:
@@ -206,43 +225,3 @@ class Collectives(Protocol):
 
     def barrier(self) -> None:
         """Return once every rank of the group has called this."""
-
-
-TASK_COUNTS: Final = (
-    "SLURM_STEP_NUM_TASKS",  # of a step: SLURM_NTASKS is the job's, in its batch script too, which runs once
-    "OMPI_COMM_WORLD_SIZE",  # Open MPI
-    "PMI_SIZE",  # MPICH, Intel MPI
-    "MV2_COMM_WORLD_SIZE",  # MVAPICH2
-    "JSM_NAMESPACE_SIZE",  # jsrun
-    "FLUX_JOB_SIZE",
-)
-
-TASK_RANKS: Final = ("PMIX_RANK", "PALS_RANKID", "SLURM_PROCID")
-"""Variables with a task's number, of launchers that do not count the tasks.
-
-A number other than 0 means that there are several tasks.
-"""
-
-
-def check_scheduler_tasks(environment: Mapping[str, str], nodes: int = 1) -> None:
-    """Refuse to be one of several scheduler tasks that know nothing of each other.
-
-    nodes: that this task's launcher was told of, for each of which there may be one task.
-
-    Raises:
-        LaunchError: a scheduler started several tasks, and torchrun's variables are not set.
-    """
-    if {"RANK", "WORLD_SIZE"} <= environment.keys():  # batch scripts export WORLD_SIZE alone
-        return
-    numbers = {name: int(text) for name, text in environment.items() if text.isdecimal()}
-    tasks = next(((name, numbers[name]) for name in TASK_COUNTS if numbers.get(name, 0) > 1), None)
-    rank = next((name for name in TASK_RANKS if numbers.get(name, 0) > 0), None)
-    if tasks[1] == nodes if tasks else rank is None or nodes > 1:
-        return
-    found = f"{tasks[1]} tasks ({tasks[0]})" if tasks else f"several tasks ({rank}={numbers[rank or '']})"
-    would = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
-    raise LaunchError(
-        f"the scheduler started {found}, and each would {would}: RANK and WORLD_SIZE are not set\n"
-        "start one task per node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`; "
-        "or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
-    )

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
-from accel_core.contract.world import LOCAL_RANKS
 from accel_core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -17,6 +16,8 @@ if TYPE_CHECKING:
     from accel_core.contract.world import World
 
 
+AGENT: Final = "TORCHELASTIC_RUN_ID"
+"""Variable of a process that an agent of torch started."""
 _asked_for: dict[str, int] = {}
 """Device type -> the index that a run asked for last.
 
@@ -65,8 +66,9 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     else:
         _asked_for[kind] = index
     count = module.device_count()
-    if count == 1 and index == world.local_rank and _is_a_task():
-        index = 0  # the scheduler shows each task its own device
+    # Workers of an agent all see the same devices.
+    if count == 1 and index == world.local_rank and world.is_task and AGENT not in os.environ:
+        index = 0  # the engine shows each task its own device
     if index >= count:
         raise LaunchError(
             f"local rank {index} needs {kind}:{index}, but this machine has {count} {kind} device(s)\n"
@@ -83,11 +85,3 @@ def _current(module: Any, kind: str, world: World) -> int:
         return world.local_rank
     current: int = getattr(module, "current_device", lambda: 0)()
     return world.local_rank if current == _asked_for.get(kind) else current
-
-
-def _is_a_task() -> bool:
-    """Return True if a scheduler started this process itself, without an agent.
-
-    Workers of an agent all see the same devices.
-    """
-    return "TORCHELASTIC_RUN_ID" not in os.environ and any(name in os.environ for name in LOCAL_RANKS)

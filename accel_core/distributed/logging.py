@@ -8,7 +8,7 @@ from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.run import live
-from accel_core.contract.world import World
+from accel_core.contract.world import rank_here
 from accel_core.errors import ConfigError
 
 _warned: set[tuple[object, ...]] = set()
@@ -57,16 +57,17 @@ class MultiProcessAdapter(_Adapter):
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
         """Log on the ranks that the options name. See `logging.Logger.log`."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
-        world = World.here()
-        for rank in range(world.size) if in_order else (0 if main_only else world.rank,):
-            if rank == world.rank and self.isEnabledFor(level):
+        own, runs = rank_here(), live()[:1] if in_order else []
+        size = runs[0].world.size if runs else 1
+        for rank in range(size) if runs else (0 if main_only and not in_order else own,):
+            if rank == own and self.isEnabledFor(level):
                 more = {**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1}  # the caller's line
                 text = f"[RANK {rank}] {msg}"
                 self.logger.log(level, text, *args, **more)
                 if level >= logging.WARNING:
                     _put_on_record(str(msg), args)
-            if in_order:
-                _wait()
+            for run in runs:
+                run.collectives("control").barrier()
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning once per process for the same message and arguments."""
@@ -79,8 +80,3 @@ class MultiProcessAdapter(_Adapter):
 def _put_on_record(msg: str, args: tuple[object, ...]) -> None:
     for run in live():
         run.record.warn(msg % args if args else msg)
-
-
-def _wait() -> None:
-    for run in live()[:1]:
-        run.collectives("control").barrier()

@@ -9,9 +9,8 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Final, TypeVar
 
-from accel_core.contract.world import World
+from accel_core.contract.world import rank_here
 from accel_core.distributed.stderr import is_terminal, tell
-from accel_core.errors import LaunchError
 
 T = TypeVar("T")
 
@@ -34,7 +33,7 @@ def progress(items: Iterable[T], description: str = "", *, total: float | None =
 
     total: how many there are, where `items` has no length.
     """
-    if World.here().rank != 0 or not is_terminal():
+    if rank_here() != 0 or not is_terminal():
         return items
     from rich.console import Console
     from rich.progress import track
@@ -61,7 +60,7 @@ def show_progress(
         main_process_only: False shows it on each rank.
         tell_after: seconds to the first line where there is no terminal; unset: a minute.
     """
-    if main_process_only and not _is_main():
+    if main_process_only and rank_here() != 0:
         yield
         return
     over, begun, work = threading.Event(), time.monotonic(), object()
@@ -89,13 +88,6 @@ def show_progress(
         if thread.ident is not None:
             thread.join()
         _open.remove(work)
-
-
-def _is_main() -> bool:
-    try:
-        return World.here().rank == 0
-    except LaunchError:  # raised again by what needs the world
-        return True
 
 
 def _line(text: str, measure: Callable[[], tuple[int, int]] | None, seconds: float) -> str:

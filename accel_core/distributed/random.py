@@ -11,7 +11,7 @@ import torch
 
 from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import current, live_runs
-from accel_core.contract.world import World
+from accel_core.contract.world import rank_here
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.streams import reseed
 from accel_core.errors import ConfigError
@@ -43,7 +43,7 @@ def set_seed(
     if run is None and len(runs) == 1:
         run = runs[0]
     if run is None:
-        seed_process(seed + World.from_environment().rank * device_specific)
+        seed_process(seed + rank_here() * device_specific)
     else:
         run.hooks.seed(seed + run.topology.reader * device_specific, run.topology)
         reseed(run, seed)

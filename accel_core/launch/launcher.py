@@ -20,10 +20,11 @@ from accel_core.contract import hooks
 from accel_core.contract.config import LaunchConfig
 from accel_core.contract.hooks import implements
 from accel_core.contract.job import Allocation, Job
-from accel_core.contract.world import check_scheduler_tasks
 from accel_core.errors import LaunchError
 from accel_core.launch.rendezvous import interface_towards, rendezvous_address
 from accel_core.launch.worker import WARNING, guard
+from accel_core.plugins.discovery import discover
+from accel_core.plugins.tasks import refuse_lone_task, task_here
 
 NOISY: Final = ("torch.distributed.elastic", "torch.multiprocessing", "torchelastic-events-null")
 RENDEZVOUS_SECONDS: Final = 900
@@ -132,7 +133,8 @@ def _run_agent(
     Raises LaunchError for a failure. A signal that stops the agent ends this process as signals do.
     """
     warnings = _noted_warnings()  # before torch is imported
-    check_scheduler_tasks(os.environ, job.nodes)  # it needs no torch to refuse
+    discovery = discover()
+    refuse_lone_task(task_here(discovery), discovery, job.nodes)  # it needs no torch to refuse
     host, port = rendezvous_address(job, RENDEZVOUS_SECONDS)
     with _importing(for_good=isinstance(entrypoint, str) and "torch" not in sys.modules):
         from torch.distributed import DistError

@@ -22,11 +22,13 @@ from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
-from accel_core.contract.world import Collectives, World, check_scheduler_tasks
+from accel_core.contract.world import Collectives, World
 from accel_core.distributed.stderr import tell
 from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CollectiveError, ConfigError
 from accel_core.plugins.binding import LAYERS, Hooks, Steps
+from accel_core.plugins.discovery import discover
+from accel_core.plugins.tasks import refuse_lone_task, task_here
 from accel_core.runtime.assembly import (
     Assembly,
     apply_launch_environment,
@@ -100,10 +102,14 @@ class Run:
         """Prepared models whose weights are in no saved state: their program keeps them."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
-        self.world = World.here()
+        discovery = discover()
+        task = task_here(discovery)
+        self.world = World.here(task)
         if self.world.size == 1:
-            check_scheduler_tasks(os.environ)
-        self.resolved, self.stack = decide(python or {}, objects, presets or {}, self.world.size)
+            refuse_lone_task(task, discovery)
+        self.resolved, self.stack = decide(
+            python or {}, objects, presets or {}, self.world.size, discovery=discovery
+        )
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
         """Micro-batches of the windows of units made from now on."""

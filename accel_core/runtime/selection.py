@@ -16,7 +16,7 @@ from accel_core.contract.card import CAPABILITIES, Card, Slot
 from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
-from accel_core.plugins.discovery import Discovery, Record, discover
+from accel_core.plugins.discovery import Discovery, Record
 
 
 def decide(
@@ -24,12 +24,13 @@ def decide(
     objects: Sequence[object],
     presets: Mapping[str, tuple[object, str]],
     processes: int,
+    *,
+    discovery: Discovery,
 ) -> tuple[Resolved, Stack]:
     """Resolve the config, and choose its stack.
 
     Plugins of the stack may propose values of the config.
     """
-    discovery = discover()
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, processes, discovery)
     decided = resolved.with_proposals([chosen.name for chosen in stack.members()])

@@ -11,7 +11,6 @@ from threading import Thread
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.contract.world import check_scheduler_tasks
 from accel_core.launch import agent, launcher, meeting, rendezvous
 from accel_core.launch.launcher import TorchrunLauncher
 
@@ -129,49 +128,6 @@ def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     with launcher._environment(Job(argv=(), processes_per_node=10_000), "127.0.0.1", 0):
         assert os.environ["OMP_NUM_THREADS"] == "5"
-
-
-TASKS = ["SLURM_STEP_NUM_TASKS", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE", "FLUX_JOB_SIZE"]
-
-
-@pytest.mark.parametrize("variable", TASKS)
-def test_one_of_several_tasks_that_know_nothing_of_each_other_is_refused(variable):
-    with pytest.raises(LaunchError, match=f"4 tasks \\({variable}\\), and each would train alone"):
-        check_scheduler_tasks({variable: "4"})
-
-
-def test_a_task_that_knows_its_number_only_is_refused_as_one_of_several():
-    with pytest.raises(LaunchError, match=r"several tasks \(PMIX_RANK=1\)"):
-        check_scheduler_tasks({"PMIX_RANK": "1"})
-
-
-def test_a_size_that_a_batch_script_exports_does_not_make_a_rank_of_a_task():
-    with pytest.raises(LaunchError, match="each would train alone: RANK and WORLD_SIZE are not set"):
-        check_scheduler_tasks({"SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "2"})
-
-
-def test_a_launcher_refuses_to_be_one_of_several_tasks(monkeypatch):
-    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
-
-    with pytest.raises(LaunchError, match="2 tasks .OMPI_COMM_WORLD_SIZE., and each would train alone"):
-        TorchrunLauncher().launch(Job(argv=("x",)))
-    with pytest.raises(LaunchError, match="each would be a launcher of 4 nodes"):
-        check_scheduler_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=4)
-    check_scheduler_tasks({"OMPI_COMM_WORLD_SIZE": "2"}, nodes=2)
-
-
-@pytest.mark.parametrize(
-    "environment",
-    [
-        {},
-        {"SLURM_STEP_NUM_TASKS": "1"},
-        {"SLURM_STEP_NUM_TASKS": "4", "WORLD_SIZE": "4", "RANK": "0"},
-        {"SLURM_NTASKS": "8", "SLURM_PROCID": "0"},
-    ],
-    ids=["no scheduler", "one task", "a launcher's worker", "the batch script of a bigger job"],
-)
-def test_a_task_that_is_alone_or_knows_its_world_is_not_refused(environment):
-    assert check_scheduler_tasks(environment) is None  # the others above raise
 
 
 def has_ipv6():

@@ -20,6 +20,7 @@ from accel_core import (
     ConfigError,
     InitProcessGroupKwargs,
     LaunchError,
+    Task,
     Topology,
     World,
     hooks,
@@ -303,13 +304,6 @@ def test_torchruns_placeholder_is_no_id_of_a_run():
     assert World.from_environment({**world, "TORCHELASTIC_RUN_ID": "x"}).run_id == "x"
 
 
-def test_tasks_that_would_each_train_alone_are_refused(monkeypatch):
-    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "4")
-    monkeypatch.setenv("SLURM_PROCID", "1")
-    with pytest.raises((LaunchError, ConfigError), match="SLURM_STEP_NUM_TASKS"):
-        Accelerator(cpu=True)
-
-
 def under_a_named_backend():
     @implements(hooks.communication_backend)
     def refuse(self, device):
@@ -358,56 +352,46 @@ def test_explain_says_why_each_plugin_is_there_and_who_set_what():
     accelerator.end_training()
 
 
-@pytest.mark.parametrize("name", ["SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID"])
-def test_a_task_has_its_schedulers_local_rank(name):
-    ranks = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", name: "1"}
+def test_a_rank_has_the_local_rank_of_its_task_unless_a_variable_says_otherwise():
+    ranks, task = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8"}, Task(local_rank=1)
 
-    assert World.from_environment(ranks).local_rank == 1
-    assert World.from_environment({**ranks, "LOCAL_RANK": "3"}).local_rank == 3
+    assert World.from_environment(ranks, task).local_rank == 1
+    assert World.from_environment({**ranks, "LOCAL_RANK": "3"}, task).local_rank == 3
 
 
-@pytest.mark.parametrize(
-    ("told", "local_size"),
-    [
-        ({"OMPI_COMM_WORLD_LOCAL_SIZE": "4"}, 4),
-        ({"MPI_LOCALNRANKS": "4"}, 4),
-        ({"SLURM_NTASKS_PER_NODE": "4"}, 4),
-        ({"SLURM_STEP_TASKS_PER_NODE": "8,4(x2)", "SLURM_NODEID": "2"}, 4),
-        ({"LOCAL_WORLD_SIZE": "2", "SLURM_NTASKS_PER_NODE": "4"}, 2),
-    ],
-)
-def test_a_task_has_as_many_beside_it_as_its_scheduler_says(told, local_size):
-    world = World.from_environment({"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **told})
+@pytest.mark.parametrize(("told", "local_size"), [({}, 4), ({"LOCAL_WORLD_SIZE": "2"}, 2)])
+def test_a_rank_has_as_many_beside_it_as_its_task_unless_a_variable_says_otherwise(told, local_size):
+    ranks = {"RANK": "13", "WORLD_SIZE": "16", "LOCAL_RANK": "1", **told}
+    world = World.from_environment(ranks, Task(local_size=4))
 
     assert (world.local_rank, world.local_size, world.nodes) == (1, local_size, 16 // local_size)
 
 
-def test_a_task_of_several_nodes_that_nobody_told_how_many_are_beside_it_is_refused():
+def test_a_rank_of_several_nodes_that_nobody_told_how_many_are_beside_it_is_refused():
     with pytest.raises(LaunchError, match="set LOCAL_WORLD_SIZE to the number of ranks on this node"):
         World.from_environment({"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1"})
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "SLURM_LOCALID": "3"}  # as each of several that train alone
-    assert World.from_environment(alone).local_rank == 3
+    alone = {"RANK": "0", "WORLD_SIZE": "1"}  # as each of several that train alone
+    assert World.from_environment(alone, Task(local_rank=3)).local_rank == 3
 
 
-@pytest.mark.parametrize("name", ["LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"])
-def test_a_node_of_no_ranks_is_refused(name):
-    told = rf"rank 0 of 1 has the local rank 0, and there is {name}=0\n.*unset {name}"
+def test_a_node_of_no_ranks_is_refused():
+    told = r"rank 0 of 1 has the local rank 0, and there is LOCAL_WORLD_SIZE=0\n.*unset LOCAL_WORLD_SIZE"
     with pytest.raises(LaunchError, match=told):
-        World.from_environment({"RANK": "0", "WORLD_SIZE": "1", name: "0"})
+        World.from_environment({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "0"})
 
 
 @pytest.mark.parametrize(("agent", "index"), [(None, 0), ("job", None)])
 def test_a_task_that_sees_one_device_takes_it_and_an_agents_worker_does_not(monkeypatch, agent, index):
     one = SimpleNamespace(device_count=lambda: 1)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: one)
-    monkeypatch.setenv("SLURM_LOCALID", "3")
+    world = World(rank=3, size=4, local_rank=3, local_size=4, is_task=True)
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     if agent:
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", agent)
         with pytest.raises(LaunchError, match="local rank 3"):
-            local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4))
+            local_device("meta", world)
     else:
-        assert local_device("meta", World(rank=3, size=4, local_rank=3, local_size=4)).index == index
+        assert local_device("meta", world).index == index
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from accel_mpi.command import mpirun
 from accel_mpi.config import MpiConfig
 from accel_mpi.launcher import MpiLauncher
 from accel_mpi.ranks import Ranks
+from accel_mpi.task import task
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "5",
@@ -51,8 +52,29 @@ def test_a_rank_is_read_from_the_variables_of_each_mpi(variables):
     assert (ranks.rank, ranks.size, ranks.local_rank, ranks.local_size, ranks.machines) == (5, 8, 1, 4, 2)
 
 
+@pytest.mark.parametrize("variables", [OPEN_MPI, HYDRA], ids=["Open MPI", "hydra"])
+def test_a_rank_without_a_launcher_is_known_as_a_task(variables):
+    found = task(variables)
+
+    assert (found.size, found.local_rank, found.local_size) == (8, 1, 4)
+
+
+@pytest.mark.parametrize("variable", ["MV2_COMM_WORLD_SIZE", "JSM_NAMESPACE_SIZE"])
+def test_a_task_of_another_starter_with_mpis_variables_is_known(variable):
+    assert (task({variable: "4"}).size, task({variable: "4"}).variable) == (4, variable)
+
+
+def test_a_task_that_has_a_number_only_is_known():
+    assert task({"PALS_RANKID": "3"}).rank == 3
+    assert task({}) is None
+
+
 def test_a_task_of_slurm_is_not_a_rank_of_mpirun():
-    assert Ranks.around({**HYDRA, "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}) is None
+    slurms = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "8"}
+
+    assert Ranks.around({**HYDRA, **slurms}) is None
+    assert task({**HYDRA, **slurms}) is None
+    assert task({"PMIX_RANK": "5", **slurms}) is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from accel_slurm.config import SlurmConfig
 from accel_slurm.hostlist import expand
 from accel_slurm.launcher import SlurmLauncher
 from accel_slurm.step import Step, address_of
+from accel_slurm.task import task
 
 STEP = {
     "SLURM_JOB_ID": "12",
@@ -58,6 +59,20 @@ def variables(monkeypatch):
 )
 def test_a_host_list_has_the_names_that_scontrol_shows(text, names):
     assert expand(text) == names
+
+
+def test_a_task_without_a_launcher_knows_its_place_on_its_node():
+    found = task(STEP)
+
+    assert (found.size, found.rank, found.local_rank, found.local_size) == (5, 4, 1, 2)
+    listed = {**STEP, "SLURM_STEP_TASKS_PER_NODE": "8,4(x2)", "SLURM_NODEID": "2"}
+    assert task(listed).local_size == 4
+    assert task({"SLURM_LOCALID": "1", "SLURM_NTASKS_PER_NODE": "4"}).local_size == 4
+    assert task({}) is None
+
+
+def test_the_batch_script_of_a_job_of_many_tasks_is_one():
+    assert task({"SLURM_NTASKS": "8", "SLURM_PROCID": "0"}).size == 0
 
 
 def test_a_step_is_read_from_its_own_variables_not_from_the_jobs():

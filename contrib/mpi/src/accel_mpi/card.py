@@ -25,6 +25,7 @@ MPI = Card(
     priority=110,  # inside of Slurm's jobs the ranks are those of mpirun
     offers={"worker_output"},
     probe=_probe,
+    task="accel_mpi.task:task",
     config="accel_mpi.config:MpiConfig",
     implementation="accel_mpi.launcher:MpiLauncher",
 )

@@ -14,6 +14,7 @@ from pathlib import Path
 from attrs import frozen
 
 from accel_core import LaunchError
+from accel_mpi.task import is_slurms
 
 __all__ = ["Ranks", "starter"]
 
@@ -47,7 +48,7 @@ class Ranks:
             LaunchError: MPI tells the rank, and not how many there are on this machine.
         """
         names = next((names for names in (OPEN_MPI, HYDRA) if names[0] in variables), None)
-        if names is None or _is_slurms(variables):
+        if names is None or is_slurms(variables):
             return None
         if variables[names[0]] == "0" and variables.get(names[1], "1") == "1" and names[3] not in variables:
             return None  # left over in a shell, or of a library that started itself: nothing tells of others
@@ -80,11 +81,3 @@ def starter() -> int:
         while variable in b"\0" + Path(f"/proc/{process}/environ").read_bytes():
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
     return process
-
-
-def _is_slurms(variables: Mapping[str, str]) -> bool:
-    """Return True for variables that srun sets for MPI's library."""
-    pairs = (("PMI_RANK", "SLURM_PROCID"), ("PMI_SIZE", "SLURM_STEP_NUM_TASKS"))
-    return OPEN_MPI[0] not in variables and all(
-        inner in variables and variables[inner] == variables.get(outer) for inner, outer in pairs
-    )

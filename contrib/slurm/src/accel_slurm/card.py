@@ -25,6 +25,7 @@ SLURM = Card(
     priority=100,
     offers={"worker_output"},
     probe=_probe,
+    task="accel_slurm.task:task",
     config="accel_slurm.config:SlurmConfig",
     implementation="accel_slurm.launcher:SlurmLauncher",
 )

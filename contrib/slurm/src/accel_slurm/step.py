@@ -17,6 +17,7 @@ from attrs import frozen
 
 from accel_core import LaunchError
 from accel_slurm.hostlist import expand
+from accel_slurm.task import counts
 
 __all__ = ["Step", "address_of"]
 
@@ -55,8 +56,8 @@ class Step:
         if "SLURM_JOB_ID" not in variables or "SLURM_STEP_NODELIST" not in variables:
             return None
         wrong = next((name for name in NUMBERS if not variables.get(name, "").isdecimal()), None)
-        counts = _counts(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
-        if not wrong and int(variables["SLURM_NODEID"]) >= len(counts):
+        per_node = counts(variables.get("SLURM_STEP_TASKS_PER_NODE", ""))
+        if not wrong and int(variables["SLURM_NODEID"]) >= len(per_node):
             wrong = "SLURM_STEP_TASKS_PER_NODE"
         if wrong:
             found = f"is {variables[wrong]!r}" if wrong in variables else "is not set"
@@ -73,7 +74,7 @@ class Step:
             nodes=int(variables["SLURM_STEP_NUM_NODES"]),
             node_list=variables["SLURM_STEP_NODELIST"],
             local_task=int(variables["SLURM_LOCALID"]),
-            tasks_per_node=counts,
+            tasks_per_node=per_node,
         )
 
     @property
@@ -114,9 +115,3 @@ def _told_by_slurm(name: str) -> str | None:
     answer = subprocess.run(command, capture_output=True, text=True, check=False).stdout  # noqa: S603  node names are Slurm's own
     found = re.search(r"\bNodeAddr=(\S+)", answer)
     return found[1] if found and found[1] != name else None
-
-
-def _counts(listed: str) -> tuple[int, ...]:
-    """Return the numbers of `2(x3),1`: 2, 2, 2, 1."""
-    entries = re.findall(r"(\d+)(?:\(x(\d+)\))?", listed)
-    return tuple(int(count) for count, times in entries for _ in range(int(times or 1)))

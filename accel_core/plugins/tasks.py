@@ -1,0 +1,98 @@
+"""The task of an engine that this process is, by the functions that launchers' cards name.
+
+`tasks.json` holds variables of engines whose launcher is not installed: enough to see that a process is one
+of several. It is data; no code depends on a name in it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from typing import TYPE_CHECKING
+
+from attrs import evolve
+
+from accel_core.contract.world import Task
+from accel_core.errors import LaunchError
+from accel_core.plugins.catalog import catalog_entry, install_hint
+from accel_core.plugins.discovery import load
+
+if TYPE_CHECKING:
+    from accel_core.plugins.discovery import Discovery, Record
+
+
+def task_here(discovery: Discovery) -> Task | None:
+    """Return the task that this process is by the first launcher that knows it; None outside of engines."""
+    launchers = [record for record in discovery.of("launcher") if not record.fault]
+    tasks = (_ask(record) for record in launchers if record.card and record.card.task)
+    return next((task for task in tasks if task), None) or _by_data(os.environ, set(discovery.names))
+
+
+def refuse_lone_task(task: Task | None, discovery: Discovery, nodes: int = 1) -> None:
+    """Refuse to be one of several tasks that know nothing of each other.
+
+    nodes: that this task's launcher was told of, for each of which there may be one task.
+
+    Raises:
+        LaunchError: an engine started several tasks, and torchrun's variables are not set.
+    """
+    if task is None or {"RANK", "WORLD_SIZE"} <= os.environ.keys():  # batch scripts export WORLD_SIZE alone
+        return
+    if task.size == nodes if task.size > 1 else not task.rank or nodes > 1:
+        return
+    found = (
+        f"{task.size} tasks ({task.variable})"
+        if task.size > 1
+        else f"several tasks ({task.variable}={task.rank})"
+    )
+    would = "train alone" if nodes == 1 else f"be a launcher of {nodes} nodes"
+    by_hand = "start one task per node, running `accel launch --nodes N --node-rank I --rendezvous HOST:PORT`"
+    entry = catalog_entry(task.launcher)
+    if task.launcher in discovery.names:
+        remedy = f"start each as `accel launch --launcher {task.launcher} SCRIPT`, which joins them"
+    elif entry is not None:
+        remedy = f"the launcher {entry.name} joins them ({install_hint(entry.folder)}); without it {by_hand}"
+    else:
+        remedy = by_hand
+    raise LaunchError(
+        f"this is one of {found}, and each would {would}: RANK and WORLD_SIZE are not set\n"
+        f"{remedy}; or, if training alone is meant, set RANK=0 WORLD_SIZE=1"
+    )
+
+
+def _ask(record: Record) -> Task | None:
+    assert record.card is not None
+    assert record.card.task is not None
+    try:
+        task = load(record, record.card.task)(os.environ)
+    except Exception:  # a launcher that nobody chose: `accel plugins doctor` tells its fault
+        return None
+    return evolve(task, launcher=record.name) if isinstance(task, Task) else None
+
+
+def _by_data(environment: Mapping[str, str], installed: set[str]) -> Task | None:
+    """Return the task that variables of other engines tell, if it is one of several."""
+    sizes, ranks = (
+        [
+            (int(environment[name]), name, launcher)
+            for name, launcher in names.items()
+            if environment.get(name, "").isdecimal() and launcher not in installed
+        ]
+        for names in _data()
+    )
+    for size, name, launcher in sizes:
+        if size > 1:
+            return Task(size=size, variable=name, launcher=launcher)
+    for rank, name, launcher in ranks:
+        if rank > 0:
+            return Task(rank=rank, variable=name, launcher=launcher)
+    return None
+
+
+@cache
+def _data() -> tuple[Mapping[str, str], Mapping[str, str]]:
+    data = json.loads(files(__package__).joinpath("tasks.json").read_text("utf-8"))
+    return data["sizes"], data["ranks"]
