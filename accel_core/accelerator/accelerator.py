@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import inspect
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +14,7 @@ from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
 from accel_core.contract.arguments import whole_number
 from accel_core.contract.config import DataLoaderConfiguration
-from accel_core.contract.options import options_of, remember_given
+from accel_core.contract.options import options_of
 from accel_core.errors import ConfigError
 from accel_core.runtime.run import Run
 from accel_core.runtime.tracking import split_trackers
@@ -81,7 +81,8 @@ class Accelerator(Ranks, Training, States):
         dynamo_plugin: more about compilation.
         device: a device plugin or a torch device type.
         strategy: a strategy plugin, or a name from `strategies` of the config.
-        strategies: name -> `plugin` and its options: strategies that `prepare(..., strategy=name)` takes.
+        strategies: name -> `plugin` and its options, or a config object: strategies that
+            `prepare(..., strategy=name)` takes.
         plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
         presets: dotted path -> (value, its origin), for programs with settings of their own: a file, a
             variable, a flag or an argument wins over it.
@@ -93,15 +94,12 @@ class Accelerator(Ranks, Training, States):
     All ranks of the world must make it.
     """
 
-    _given: frozenset[str]
-
-    @remember_given
     def __init__(
         self,
-        device_placement: bool = True,
-        split_batches: bool = False,
+        device_placement: bool | None = None,
+        split_batches: bool | None = None,
         mixed_precision: str | None = None,
-        gradient_accumulation_steps: int = 1,
+        gradient_accumulation_steps: int | None = None,
         cpu: bool = False,
         dataloader_config: DataLoaderConfiguration | None = None,
         rng_types: Sequence[str] | None = None,
@@ -109,18 +107,18 @@ class Accelerator(Ranks, Training, States):
         project_dir: str | os.PathLike[str] | None = None,
         project_config: ProjectConfiguration | None = None,
         gradient_accumulation_plugin: GradientAccumulationPlugin | None = None,
-        step_scheduler_with_optimizer: bool = True,
+        step_scheduler_with_optimizer: bool | None = None,
         kwargs_handlers: Sequence[object] | None = None,
         dynamo_backend: str | None = None,
         dynamo_plugin: TorchDynamoPlugin | None = None,
         *,
         device: str | None = None,
         strategy: str | None = None,
-        strategies: Mapping[str, Mapping[str, Any]] | None = None,
+        strategies: Mapping[str, object] | None = None,
         plugins: Sequence[object] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name in self._given}
+        given = dict(locals())
         if hasattr(cpu, "__len__") or cpu not in (True, False, None):  # an array has no one truth
             raise ConfigError(f"Accelerator(cpu={cpu!r:.80}) is neither True nor False\ngive one of them")
         if cpu and device not in (None, "cpu"):
@@ -130,10 +128,7 @@ class Accelerator(Ranks, Training, States):
         given["log_with"], own_trackers = split_trackers(log_with)
         given["device"] = "cpu" if cpu else device
         settings = {path: given.get(name) for name, path in PATHS.items()}
-        _require_mapping("strategies", strategies, "{'NAME': {'plugin': 'PLUGIN'}}", _is_named)
-        _require_mapping("presets", presets, "{'SECTION.OPTION': (value, 'its origin')}", _is_pair)
-        for name, options in (strategies or {}).items():
-            settings |= {f"strategies.{name}.{option}": value for option, value in options.items()}
+        settings["strategies"] = strategies
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         more = (*_listed("kwargs_handlers", kwargs_handlers), *_listed("plugins", plugins))
@@ -427,8 +422,6 @@ class Accelerator(Ranks, Training, States):
             ConfigError: `profile_handler` is something else; or torch cannot record one of its `activities`
                 here.
         """
-        if profile_handler is None:
-            self.run.note_profile()
         from accel_core.accelerator.profiler import profiling  # late: start-up need not wait for it
 
         return profiling(self.run, self.run.config.profile if profile_handler is None else profile_handler)
@@ -456,24 +449,6 @@ class Accelerator(Ranks, Training, States):
 _ARGUMENTS: Final = frozenset(inspect.signature(Accelerator).parameters)
 _GIVEN_WHEN_MADE: Final = _ARGUMENTS.union(options_of(DataLoaderConfiguration))
 """Names that mean nothing as attributes, but for the properties of Accelerator."""
-
-
-def _require_mapping(name: str, given: Any, example: str, is_right: Callable[[Any], bool]) -> None:
-    if given is not None and not (
-        isinstance(given, Mapping)
-        and all(isinstance(key, str) and is_right(value) for key, value in given.items())
-    ):
-        raise ConfigError(
-            f"Accelerator({name}=...) was given {given!r:.80}\ngive a mapping: {name}={example}"
-        )
-
-
-def _is_named(options: Any) -> bool:
-    return isinstance(options, Mapping) and all(isinstance(name, str) for name in options)
-
-
-def _is_pair(preset: Any) -> bool:
-    return isinstance(preset, tuple) and len(preset) == 2
 
 
 def _listed(name: str, given: Any) -> Sequence[object]:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import profiler
 
-from accel_core.config.convert import check_object
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.config import ProfileKwargs
 from accel_core.errors import ConfigError
@@ -29,7 +28,6 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
             f"profile was given {options!r:.80}, and not ProfileKwargs\n"
             "give ProfileKwargs(...), or nothing for the run's settings"
         )
-    check_object(options)
     names = run.hooks.profiler_activities() if options.activities is None else options.activities
     schedule = profiler.schedule(**options.schedule_option) if options.schedule_option else None
     recorder = profiler.profile(

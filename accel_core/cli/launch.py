@@ -65,17 +65,17 @@ class _LaunchCommand(click.Command):
 def _own_flags() -> list[click.Parameter]:
     """Name the flags of section `launch` and of the top level; others are dotted."""
     from accel_core.contract.config import LaunchConfig, RunConfig
-    from accel_core.contract.options import describe, options_of
+    from accel_core.contract.options import options_of
 
-    top = {name: it for name, (it, _) in options_of(RunConfig).items() if describe(it).help}
-    options = {f"launch.{name}": it for name, (it, _) in options_of(LaunchConfig).items()} | top
+    top = {name: it for name, it in options_of(RunConfig).items() if it.help}
+    options = {f"launch.{name}": it for name, it in options_of(LaunchConfig).items()} | top
     del options["strategies"]
     return [
         click.Option(
             ["-n"] * path.endswith("processes_per_node")
             + [f"--{path.rpartition('.')[2].replace('_', '-')}", path.replace(".", "__")],
             metavar="VALUE",
-            help=describe(option).help,
+            help=option.help,
         )
         for path, option in options.items()
     ]

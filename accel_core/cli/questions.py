@@ -6,15 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import click
-from attrs import Attribute, frozen
+from attrs import frozen
 
 from accel_core.cli.terminal import confirm, prompt, say
 from accel_core.config.convert import convert_option, members, plain
-from accel_core.config.sections import Sections
+from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import RawText
 from accel_core.contract.card import Slot
 from accel_core.contract.config import RunConfig
-from accel_core.contract.options import default_of, describe, options_of, section_class
+from accel_core.contract.options import Option, options_of
 from accel_core.plugins.catalog import not_installed, unknown_device
 from accel_core.plugins.discovery import Discovery
 
@@ -40,38 +40,33 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
     answers: list[Answer] = []
     for path in paths:
         if path != MEETING or next(it.value for it in answers if it.path == "launch.nodes") > 1:
-            answers.append(_answer(path, *_core_option(path), discovery, silent))
+            answers.append(_answer(path, _core_option(path), discovery, silent))
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
     options = Sections(discovery).class_of(strategy)
     if options and confirm(f"Set options of {strategy}?"):
-        for name, (attribute, kind) in options_of(options).items():
-            about = describe(attribute)
-            if not (about.python_only or about.refused) and section_class(kind) is None:
-                answers.append(_answer(f"{strategy}.{name}", attribute, kind, discovery, silent))
+        for name, option in options_of(options).items():
+            if not (option.python_only or option.refused or option.section):
+                answers.append(_answer(f"{strategy}.{name}", option, discovery, silent))
     return answers
 
 
-def _core_option(path: str) -> tuple[Attribute[Any], Any]:
-    cls: type = RunConfig
-    *sections, name = path.split(".")
-    for section in sections:
-        cls = section_class(options_of(cls)[section][1]) or cls
-    return options_of(cls)[name]
+def _core_option(path: str) -> Option:
+    section, _, name = path.rpartition(".")
+    return options_of(CORE[section] or RunConfig if section else RunConfig)[name]
 
 
-def _answer(path: str, attribute: Attribute[Any], kind: Any, discovery: Discovery, silent: bool) -> Answer:
-    about = describe(attribute)
-    default = plain(default_of(attribute, None))
+def _answer(path: str, option: Option, discovery: Discovery, silent: bool) -> Answer:
+    default = plain(option.default_for(None))
     if silent:
-        return Answer(path, about.sentence, default, default)
+        return Answer(path, option.sentence, default, default)
     names = _names(path, discovery)
-    choices = names or [str(plain(choice)) for choice in about.choices or members(kind)]
+    choices = names or [str(plain(choice)) for choice in option.choices or members(option.kind)]
     one_of = f" One of: {', '.join(choices)}." if choices else ""
-    say("", f"{about.sentence}{one_of}")
+    say("", f"{option.sentence}{one_of}")
     shown = "" if default is None else default
-    parse = _parser(attribute, kind, lambda value: _misnamed(path, value, names, discovery))
+    parse = _parser(option, lambda value: _misnamed(path, value, names, discovery))
     value = prompt(path, shown, parse)
-    return Answer(path, about.sentence, plain(value), default)
+    return Answer(path, option.sentence, plain(value), default)
 
 
 SLOTS: Final[Mapping[str, tuple[Slot, tuple[str, ...]]]] = {
@@ -100,11 +95,11 @@ def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery)
     )
 
 
-def _parser(attribute: Attribute[Any], kind: Any, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:
+def _parser(option: Option, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:
     def parse(text: Any) -> Any:
         try:
             raw = RawText(text or "null") if isinstance(text, str) else text
-            value = convert_option(raw, attribute, kind)
+            value = convert_option(raw, option)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
         if problem := misnamed(value):

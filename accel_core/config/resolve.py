@@ -1,10 +1,7 @@
-"""Merging of all sources into one config.
+"""The config of a run: all sources merged into one table, and objects built from it.
 
-Defaults < presets < file < environment < flags < Python < proposals. `load` goes in three passes:
-the sources give values (`sources`, `yamlfile`), the values become one table of typed options
-(`placing`, `table`), and the table becomes config objects (here). Each value keeps its origin, and all
-mistakes are reported at once. Python may not contradict a flag or a variable, and the proposal of a plugin
-may not contradict any source.
+Defaults < presets < file < environment < flags < Python < proposals. Each value keeps its origin, and all
+mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -14,117 +11,105 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path as FilePath
 from typing import Any, Final
 
-from attrs import NOTHING, evolve, frozen
+from attrs import NOTHING, frozen
 
 from accel_core.config import sources
-from accel_core.config.convert import flat, plain, shown
-from accel_core.config.placing import Placement
-from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables, unblocked_names
+from accel_core.config.convert import flat, plain
+from accel_core.config.sections import CORE, Sections, load_class, misspelt_variables
 from accel_core.config.sources import (
     WORKER_CONFIG_VARIABLE,
     ConfigProblem,
-    SourceValue,
+    Setting,
     dotted,
     raise_problems,
 )
-from accel_core.config.table import ALIASES, Table
+from accel_core.config.table import Table
 from accel_core.contract.config import RunConfig
-from accel_core.contract.options import Path, options_of, section_class
+from accel_core.contract.options import Path, options_of
 from accel_core.errors import ConfigError
 from accel_core.plugins.catalog import not_installed
 from accel_core.plugins.discovery import Discovery, Record
 
 FILE_VARIABLE: Final = "ACCEL_CONFIG"
 FILE_NAME: Final = "accel.yaml"
+STRENGTH: Final = ("preset", "file", "environment", "flag", "python")
+"""The sources, the weakest first."""
 
 
-@frozen(kw_only=True, eq=False, repr=False)
+@frozen(kw_only=True, eq=False, repr=False, slots=False)  # attrs compiles more for cached properties of slots
 class Resolved:
     """A config, and where each of its values comes from."""
 
     config: RunConfig
     file: str | None = None
     """The file that was read, as the user named it."""
+    sections: Mapping[Path, Any]
+    """Path of each section with settings -> its config object; () is the config itself."""
     _table: Table
-    _environment: Mapping[str, str]
-    _strategies: Mapping[str, object]
 
     @property
-    def settings(self) -> Mapping[Path, SourceValue]:
+    def settings(self) -> Mapping[Path, Setting]:
         """Path of an option -> its value and origin; defaults are left out."""
         return self._table.settings
 
-    @property
+    @cached_property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> origin of the value, for all that is not a default."""
-        origins = {path: value.origin for path, value in self.settings.items()}
-        origins |= {alias: origins[path] for alias, path in ALIASES.items() if path in origins}
-        return {dotted(path): origin for path, origin in origins.items()}
+        return {dotted(path): setting.origin for path, setting in self.settings.items()}
 
     @property
     def notes(self) -> Sequence[str]:
         """Sentences on what was left unread, and why."""
-        return tuple(self._table.placement.notes)
-
-    def section(self, path: Path) -> object | None:
-        """Build the config object of a section of core, a plugin or a named strategy."""
-        if len(path) == 2 and path[0] == "strategies":
-            return self._strategies.get(path[1])
-        name = path[0] if len(path) == 1 else ""
-        return self.config.plugins.get(name) or getattr(self.config, name, None) if name else None
+        return tuple(self._table.notes)
 
     @property
     def objects(self) -> Sequence[str]:
         """Plugins that Python configured by an object, and so asked for."""
-        return tuple(
-            path[0] for path in self._table.placement.objects if len(path) == 1 and path[0] not in CORE
-        )
+        return tuple(path[0] for path in self._table.objects if len(path) == 1 and path[0] not in CORE)
 
-    @property
+    @cached_property
     def tree(self) -> Mapping[str, Any]:
         """JSON of all values that ranks must share, defaults too; secrets are masked."""
-        whole: dict[str, Any] = shown(self.config)
+        whole: dict[str, Any] = plain(self.config, masks=True)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
-
-    def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted path, value as JSON, origin) of each option; secrets are masked."""
-        values, origins = shown(self.config), self.origins
-        for path, value in flat(values | values.pop("plugins")):
-            given = path
-            while given and given not in origins:  # a mapping that is one option has one origin
-                given = given.rpartition(".")[0]
-            yield path, value, origins.get(given, "default")
 
     def digest(self) -> str:
         """Return a short hash of `tree`."""
         return hashlib.sha256(json.dumps(self.tree, sort_keys=True).encode()).hexdigest()[:16]
 
+    def rows(self) -> Iterator[tuple[str, Any, str]]:
+        """(dotted path, value as JSON, origin) of each option; secrets are masked."""
+        values = plain(self.config, masks=True)
+        for path, value in flat(values | values.pop("plugins")):
+            given = path
+            while given and given not in self.origins:  # a mapping that is one option has one origin
+                given = given.rpartition(".")[0]
+            yield path, value, self.origins.get(given, "default")
+
     def unknown_plugins(self) -> Iterator[str]:
         """Write a line for each plugin name that no installed plugin of its slot has."""
-        discovery = self._table.placement.sections.discovery
+        discovery = self._table.sections.discovery
         for path, slot, name in self.config.plugin_names():
             if not discovery.answering(slot, name):
                 origin = self.settings[path].origin if path in self.settings else ""
                 yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 
-    def plugin_config(self, record: Record, alias: str | None = None) -> object | None:
+    def plugin_config(self, record: Record, alias: str | None = None) -> Any:
         """Return the config of a plugin or a named strategy; None without options.
 
         Raises:
             ConfigError: a required option is missing.
             PluginError: its config class cannot be used.
         """
-        config = self._strategies.get(alias or "", self.config.plugins.get(record.name))
-        cls = None if config is not None else load_class(record)
-        if cls is not None:
-            table = evolve(self._table, problems=[])
-            config = _build(cls, (record.name,), table)
-            raise_problems(table.problems)
-        return config
+        path = ("strategies", alias) if alias else (record.name,)
+        if path not in self.sections and (cls := load_class(record)):
+            return _Builder(self._table).section(cls, path)
+        return self.sections.get(path)
 
     def with_proposals(self, selected: Sequence[str]) -> Resolved:
         """Return the config with the proposals of these plugins or named strategies.
@@ -133,32 +118,28 @@ class Resolved:
             ConfigError: two propose different values, or one contradicts another source.
         """
         proposals = [
-            SourceValue(
-                tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}"
-            )
+            Setting(tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}")
             for name, config in self._configs(selected)
             for proposal in getattr(config, "propose", lambda _: ())(self.config)
         ]
         if not proposals:
             return self
-        table = self._table.with_values(proposals)
-        return _resolved(table, self.file, self._environment)
+        return _resolved(self._table.with_proposals(proposals), self.file)
 
     def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
         """(name, config) of each used config; a plugin may be used by its aliases only."""
+        plugins = {alias: options["plugin"] for alias, options in self.config.strategies.items()}
         for name in dict.fromkeys(selected):
-            plugins = {alias: plugin.value for alias, plugin in self._table.placement.aliases.items()}
             aliases = [alias for alias, plugin in plugins.items() if name in (alias, plugin)]
-            yield from ((alias, self._strategies.get(alias)) for alias in aliases)
-            record = self._table.placement.sections.discovery.get(name)
+            yield from ((alias, self.sections.get(("strategies", alias))) for alias in aliases)
+            record = self._table.sections.discovery.get(name)
             if record is not None and (not aliases or self.config.strategy == name):
                 yield name, self.plugin_config(record)
 
     def worker_config(self) -> str:
         """JSON text for a launcher's workers, instead of file, environment and flags."""
-        rows = [(path, plain(s.value), s.source, s.origin) for path, s in self.settings.items()]
-        variables = sources.fingerprints(self._environment)
-        return json.dumps({"file": self.file, "variables": variables, "settings": rows}, indent=1)
+        settings = [setting._replace(value=plain(setting.value)) for setting in self.settings.values()]
+        return json.dumps({"file": self.file, "settings": settings}, indent=1)
 
 
 def load(
@@ -190,21 +171,24 @@ def load(
         ConfigError: with every mistake of every source, each with its origin.
     """
     environment = os.environ if environment is None else environment
-    placement, values = Placement(Sections(discovery)), list[SourceValue]()
+    table, variables = Table(Sections(discovery)), list(sources.from_environment(environment))
     if environment.get(WORKER_CONFIG_VARIABLE):
-        name, values = sources.from_launcher(environment[WORKER_CONFIG_VARIABLE], environment)
+        name, settings = sources.from_launcher(environment[WORKER_CONFIG_VARIABLE])
+        # The script may have set variables since.
+        own = {variable.origin for variable in variables}
+        settings = [it for it in settings if " ".join(it.origin.split()[:2]) not in own]
     else:
-        name = find_file(file, environment, directory)
+        name, settings = find_file(file, environment, directory), []
         if name is not None:
-            from accel_core.config.yamlfile import read_yaml  # PyYAML costs 30 ms; most tests have no file
+            from accel_core.config.yamlfile import Document, read_yaml  # PyYAML costs 30 ms
 
-            values += read_yaml(name, FilePath(directory), placement.problems)
-        values += [*sources.from_environment(environment), *sources.from_flags(flags)]
-        placement.problems += misspelt_variables(environment)
-        placement.report(unblocked_names(environment, discovery))
+            document = Document(name, table.places, table.problems)
+            settings += read_yaml(document, FilePath(directory))
+        settings += sources.from_flags(flags)
+        table.problems += misspelt_variables(environment)
     arguments = sources.from_python(python or {}, objects)
-    placement.place([*sources.from_presets(presets or {}), *values, *arguments])
-    return _resolved(Table(placement, placement.problems).read(), name, environment)
+    given = [*sources.from_presets(presets or {}), *settings, *variables, *arguments]
+    return _resolved(table.read(sorted(given, key=lambda it: STRENGTH.index(it.source))), name)
 
 
 def outside() -> dict[str, str]:
@@ -225,53 +209,77 @@ def find_file(
     return named or (FILE_NAME if os.path.lexists(FilePath(directory, FILE_NAME)) else None)
 
 
-# -- pass 3: from the table to objects ---------------------------------------------------------------
+# -- from the table to objects -----------------------------------------------------------------------
 
 
-def _resolved(table: Table, file: str | None, environment: Mapping[str, str]) -> Resolved:
+def _resolved(table: Table, file: str | None) -> Resolved:
     raise_problems(table.problems)
-    built = {
-        path: _build(cls, path, table)
-        for path, cls in table.placement.classes.items()
-        if cls and (len(path) == 2 or table.within(path))
-    }
-    strategies = {path[1]: section for path, section in built.items() if len(path) == 2}
-    plugins = {path[0]: section for path, section in built.items() if len(path) == 1}
-    options: dict[str, dict[str, Any]] = {alias: {} for alias in table.placement.aliases}
-    for path, value in table.settings.items():
-        if path[0] == "strategies":
-            options[path[1]][dotted(path[2:])] = value.value
-    config: RunConfig = _build(RunConfig, (), table, strategies=options, plugins=plugins)
-    raise_problems(table.problems)
-    return Resolved(config=config, file=file, table=table, environment=environment, strategies=strategies)
+    builder = _Builder(table)
+    config = builder.run_config()
+    raise_problems(builder.problems)
+    return Resolved(config=config, file=file, sections=builder.built, table=table)
 
 
-def _build(cls: type, path: Path, table: Table, **values: Any) -> Any:
-    """Build a section's object, or return Python's own if it has all the settings."""
-    origin = _origin(table, path)
-    for name, (attribute, kind) in options_of(cls).items():
-        option = ALIASES.get((*path, name), (*path, name))
-        section = section_class(kind)
-        if option in table.settings:
-            values[name] = table.settings[option].value
-        elif section and table.within(option):
-            values[name] = _build(section, option, table)
-        elif attribute.default is NOTHING:
-            message = f"required key missing; set it in section {dotted(path)}"
-            table.problems.append(ConfigProblem(origin, option, message))
-    given = table.placement.objects.get(path)
-    try:
-        built = (cls if given is None else type(given))(**values)
-    except (TypeError, ValueError) as error:  # a check of the class itself, over several options
-        if not table.problems:
-            table.problems.append(ConfigProblem(_origin(table, path, str(error)), path, str(error)))
-        return given
-    return given if built == given else built
+class _Builder:
+    """Builds config objects from a table."""
 
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.problems: list[ConfigProblem] = []
+        self.built: dict[Path, Any] = {}
+        """Path of a section -> its object."""
+        paths = [*table.settings, *table.objects]
+        self._filled = {path[:depth] for path in paths for depth in range(len(path) + 1)}
 
-def _origin(table: Table, path: Path, problem: str = "") -> str:
-    """Return the origin of a section's option: the first named, else the first."""
-    settings = table.settings
-    origins = {inner[-1]: settings[inner].origin for inner in table.within(path) if inner in settings}
-    named = (origins[word] for word in re.findall(r"\w+", problem) if word in origins)
-    return next(named, next(iter(origins.values()), ""))
+    def run_config(self) -> RunConfig:
+        """Build the config, with sections of plugins and named strategies."""
+        sections, aliases = self.table.sections, self.table.strategies
+        owners: dict[Path, str] = {
+            path: path[0] for path in self._filled if len(path) == 1 and path[0] not in CORE
+        }
+        owners |= {("strategies", alias): str(named.value) for alias, named in aliases.items()}
+        for path, plugin in owners.items():
+            if cls := sections.class_of(plugin):
+                self.build(cls, path)
+        plugins = {path[0]: section for path, section in self.built.items() if len(path) == 1}
+        options: dict[str, dict[str, Any]] = {alias: {} for alias in aliases}
+        for path, setting in self.table.settings.items():
+            if path[0] == "strategies":
+                options[path[1]][dotted(path[2:])] = setting.value
+        config: RunConfig = self.build(RunConfig, (), strategies=options, plugins=plugins)
+        return config
+
+    def section(self, cls: type, path: Path) -> Any:
+        """Build one section that has no settings; raise ConfigError where it needs some."""
+        built = self.build(cls, path)
+        raise_problems(self.problems)
+        return built
+
+    def build(self, cls: type, path: Path, **values: Any) -> Any:
+        """Build a section's object, or return Python's own if it has all the settings."""
+        for name, option in options_of(cls).items():
+            inner = (*path, name)
+            setting = self.table.settings.get(inner)
+            if setting is not None:
+                values[name] = setting.value
+            elif option.section and inner in self._filled:
+                values[name] = self.build(option.section, inner)
+            elif option.default is NOTHING:
+                self._refuse(path, f"required key missing; set it in section {dotted(path)}", inner)
+        given = self.table.objects.get(path)
+        try:
+            built = (cls if given is None else type(given))(**values)
+        except (TypeError, ValueError) as error:  # a check of the class itself, over several options
+            if not self.problems:
+                self._refuse(path, str(error), path)
+            return given
+        self.built[path] = given if built == given else built
+        return self.built[path]
+
+    def _refuse(self, section: Path, message: str, path: Path) -> None:
+        """Add a problem with the origin of the section's option that it names, else of the first."""
+        within = [it for it in self.table.settings.items() if it[0][: len(section)] == section]
+        origins = {inner[-1]: setting.origin for inner, setting in within}
+        named = (origins[word] for word in re.findall(r"\w+", message) if word in origins)
+        origin = next(named, next(iter(origins.values()), ""))
+        self.problems.append(ConfigProblem(origin, path, message))

@@ -1,12 +1,10 @@
-"""Pass 1 of a config: the values of each source, with their origins.
+"""The sources of a config: presets, environment, flags, Python and a launcher; `yamlfile` reads files.
 
-The sources here are environment, flags, Python and a launcher; `yamlfile` reads files. Values stay as
-they were given.
+Each gives settings, weakest first, whose values stay as they were written.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -24,56 +22,17 @@ GUESSES_VARIABLE: Final = "ACCEL_LAUNCH_VARIABLES"
 The script has not chosen options then.
 """
 
-_AMBIGUOUS: Final = re.compile(r"([-+]?)(0[\d_]+|0b[01_]+|0x[\da-f_]+|\d[\d_]*(?::[0-5]?\d)+(?:\.\d*)?)")
-
-
 Source = Literal["preset", "file", "environment", "flag", "python", "proposal"]
 
 
 class RawText(str):
-    """Text of a variable or flag, whose meaning depends on the type of the option."""
+    """Text without quotes, of a file or a shell: the type of its option decides what it means."""
 
     __slots__ = ()
 
-    def parts(self) -> list[RawText]:
-        """Split `a,b`, but not at commas within brackets: `layers.[0,2].*`."""
-        parts, depth = [""], 0
-        for letter in self:
-            depth += (letter in "[{") - (letter in "]}")
-            if letter == "," and depth <= 0:
-                parts.append("")
-            else:
-                parts[-1] += letter
-        return [RawText(part.strip()) for part in parts if part.strip()]
 
-
-def decimal(text: str) -> str:
-    """Spell a number such as 010 or 1:30, which YAML 1.1 misreads, in decimal.
-
-    YAML 1.1 reads them as 8 and 90. Empty for any other text.
-    """
-    match = _AMBIGUOUS.fullmatch(text.lower())
-    if match is None:
-        return ""
-    sign, digits = match[1], match[2].replace("_", "")
-    if ":" in digits:
-        total = 0.0
-        for part in digits.split(":"):
-            total = 60 * total + float(part)
-        return f"{sign}{total:.17g}"
-    return sign + (str(int(digits, 0)) if digits[1:2] in "bx" else digits.lstrip("0") or "0")
-
-
-class LocatedDict(dict[str, Any]):
-    """A mapping of a file, with the place of each key."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.origins: dict[str, str] = {}
-
-
-class SourceValue(NamedTuple):
-    """The value that a source gives for an option, or for a whole section."""
+class Setting(NamedTuple):
+    """A value for an option, or for a whole section, and where it comes from."""
 
     path: Path
     value: Any
@@ -104,10 +63,8 @@ def raise_problems(problems: Iterable[ConfigProblem]) -> None:
     ordered = sorted(problems, key=lambda problem: problem.position)
     if ordered:
         lines = list(map(str, dict.fromkeys(ordered)))
-        flags = any(problem.origin.startswith("flag ") for problem in ordered)
-        again = "launch --dry-run` with these flags" if flags else "config check`"
-        message = "\n".join([*lines, f"correct this; `accel {again} looks again without training"])
-        raise ConfigError(message, problems=lines)
+        remedy = "correct this; `accel config check` looks again without training"
+        raise ConfigError("\n".join([*lines, remedy]), problems=lines)
 
 
 def dotted(path: Path) -> str:
@@ -115,60 +72,43 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[SourceValue]:
-    """Values of dotted path -> (value, origin), the weakest source."""
+def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[Setting]:
+    """Settings of dotted path -> (value, origin), the weakest source."""
     for path, (value, origin) in presets.items():
-        yield SourceValue(tuple(path.split(".")), value, "preset", origin)
+        yield Setting(tuple(path.split(".")), value, "preset", origin)
 
 
-def from_environment(environment: Mapping[str, str]) -> Iterator[SourceValue]:
-    """Values of ACCEL__SECTION__KEY=text, in any case; empty text is left out."""
+def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
+    """Settings of ACCEL__SECTION__KEY=text, in any case; empty text is left out."""
     for name, text in sorted(environment.items()):
-        head, *path = name.upper().split("__")
-        if head == "ACCEL" and path and text:
-            lowered = tuple(part.lower() for part in path)
-            yield SourceValue(lowered, RawText(text), "environment", f"variable {name}")
+        if name.upper().startswith("ACCEL__") and text:
+            path = tuple(name.lower().split("__")[1:])
+            yield Setting(path, RawText(text), "environment", f"variable {name}")
 
 
-def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[SourceValue]:
-    """Values of (dotted path, text); hyphens and underscores are equal."""
+def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[Setting]:
+    """Settings of (dotted path, text); hyphens and underscores are equal."""
     for flag, text in flags:
         spelling = flag.removeprefix("launch.").replace("_", "-")
         path = tuple(flag.replace("-", "_").split("."))
-        yield SourceValue(path, RawText(text), "flag", f"flag --{spelling}")
+        yield Setting(path, RawText(text), "flag", f"flag --{spelling}")
 
 
-def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[SourceValue]:
-    """Arguments of `Accelerator(...)` by dotted path, and config objects."""
+def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Setting]:
+    """Settings of dotted path -> argument of `Accelerator`, and config objects without a path."""
     for name, value in python.items():
         path = tuple(name.split("."))
         argument = "strategies" if path[0] == "strategies" else path[-1]
-        yield SourceValue(path, value, "python", f"Accelerator({argument}=...)")
+        yield Setting(path, value, "python", f"Accelerator({argument}=...)")
     for config in objects:
-        origin = config.__name__ if isinstance(config, type) else f"{type(config).__name__}(...)"
-        yield SourceValue((), config, "python", origin)
+        yield Setting((), config, "python", f"{type(config).__name__}(...)")
 
 
-def fingerprints(environment: Mapping[str, str]) -> dict[str, str]:
-    """Short hashes of the variables ACCEL__..., to detect later changes."""
-    names = (name for name in environment if name.upper().startswith("ACCEL__"))
-    return {name: hashlib.blake2b(environment[name].encode(), digest_size=8).hexdigest() for name in names}
-
-
-def from_launcher(file: str, environment: Mapping[str, str]) -> tuple[str | None, list[SourceValue]]:
-    """Return the name of the launcher's file, and its merged config's values.
-
-    Variables that were set or changed since, by the script for instance, are read anew.
-    """
+def from_launcher(file: str) -> tuple[str | None, list[Setting]]:
+    """Return the name of the launcher's file, and the settings of its merged config."""
     try:
         data = json.loads(FilePath(file).read_text(encoding="utf-8"))
-        values = [SourceValue(tuple(path), *rest) for path, *rest in data["settings"]]
-        before, now = data["variables"], fingerprints(environment)
-        changed = {name: environment[name] for name in now if before.get(name) != now[name]}
-        values = [v for v in values if v.source != "environment" or v.origin.split()[1] not in changed]
-        flags = [value for value in values if value.source == "flag"]
-        rest = [value for value in values if value.source != "flag"]
-        return data["file"], [*rest, *from_environment(changed), *flags]
+        return data["file"], [Setting(tuple(path), *rest) for path, *rest in data["settings"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{WORKER_CONFIG_VARIABLE} names {file}, which no launcher wrote"

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 from functools import cache
-from itertools import islice
-from typing import Any, Final, TypeVar, Union, cast, get_args, get_origin, get_type_hints
+from typing import TYPE_CHECKING, Any, Final, Union, get_args, get_origin, get_type_hints
 
 import attrs
-from attrs import NOTHING, Attribute, frozen
+from attrs import NOTHING, Attribute, evolve, frozen
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Path = tuple[str, ...]
 """An option's address, such as ("launch", "nodes")."""
-
-F = TypeVar("F", bound=Callable[..., None])
 
 _KEY: Final = "accel_core.option"
 
 
 @frozen(kw_only=True, eq=False, repr=False)
 class Option:
-    """The facts of an option, beyond name, type and default."""
+    """An option of a config class: what `option` declares, with its name, type and default."""
 
     help: str = ""
     unit: str | None = None
@@ -44,6 +42,19 @@ class Option:
     refused: bool = False
     """A value that switches the option on is refused with the help."""
 
+    name: str = ""
+    """As users write it."""
+    attribute: str = ""
+    """Attribute of the config object that holds its value."""
+    kind: Any = Any
+    """Its type; Any where only Python can give it."""
+    section: type | None = None
+    """The class of a section within the section, `X` or `X | None`."""
+    default: Any = None
+    """As attrs has it: maybe a Factory; NOTHING if the option is required."""
+    converter: Any = None
+    """Applied to what Python gives; None: nothing is."""
+
     @property
     def sentence(self) -> str:
         """The help, with the unit unless the help names it."""
@@ -52,6 +63,13 @@ class Option:
         if self.unit is None or self.unit in self.help.lower():
             return self.help
         return f"{self.help} Unit: {self.unit}."
+
+    def default_for(self, config: object) -> Any:
+        """Return the default of a config object; NOTHING if the option is required."""
+        default = self.default
+        if not hasattr(default, "takes_self"):
+            return default
+        return default.factory(config) if default.takes_self else default.factory()
 
     def objection(self, value: Any) -> str | None:
         """Return the reason to refuse a value of the right type, if any."""
@@ -73,7 +91,7 @@ def option(
     factory: Callable[[], Any] | None = None,
     help: str,
     unit: str | None = None,
-    choices: Sequence[Any] | None = None,
+    choices: Sequence[Any] = (),
     minimum: float | None = None,
     python_only: bool = False,
     secret: bool = False,
@@ -103,7 +121,7 @@ def option(
     about = Option(
         help=help,
         unit=unit,
-        choices=tuple(choices or ()),
+        choices=tuple(choices),
         minimum=minimum,
         python_only=python_only,
         secret=secret,
@@ -118,121 +136,111 @@ def option(
     )
 
 
-MASK: Final = "***"
-_SECRETS: Final = frozenset("key token apikey secret password passwd passphrase credentials".split())  # noqa: SIM905
-_OF_A_DOOR: Final = frozenset("api access auth bearer private secret hub hf refresh signing".split())  # noqa: SIM905
-_LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-"""The user, and mostly a password or token, in an address."""
-
-
-def is_secret(name: str) -> bool:
-    """Tell if an option of this name is a secret: api_key, password; not pad_token."""
-    *before, last = re.split(r"[^a-z]+", name.lower())
-    return last in _SECRETS and (last not in ("key", "token") or not before or before[-1] in _OF_A_DOOR)
-
-
-def may_be_secret(variable: str) -> bool:
-    """Tell if a variable of the environment may be a secret."""
-    return not _SECRETS.isdisjoint(re.split(r"[^a-z]+", variable.lower()))
-
-
-def masked(value: Any, secret: bool = False) -> Any:
-    """Mask secrets at any depth of mappings and lists, and logins in addresses."""
-    if secret and value is not None and not (isinstance(value, (str, tuple)) and not value):
-        return MASK
-    if type(value) is str:
-        return _LOGIN.sub(MASK, value)
-    if isinstance(value, Mapping):
-        return {key: masked(each, is_secret(str(key))) for key, each in value.items()}
-    return type(value)(map(masked, value)) if type(value) in (list, tuple) else value
-
-
-def describe(attribute: Attribute[Any]) -> Option:
-    """Return the facts that `option` stored in a field; a plain field has none."""
-    found = attribute.metadata.get(_KEY)
-    return found if isinstance(found, Option) else Option()
+def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
+    objection = attribute.metadata[_KEY].objection(value)
+    if objection:
+        raise ValueError(f"{type(instance).__name__}.{attribute.name}: {objection}")
 
 
 def _word(choice: Any) -> str:
     return repr(choice.value if isinstance(choice, Enum) else choice)
 
 
-def default_of(attribute: Attribute[Any], instance: object) -> Any:
-    """Return a field's default for `instance`; NOTHING if it is required."""
-    default: Any = attribute.default
-    if default is NOTHING or not hasattr(default, "takes_self"):
-        return default
-    return default.factory(instance) if default.takes_self else default.factory()
-
-
-def changed(instance: Any) -> dict[str, Any]:
-    """Return the options of a config object that differ from their defaults."""
-    held = {alias: (a, getattr(instance, a.name)) for alias, (a, _) in options_of(type(instance)).items()}
-    return {alias: value for alias, (a, value) in held.items() if value != default_of(a, instance)}
-
-
-def remember_given(init: F) -> F:
-    """Wrap an `__init__` so that `self._given` holds the names of its arguments."""
-
-    @functools.wraps(init)
-    def remembering(self: object, *args: Any, **kwargs: Any) -> None:
-        names = islice(inspect.signature(init).parameters, 1, len(args) + 1) if args else ()
-        object.__setattr__(self, "_given", frozenset((*names, *kwargs)))
-        init(self, *args, **kwargs)
-
-    return cast("F", remembering)
-
-
-class Remembering:
-    """Base of config classes whose objects remember the arguments they were given."""
-
-    __slots__ = ("_given",)
-
-    def __init_subclass__(cls) -> None:
-        if "__init__" in vars(cls):  # attrs makes a class with slots a second time, then with its __init__
-            cls.__init__ = remember_given(cls.__init__)  # type: ignore[method-assign]
-
-
-def said(instance: Any) -> dict[str, Any]:
-    """Return a config object's options that were given or are not the default.
-
-    None says nothing where it is the default.
-    """
-    given: frozenset[str] = getattr(instance, "_given", frozenset())  # a copy does not remember
-    named = {alias: getattr(instance, a.name) for alias, (a, _) in options_of(type(instance)).items()}
-    return {alias: named[alias] for alias in given & named.keys() if named[alias] is not None} | changed(
-        instance
-    )
-
-
-def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
-    objection = describe(attribute).objection(value)
-    if objection:
-        raise ValueError(f"{type(instance).__name__}.{attribute.name}: {objection}")
-
-
-def options_of(cls: type) -> Mapping[str, tuple[Attribute[Any], Any]]:
-    """Name -> (attrs field, resolved type) of a config class; Any for python_only."""
+def options_of(cls: type) -> Mapping[str, Option]:
+    """Return the options of a config class by name."""
     return _options_of(cls)
 
 
 @cache
-def _options_of(cls: Any) -> Mapping[str, tuple[Attribute[Any], Any]]:
-    found = {}
-    for attribute in attrs.fields(cls):
-        kind = attribute.type
-        if describe(attribute).python_only:
-            kind = Any  # its annotation may name what only type checkers import
-        elif isinstance(kind, str):
-            home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
-            named = types.SimpleNamespace(__annotations__={"it": kind})
-            kind = get_type_hints(named, vars(sys.modules[home.__module__]))["it"]
-        if attribute.init:
-            found[attribute.alias] = (attribute, kind)
-    return found
+def _options_of(cls: Any) -> Mapping[str, Option]:
+    return {a.alias: _option(cls, a) for a in attrs.fields(cls) if a.init}
 
 
-def section_class(kind: Any) -> type | None:
-    """Return the attrs class of an option that is a section, `X` or `X | None`."""
-    candidates = [kind, *(get_args(kind) if get_origin(kind) in (Union, types.UnionType) else ())]
-    return next((c for c in candidates if isinstance(c, type) and attrs.has(c)), None)
+def _option(cls: type, attribute: Attribute[Any]) -> Option:
+    about: Option = attribute.metadata.get(_KEY, Option())
+    kind: Any = attribute.type
+    if about.python_only:
+        kind = Any  # its annotation may name what only type checkers import
+    elif isinstance(kind, str):
+        home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
+        named = types.SimpleNamespace(__annotations__={"it": kind})
+        kind = get_type_hints(named, vars(sys.modules[home.__module__]))["it"]
+    members = get_args(kind) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return evolve(
+        about,
+        name=attribute.alias or "",
+        attribute=attribute.name,
+        kind=kind,
+        section=next((it for it in members if isinstance(it, type) and attrs.has(it)), None),
+        default=attribute.default,
+        converter=attribute.converter,
+        secret=about.secret or is_secret(attribute.alias or ""),
+    )
+
+
+class Remembering:
+    """Base of config classes whose objects remember which arguments they were given."""
+
+    __slots__ = ("_given",)
+    _given: frozenset[str]
+
+    def __new__(cls, *_: Any, **arguments: Any) -> Self:
+        """Make the object, which its `__init__` fills."""
+        made = super().__new__(cls)
+        object.__setattr__(made, "_given", frozenset(arguments))  # frozen classes have no other way
+        return made
+
+
+def changed(config: object, also: frozenset[str] = frozenset()) -> dict[str, Any]:
+    """Return the options of a config object that differ from their defaults.
+
+    also: names of options that count wherever they are not None.
+    """
+    held = [(it, getattr(config, it.attribute)) for it in options_of(type(config)).values()]
+    return {
+        it.name: value
+        for it, value in held
+        if value != it.default_for(config) or (it.name in also and value is not None)
+    }
+
+
+def given_options(config: object) -> dict[str, Any]:
+    """Return a config object's options that were given or are not the default.
+
+    None says nothing where it is the default.
+    """
+    return changed(config, getattr(config, "_given", frozenset()))
+
+
+# -- secrets -----------------------------------------------------------------------------------------
+
+MASK: Final = "***"
+_WORDS: Final = "apikey|secret|password|passwd|passphrase|credentials"
+_DOORS: Final = "api|access|auth|bearer|private|secret|hub|hf|refresh|signing"
+_SECRET: Final = re.compile(
+    rf"(.*[^a-z])?({_WORDS})|((.*[^a-z])?({_DOORS})[^a-z]+)?(key|token)", re.IGNORECASE
+)
+_MAY_BE_SECRET: Final = re.compile(rf"(^|[^a-z])({_WORDS}|key|token)($|[^a-z])", re.IGNORECASE)
+_LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""The user, and mostly a password or token, in an address."""
+
+
+def is_secret(name: str) -> bool:
+    """Tell if an option of this name is a secret: api_key, password; not pad_token."""
+    return _SECRET.fullmatch(name) is not None
+
+
+def may_be_secret(variable: str) -> bool:
+    """Tell if a variable of the environment may be a secret."""
+    return _MAY_BE_SECRET.search(variable) is not None
+
+
+def masked(value: Any, secret: bool = False) -> Any:
+    """Mask secrets at any depth of mappings and lists, and logins in addresses."""
+    if secret and value not in (None, "", ()):
+        return MASK
+    if type(value) is str:
+        return _LOGIN.sub(MASK, value)
+    if isinstance(value, Mapping):
+        return {key: masked(each, is_secret(str(key))) for key, each in value.items()}
+    return type(value)(map(masked, value)) if type(value) in (list, tuple) else value

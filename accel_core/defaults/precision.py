@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch.amp import GradScaler
 
-from accel_core.config.convert import check_object
 from accel_core.contract import hooks
 from accel_core.contract.config import AutocastKwargs
 from accel_core.contract.hooks import implements
@@ -46,7 +45,6 @@ def _adjusted(run: Run, context: AbstractContextManager[Any], handler: AutocastK
             f"autocast was given {handler!r:.80}, and not AutocastKwargs\n"
             "give AutocastKwargs(...), or nothing for the run's settings"
         )
-    check_object(handler)
     kind = run.device.type
     with context:
         enabled = handler.enabled and torch.is_autocast_enabled(kind)

@@ -156,10 +156,7 @@ class Launch:
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"
                 effect = "a run refuses its options" if given.source in TYPED else "its options do nothing"
                 yield f"{about}: {effect}; `{setting}` chooses it"
-        launch = self.config.launch
-        one = 1 if launch.nodes == 1 and launch.processes_per_node == 1 else None
-        precision = self.config.mixed_precision
-        yield from unused_options(self.resolved, used, precision=precision, processes=one)
+        yield from unused_options(self.resolved, used)
         yield from self._doubtful_words()
 
     def no_strategy(self, processes: int | str) -> Iterator[str]:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from attrs import evolve
 
 from accel_core.checkpoint.session import CheckpointSession
-from accel_core.config.unused import unused_profile_options
 from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
@@ -115,7 +114,6 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.checkpoints = CheckpointSession(self)
         self.stop_signals = StopSignals(self)
-        self._profile_is_used = False
         self.step: Callable[..., bool] = apply_step
         """The call of an optimizer's `step` at a boundary."""
         self.environment: list[str] = []
@@ -264,10 +262,6 @@ class Run:
             check_capabilities(self, hooks, alias)
         return hooks
 
-    def note_profile(self) -> None:
-        """Note that section `profile` was used; the end of the run warns if it never was."""
-        self._profile_is_used = True
-
     def reconfigure(self, **changes: Any) -> None:
         """Change the config from now on: of steps and of objects prepared later."""
         self.config = evolve(self.config, **changes)
@@ -300,8 +294,6 @@ class Run:
         """
         if self.ended:
             return
-        if not (failed or self._profile_is_used or self.world.rank):
-            tell("".join(f"accel: {note}\n" for note in unused_profile_options(self.resolved)))
         problems: list[BaseException] = []
         self.stop_signals.hear()
         try:

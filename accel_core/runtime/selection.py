@@ -73,8 +73,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     _refuse_unmet_needs(stack)
     unused = tuple(_refuse_unused(resolved, stack, discovery))
     used = {*stack.strategies, *(chosen.name for chosen in stack.members())}
-    idle = unused_options(resolved, used, precision=stack.precision.name, processes=processes)
-    return evolve(stack, notes=(*unused, *idle))
+    return evolve(stack, notes=(*unused, *unused_options(resolved, used)))
 
 
 class _Chooser(NamedTuple):

@@ -107,7 +107,7 @@ TOYS = Discovery(
 )
 
 TEN_MISTAKES = """\
-device: no
+device: [no]
 gradient_accumulation_steps: "4"
 strategi: shard
 launch:
@@ -119,6 +119,6 @@ grad_scaler:
   enabled: "false"
 shard:
   stage: 4
-rng_types: generator
+rng_types: {generator: 1}
 1: 2
 """

@@ -9,8 +9,7 @@ import yaml
 from attrs import fields
 
 from accel_core import RunConfig
-from accel_core.config.convert import read_text
-from accel_core.config.yamlfile import Values
+from accel_core.config.convert import scalar
 from accel_core.contract.card import RESERVED_NAMES
 
 
@@ -55,8 +54,8 @@ def test_words_and_numbers_of_flags_are_read_without_pyyaml(tmp_path, run_comman
 
 
 @pytest.mark.parametrize(
-    "text", ["cpu", "no", "On", "null", "y", "bf16", "_", "8", "0", "08", "1_0", "9" * 30, "\u0663"]
+    "text", ["cpu", "no", "On", "null", "y", "bf16", "_", "8", "0", "08", "1_0", "9" * 30, "\u0663", "-1.5"]
 )
 def test_a_word_or_number_is_read_as_yaml_reads_it(text):
-    found, expected = read_text(text), yaml.load(text, Loader=Values)
+    found, expected = scalar(text), yaml.safe_load(text)
     assert (type(found), found) == (type(expected), expected)

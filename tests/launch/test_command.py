@@ -206,7 +206,7 @@ def test_a_number_that_is_none(tmp_path, accel):
     told = refused(accel, tmp_path, "-n", "two", "train.py")
 
     assert "--processes-per-node" in told
-    assert "expected a whole number or 'auto', got 'two'" in told
+    assert "expected integer or one of 'auto', got 'two'" in told
 
 
 def test_nodes_without_a_place_to_meet(tmp_path, accel):

@@ -15,7 +15,7 @@ from click.exceptions import BadOptionUsage, BadParameter, NoArgsIsHelpError
 from accel_core import errors
 from accel_core.cli import BUILT_IN, accel
 from accel_core.config.sections import CORE
-from accel_core.contract.options import options_of, section_class
+from accel_core.contract.options import options_of
 from accel_core.errors import PluginError
 from accel_core.plugins.catalog import catalog_entries
 
@@ -139,7 +139,7 @@ def members() -> dict[str, set[str]]:
 
 
 def test_each_option_and_member_that_a_remedy_names_is_there() -> None:
-    classes = {name: section_class(kind) for name, kind in CORE.items()}
+    classes = dict(CORE)
     options = {name: set(options_of(cls)) for name, cls in classes.items() if attrs.has(cls)}
     options |= {entry.name: set(entry.keys) for entry in catalog_entries()}
     options["accelerator"] = set(members())

@@ -42,19 +42,6 @@ def test_by_default_the_cpu_is_recorded_and_nothing_written(profiled, tmp_path, 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("called", [True, False])
-def test_settings_that_no_call_has_used_are_told_at_the_end(profiled, tmp_path, monkeypatch, capsys, called):
-    (tmp_path / "accel.yaml").write_text("profile: {with_flops: true, record_shapes: false}")
-    monkeypatch.chdir(tmp_path)
-    accelerator = profiled()
-    if called:
-        with accelerator.profile():
-            pass
-    accelerator.end_training()
-    told = "accel: profile.with_flops (accel.yaml:1:11) does nothing here: it counts only where"
-    assert capsys.readouterr().err.count(told) == (not called)
-
-
 def test_a_trace_is_written_for_the_rank(profiled, tmp_path):
     with profiled(output_trace_dir=str(tmp_path / "traces")).profile():
         torch.ones(8, 8) @ torch.ones(8, 8)

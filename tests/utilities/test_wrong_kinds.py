@@ -10,10 +10,8 @@ from torch.utils.data import DataLoader
 from accel_core import (
     Accelerator,
     AccelError,
-    AutocastKwargs,
     ConfigError,
     LocalSGD,
-    ProfileKwargs,
     find_executable_batch_size,
     get_logger,
     notebook_launcher,
@@ -29,26 +27,6 @@ def trained():
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     yield accelerator, model
     accelerator.end_training()
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        {"strategies": 3},
-        {"strategies": {"a": 3}},
-        {"strategies": {3: {}}},
-        {"strategies": {"a": {3: 4}}},
-        {"presets": 3},
-        {"presets": {"seed": 3}},
-        {"presets": {"seed": "ab"}},
-        {"presets": {3: (1, "here")}},
-    ],
-    ids=str,
-)
-def test_options_by_name_are_a_mapping(arguments):
-    (name,) = arguments
-    with pytest.raises(ConfigError, match=rf"\ngive a mapping: {name}=\{{"):
-        Accelerator(cpu=True, **arguments)
 
 
 class NumbersFlag:
@@ -166,25 +144,6 @@ def test_a_loss_is_one_number_unless_gradients_are_given(trained):
 def test_arguments_of_collectives_are_numbers(trained, call):
     with pytest.raises((TypeError, ValueError), match="\ngive"):
         call(trained[0])
-
-
-@pytest.mark.parametrize(
-    "options", [{"activities": 3}, {"activities": [3]}, {"schedule_option": 3}, {"with_flops": "no"}], ids=str
-)
-def test_options_of_a_profile_are_of_their_types(trained, options):
-    with (
-        pytest.raises(ConfigError, match=r"ProfileKwargs\(\w+=\.\.\.\).*\ncorrect"),
-        trained[0].profile(ProfileKwargs(**options)),
-    ):
-        pass
-
-
-def test_options_of_an_autocast_are_of_their_types(trained):
-    with (
-        pytest.raises(ConfigError, match=r"AutocastKwargs\(enabled=\.\.\.\)"),
-        trained[0].autocast(AutocastKwargs(enabled="no")),
-    ):
-        pass
 
 
 @pytest.mark.parametrize("seed", [2**70, -(2**70), 2**64])
