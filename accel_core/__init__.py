@@ -41,7 +41,6 @@ _PUBLIC: Final = {
     "distributed.progress": "progress show_progress",
     "distributed.random": "set_seed synchronize_rng_state",
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError uncaught_error",
-    "launch.mapped": "note_mapped_file",
     "launch.notebook": "notebook_launcher",
     "plugins.binding": "no_op",
     "plugins.discovery": "Discovery Record discover plugin_status",

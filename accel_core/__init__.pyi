@@ -71,7 +71,6 @@ from accel_core.errors import ConfigError as ConfigError
 from accel_core.errors import LaunchError as LaunchError
 from accel_core.errors import PluginError as PluginError
 from accel_core.errors import uncaught_error as uncaught_error
-from accel_core.launch.mapped import note_mapped_file as note_mapped_file
 from accel_core.launch.notebook import notebook_launcher as notebook_launcher
 from accel_core.plugins.binding import no_op as no_op
 from accel_core.plugins.discovery import Discovery as Discovery

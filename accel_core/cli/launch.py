@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from accel_core.cli.terminal import say
-from accel_core.errors import ConfigError, LaunchError, PluginError
+from accel_core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -111,7 +111,8 @@ def launch(
     config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
-    from accel_core.launch.rendezvous import require_rendezvous
+    from accel_core.launch.addresses import require_rendezvous
+    from accel_core.launch.worker import command
 
     planned, words, again = _planned(config, module, target, options)
     planned = planned.allocated()
@@ -131,15 +132,8 @@ def launch(
     notes += _alone_by_torchrun() if section.nodes == 1 and planned.allocation is None else []
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
         print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
-    with planned.job(_worker(planned, words, processes), processes, again) as job:
+    with planned.job(command(words), processes, again) as job:
         code = hooks.launch(job)
-    if type(code) is not int:
-        raise PluginError(
-            f"launcher {section.launcher} returned {code!r} for the job, and not its exit code\n"
-            f"leave launch.launcher at auto, or have the hook `launch` of {section.launcher} return an int",
-            plugin=section.launcher,
-            hook="launch",
-        )
     sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
 
 
@@ -215,22 +209,14 @@ def _asked(planned: Launch) -> int:
     return 0 if asked == "auto" else asked
 
 
-def _worker(planned: Launch, words: Sequence[str], processes: int) -> tuple[str, ...]:
-    """Return the command of one worker."""
-    from accel_core.launch.worker import command
-
-    section = planned.config.launch
-    sizes = [nodes * processes for nodes in (section.min_nodes or section.nodes, section.nodes)]
-    return command(words, *(sizes if processes else []))
-
-
 def _preview(planned: Launch, words: Sequence[str], again: Sequence[str], *, submits: bool) -> None:
     """Print the launcher's own description, if it has one."""
+    from accel_core.launch.worker import command
+
     hooks = planned.launcher()
     if hooks.implementations("preview"):
         processes = _asked(planned) if submits else planned.processes()
-        worker = () if submits else _worker(planned, words, processes)
-        with planned.job(worker, processes, again) as job:
+        with planned.job(() if submits else command(words), processes, again) as job:
             print(hooks.preview(job, submits), flush=True)
 
 
@@ -247,14 +233,4 @@ def _refuse_missing(target: tuple[str, ...], module: bool) -> None:
         raise LaunchError(f"nothing to launch\n{remedy}", exit_code=2)
     if not module and not Path(target[0]).is_file():
         about = f"there is no script {target[0]} in {Path.cwd()}"
-        raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)
-    if module:
-        return
-    try:
-        archive = b"\0" in Path(target[0]).read_bytes()  # such as one of zipapp
-    except OSError as error:
-        about = f"{target[0]} cannot be read: {error.strerror}"
-        raise LaunchError(f"{about}\nlet this user read it, or name another file", exit_code=2) from error
-    if archive:
-        about = f"{target[0]} is not Python source"
         raise LaunchError(f"{about}\nname a Python file, or a module with -m", exit_code=2)

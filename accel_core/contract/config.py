@@ -240,11 +240,6 @@ class LaunchConfig:
         choices=("none", "main", "all"),
         help="Workers whose lines are printed after their rank; none: untagged, or with log_dir not at all.",
     )
-    log_format: str = option(
-        "text",
-        choices=("text", "json"),
-        help="json: log_dir has a .jsonl file too, of a JSON object per line; tee prints such objects.",
-    )
 
     def __attrs_post_init__(self) -> None:
         if self.node_rank >= self.nodes:
@@ -257,8 +252,6 @@ class LaunchConfig:
                 f"min_nodes is {self.min_nodes}, nodes {self.nodes}, max_restarts {self.max_restarts}: a job"
                 " goes on with fewer nodes by restarting; set max_restarts, and nodes to min_nodes or more"
             )
-        if self.log_format == "json" and self.log_dir is None and self.tee == "none":
-            raise ValueError("log_format json: nothing reads the lines of workers; give log_dir too, or tee")
         if self.rendezvous is not None:
             host_and_port(self.rendezvous, self.nodes)
 

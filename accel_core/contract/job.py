@@ -30,10 +30,7 @@ class Job:
     So it is in `submit`, and where `Allocation.elsewhere` is set.
     """
     rendezvous: str | None = None
-    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken).
-
-    Port 0: node 0 takes a free port, and the others ask for it by the job's `id`.
-    """
+    """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
     id: str = ""
     """Name that no other running job has; empty if nodes need none to meet."""
     max_restarts: int = 0
@@ -43,8 +40,6 @@ class Job:
     """Folder for what workers write: files for each rank and attempt."""
     tee: str = "none"
     """Workers whose lines are printed after their rank: none, main (rank 0) or all."""
-    log_format: str = "text"
-    """Form of these lines; json: objects, which `log_dir` has in a file per rank too."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables that each worker gets on top of this process's environment."""
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from accel_core.errors import ConfigError, LaunchError, PluginError
+from accel_core.errors import LaunchError
 
 
 def notebook_launcher(
@@ -41,23 +41,12 @@ def notebook_launcher(
         What each rank's call returned, in rank order. It must pickle.
 
     Raises:
-        ConfigError: the settings are wrong, `function` cannot be called, or `args` is not a tuple or list.
+        ConfigError: the settings are wrong.
         LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
             the message holds the first failing rank's traceback.
-        PluginError: the launcher returned no sequence of each rank's value.
     """
     from accel_core.launch.plan import plan
 
-    if not callable(function):
-        raise ConfigError(
-            f"notebook_launcher: {function!r:.80} cannot be called\n"
-            "give the function itself, and its arguments as args=(...)"
-        )
-    if isinstance(args, str) or not isinstance(args, Iterable):  # text would be one argument a letter
-        raise ConfigError(
-            f"notebook_launcher: args is {args!r:.80}, and not a tuple of arguments\n"
-            "give a tuple, which for one argument has a comma: args=(value,)"
-        )
     given = {
         "launch.processes_per_node": num_processes,
         "launch.rendezvous": None if use_port is None else f"127.0.0.1:{use_port}",
@@ -68,32 +57,17 @@ def notebook_launcher(
     }
     python = {path: value for path, value in given.items() if value is not None}
     launch = plan(python=python, file=config)
-    if launch.launcher_offers("forked_functions") and launch.config.device.partition(":")[0] != "cpu":
+    if launch.launcher_offers("forked_functions") and sys.platform == "linux" and device != "cpu":
         _refuse_used_device()
     with launch.job((), launch.processes()) as job:
-        results = launch.launcher().launch_function(function, tuple(args), job)
-    count = len(results) if isinstance(results, Sequence) else None
-    if count != job.processes_per_node:
-        name = launch.config.launch.launcher
-        found = f"a {type(results).__name__}" if count is None else f"{count} value(s)"
-        raise PluginError(
-            f"launcher {name} returned {found} for {job.processes_per_node} process(es)\n"
-            f"leave launch.launcher at torchrun, or have the hook `launch_function` of {name} return each"
-            " rank's value",
-            plugin=name,
-            hook="launch_function",
-        )
-    ranks: Sequence[Any] = results
-    return ranks
+        results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)
+    return results
 
 
 def _refuse_used_device() -> None:
     torch: Any = sys.modules.get("torch")  # a process that used a device has imported it
     device = torch and torch.accelerator.current_accelerator()
-    if sys.platform != "linux" or not device:  # elsewhere workers are not forks
-        return
-    used = getattr(torch.get_device_module(device.type), "is_initialized", None)
-    if used is not None and used():
+    if device and torch.get_device_module(device.type).is_initialized():
         raise LaunchError(
             f"notebook_launcher forks its workers, but this process has already used {device.type}, which"
             " a fork then cannot\n"

@@ -9,10 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import shutil
 import signal
+import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,7 +25,6 @@ from attrs import evolve, frozen
 from accel_core.config.resolve import Resolved, load, outside
 from accel_core.config.sources import GUESSES_VARIABLE, WORKER_CONFIG_VARIABLE, ConfigProblem
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
-from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.job import Job
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 
 NATIVE: Final = "torchrun"
 """The launcher below all others."""
+PORTS: Final = range(20_000, 32_000)
+"""Ports below those that systems hand out by themselves."""
 
 
 def plan(**given: Any) -> Launch:
@@ -83,38 +85,32 @@ class Launch:
 
         `launcher: auto` becomes the first that has been given some, else torchrun.
         """
-        resolved, section = self.resolved, self.config.launch
-        named = section.launcher != "auto"
+        section = self.config.launch
+        # What a rank launches is not the engine's job, and has this machine alone.
+        is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # batch scripts export WORLD_SIZE alone
         cards = [card.name for card, _ in self.discovery.usable("launcher") if card.priority]
-        for name in [section.launcher] if named else [*cards, NATIVE]:
-            section = evolve(section, launcher=name)
-            found = evolve(self, resolved=evolve(resolved, config=evolve(self.config, launch=section)))
-            hooks = found.launcher()
-            # What a rank launches is not the engine's job, and has this machine alone.
-            is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # batch scripts export WORLD_SIZE alone
-            allocation = None if is_rank else hooks.allocation(self.config.launch)
-            if allocation is not None or name == NATIVE or named:
+        for name in [*cards, NATIVE] if section.launcher == "auto" else [section.launcher]:
+            found = self._with(launcher=name)
+            allocation = None if is_rank else found.launcher().allocation(self.config.launch)
+            if allocation is not None:
                 break
-        if allocation is None:
+        else:
             return found
-        asked = resolved.settings.get(("launch", "nodes"))
+        asked = self.resolved.settings.get(("launch", "nodes"))
         if asked and section.nodes == 1 < allocation.nodes and not allocation.processes_per_node:
             raise LaunchError(
-                f"1 node was asked for ({asked.origin}), but launcher {section.launcher} has an allocation of"
+                f"1 node was asked for ({asked.origin}), but launcher {name} has an allocation of"
                 f" {allocation.nodes}\nleave launch.nodes out, or use this node alone by --launcher {NATIVE}"
             )
-        settled = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
+        settled: dict[str, Any] = {"nodes": allocation.nodes, "node_rank": allocation.node_rank}
         if allocation.processes_per_node:
             settled["processes_per_node"] = allocation.processes_per_node
-        try:
-            config = evolve(self.config, launch=evolve(section, **settled))
-        except ValueError as error:  # there is no such place
-            raise LaunchError(
-                f"launcher {section.launcher} was told by its engine that this is node"
-                f" {allocation.node_rank} of {allocation.nodes}: {error}\n"
-                f"correct the engine's variables, or leave it out by --launcher {NATIVE}"
-            ) from error
-        return evolve(found, resolved=evolve(resolved, config=config), allocation=allocation)
+        return evolve(found._with(**settled), allocation=allocation)
+
+    def _with(self, **options: Any) -> Launch:
+        """Return this launch with other options of section `launch`."""
+        config = evolve(self.config, launch=evolve(self.config.launch, **options))
+        return evolve(self, resolved=evolve(self.resolved, config=config))
 
     def line(self, processes: int | str) -> str:
         """Describe in one line what starts.
@@ -157,7 +153,6 @@ class Launch:
                 effect = "a run refuses its options" if given.source in TYPED else "its options do nothing"
                 yield f"{about}: {effect}; `{setting}` chooses it"
         yield from unused_options(self.resolved, used)
-        yield from self._doubtful_words()
 
     def no_strategy(self, processes: int | str) -> Iterator[str]:
         """Yield the remedy if `strategy: auto` finds none for several processes."""
@@ -166,29 +161,6 @@ class Launch:
         if self.config.strategy == "auto" and not alone and not usable:
             remedy = strategy_hint(self.discovery)
             yield f"auto takes no installed strategy for several processes; {remedy}"
-
-    def _doubtful_words(self) -> Iterator[str]:
-        """Yield unknown words that a plugin, a script or another torch may know."""
-        streams = ["generator", "torch", "python", "numpy", *(it.name for it in self.discovery.of("device"))]
-        for name in self.config.rng_types:
-            if name not in streams:
-                yield f"rng_types: {name!r} is not a built-in stream{did_you_mean(name, streams)}"
-        for option, word, known in self._torchs_words():
-            if find_spec("torch") is None:
-                yield f"{option}: {word!r} was not looked up; torch is not installed here"
-            elif word not in (names := known()):
-                yield f"{option}: torch here has no {word!r}{did_you_mean(word, names)}"
-
-    def _torchs_words(self) -> Iterator[tuple[str, str, Callable[[], list[str]]]]:
-        """Yield (option, word, function that lists all words) for torch's words."""
-        kind = self.config.device.partition(":")[0]
-        if kind not in ("auto", "cpu") and self._device() is None:
-            yield "device", kind, lambda: [kind]  # where torch is, `mistakes` has asked it
-        for name in self.config.profile.activities or ():
-            yield "profile.activities", name.lower(), _activities
-        backend = self.config.compile.backend
-        if backend not in (None, "auto", "no", "inductor", "eager"):
-            yield "compile.backend", str(backend), _compilers
 
     def hardware(self) -> str:
         """Describe the devices that `device: auto` means on this machine."""
@@ -255,13 +227,17 @@ class Launch:
     def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Iterator[Job]:
         """Make the job; the file with its merged config exists inside."""
         launch, allocation = self.config.launch, self.allocation
-        place = f"{allocation.address}:0" if allocation and launch.nodes > 1 else None
+        place = None
+        if allocation and launch.nodes > 1:
+            # Nodes that know no more than the name of their job have the port from it.
+            port = PORTS[zlib.crc32(allocation.job_id.encode()) % len(PORTS)]
+            place = f"{allocation.address}:{port}"
         if (launch.log_dir or launch.tee != "none") and not self.launcher_offers("worker_output"):
             raise LaunchError(
                 f"launch.log_dir and launch.tee: launcher {launch.launcher} does not handle the output of"
                 " workers\nleave them out, and use the options of that launcher"
             )
-        with TemporaryDirectory(prefix="accel-") as folder, _removed_by_signals(folder):
+        with TemporaryDirectory(prefix="accel-") as folder, _ended_by_signals():
             handover = Path(folder, "config.json")
             handover.write_text(self.resolved.worker_config(), encoding="utf-8")
             yield Job(
@@ -276,7 +252,6 @@ class Launch:
                 min_nodes=launch.min_nodes,
                 log_dir=launch.log_dir,
                 tee=launch.tee,
-                log_format=launch.log_format,
                 environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
             )
 
@@ -347,40 +322,23 @@ class Launch:
 
 
 @contextmanager
-def _removed_by_signals(folder: str) -> Iterator[None]:
-    """Have a signal that ends this process at once remove the folder first."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def end(received: int, _: object) -> None:
-        # Not by an exception: one is swallowed where an import is under way.
-        shutil.rmtree(folder, ignore_errors=True)
-        signal.signal(received, signal.SIG_DFL)
-        os.kill(os.getpid(), received)
-        os._exit(128 + received)  # the first process of a container is not ended by a signal of its own
-
+def _ended_by_signals() -> Iterator[None]:
+    """Have the signals that end this process at once end it by an exit, which removes its folder."""
     deadly = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
-    unhandled = [number for number in deadly if signal.getsignal(number) is signal.SIG_DFL]
-    for number in unhandled:
-        signal.signal(number, end)
+    deadly = [number for number in deadly if signal.getsignal(number) is signal.SIG_DFL]
+    if threading.current_thread() is not threading.main_thread():
+        deadly = []
+    for number in deadly:
+        signal.signal(number, _exit)
     try:
         yield
     finally:
-        for number in unhandled:
+        for number in deadly:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _activities() -> list[str]:
-    from torch import profiler
-
-    return [activity.name.lower() for activity in profiler.supported_activities()]
-
-
-def _compilers() -> list[str]:
-    import torch._dynamo
-
-    return list(torch._dynamo.list_backends(exclude_tags=None))
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)
 
 
 def _count_by_torch(device: str) -> int | None:

@@ -17,16 +17,13 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from functools import wraps
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib.machinery import SourceFileLoader
 from itertools import dropwhile
 from pathlib import Path
 from types import ModuleType
-from typing import Any, NoReturn, TypeVar
-
-from accel_core.errors import LaunchError
+from typing import TypeVar
 
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
@@ -37,90 +34,45 @@ OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
 WARNING = "SIGUSR1"
 """The signal with which schedulers say that a job's time ends soon."""
-BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main({}, {})"
+BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main()"
 """Program of a worker.
 
 Not `-m accel_core.launch.worker`: a json.py of the current folder would stand in for the library's.
 """
 
 
-def command(words: Sequence[str], least: int = 1, most: int = sys.maxsize) -> tuple[str, ...]:
-    """Return the command line of a worker that runs a script, or `-m` a module.
-
-    least, most: ranks that the job may have.
-    """
-    return (sys.executable, "-u", "-c", BOOT.format(least, most), *words)
+def command(words: Sequence[str]) -> tuple[str, ...]:
+    """Return the command line of a worker that runs a script, or `-m` a module."""
+    return (sys.executable, "-u", "-c", BOOT, *words)
 
 
-def main(least: int = 1, most: int = sys.maxsize) -> None:
+def main() -> None:
     """Run the script or module of the command line as `__main__`."""
     die_with_parent()
     faulthandler.enable()
     if hasattr(signal, WARNING):  # schedulers tell all processes; the launcher makes a SIGTERM of it
         signal.signal(getattr(signal, WARNING), signal.SIG_IGN)
+    note_process()
     keep_lines_whole()
     module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2 if module else 1 :]
-    with _marked():
-        guard(lambda: _check_world(least, most))
-        if module:
-            _first_on_path(str(Path.cwd()))
-            guard(lambda: _run_module(sys.argv[0]))
-        else:
-            guard(lambda: _run_script(sys.argv[0]))
+    if module:
+        _first_on_path(str(Path.cwd()))
+        guard(lambda: _run_module(sys.argv[0]))
+    else:
+        guard(lambda: _run_script(sys.argv[0]))
 
 
-def _check_world(least: int, most: int) -> None:
-    """Refuse a world of another size than was asked for."""
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size.isdecimal() and not least <= int(size) <= most:
-        asked = f"{most} processes" if least == most else f"{least} to {most} processes"
-        raise LaunchError(
-            f"{asked} were asked for, but the launcher started this one in a world of {size} (WORLD_SIZE)\n"
-            "leave launch.launcher at torchrun, or have its plugin set RANK, WORLD_SIZE and LOCAL_RANK"
-        )
+def note_process() -> None:
+    """Note the number of this process for the launcher, which sends signals to it."""
+    if NOTE in os.environ:
+        with suppress(OSError):  # the disk is full
+            process_file(os.environ[NOTE]).write_text(str(os.getpid()), encoding="ascii")
 
 
-def mark_of(note: str) -> Path:
-    """Return the file beside the worker's note that exists while its script runs.
-
-    A process that ends with code 0 and leaves its mark has not ended its script. A mark that a full disk
-    or the script itself keeps from existing tells nothing.
-    """
-    return Path(note).with_name("running")
-
-
-@contextmanager
-def _marked() -> Iterator[None]:
-    """Mark that the script runs.
-
-    The mark is taken away when the script ends, or when another program replaces its process.
-    """
-    if NOTE not in os.environ:
-        yield
-        return
-    mark, process = mark_of(os.environ[NOTE]), os.getpid()
-
-    def take() -> None:
-        if os.getpid() == process:  # a fork is not the script
-            with suppress(OSError):
-                mark.unlink()
-
-    def handing_over(replace: Callable[..., NoReturn]) -> Callable[..., NoReturn]:
-        @wraps(replace)
-        def hand_over(*words: Any, **named: Any) -> NoReturn:
-            take()
-            replace(*words, **named)
-
-        return hand_over
-
-    with suppress(OSError):
-        mark.touch()
-    os.execv, os.execve = handing_over(os.execv), handing_over(os.execve)  # the others call these
-    try:
-        yield
-    finally:
-        take()
+def process_file(note: str) -> Path:
+    """Return the file beside a worker's note that holds the number of its process."""
+    return Path(note).with_name("process")
 
 
 def guard(call: Callable[[], R]) -> R:
@@ -141,17 +93,10 @@ def guard(call: Callable[[], R]) -> R:
         sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
         vars(sys).pop("ps1", None)  # of the notebook that was forked; no prompt comes after this
         text = _render(error)
-        if not _note(_told(error), text) or LOGGED in os.environ:
+        if not _note(f"{type(error).__name__}: {error}", text) or LOGGED in os.environ:
             sys.stderr.write(text)
         _tell_others(error)
         sys.exit(1)
-
-
-def _told(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception as fault:  # an author's __str__
-        return f"{type(error).__name__}, whose text cannot be told ({type(fault).__name__})"
 
 
 def _tell_others(error: BaseException) -> None:

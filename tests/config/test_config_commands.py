@@ -245,39 +245,6 @@ def test_check_finds_what_no_machine_can_run(accel, text, problem):
     assert re.search(problem, done.stdout), done.stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "doubt"),
-    [
-        ("rng_types: [pyton]\n", "rng_types: 'pyton' is not a built-in stream; did you mean 'python'"),
-        pytest.param(
-            "profile: {activities: [gpu]}\n", "profile.activities: torch here has no 'gpu'", marks=asks_torch
-        ),
-        pytest.param(
-            "compile: {backend: inducter}\n",
-            "compile.backend: torch here has no 'inducter'; did you mean 'inductor'",
-            marks=asks_torch,
-        ),
-    ],
-)
-@pytest.mark.by_default
-def test_check_doubts_words_that_only_other_machines_can_know(accel, text, doubt):
-    (accel.folder / "accel.yaml").write_text(text)
-    assert doubt in accel("check").stdout
-
-
-def test_without_torch_check_says_which_words_it_could_not_look_up(accel):
-    (accel.folder / "accel.yaml").write_text(
-        "device: gpu\nprofile: {activities: [cpu]}\ncompile: {backend: inducter}\n"
-    )
-    done = accel("check", torch=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1:] == [
-        "device: 'gpu' was not looked up; torch is not installed here",
-        "profile.activities: 'cpu' was not looked up; torch is not installed here",
-        "compile.backend: 'inducter' was not looked up; torch is not installed here",
-    ]
-
-
 def test_without_torch_init_asks_and_says_that_only_workers_know_their_devices(accel):
     done = accel("init", answers="\n" * 9, torch=False)
     assert done.returncode == 0, done.stderr

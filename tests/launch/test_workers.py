@@ -269,32 +269,6 @@ def test_a_worker_killed_by_a_signal_is_128_plus_its_number(tmp_path, accel):
     ]
 
 
-CUT = """
-import mmap, os
-from accel_core import note_mapped_file
-if os.environ["RANK"] == "1":
-    for name in ("whole", "weights"):
-        with open(name, "wb") as file:
-            file.write(bytes(100_000))
-        note_mapped_file(name)
-    cut = mmap.mmap(os.open("weights", os.O_RDONLY), 0, prot=mmap.PROT_READ)
-    os.truncate("weights", 10)
-    cut[90_000]
-import time; time.sleep(30)
-"""
-
-
-def test_a_mapped_file_that_was_cut_is_named(tmp_path, accel):
-    ended = launch(accel, tmp_path, CUT)
-
-    assert ended.returncode == 128 + signal.SIGBUS
-    report = ended.stderr[ended.stderr.index("accel: rank") :]
-    assert report.splitlines() == [
-        "accel: rank 1 (local 1) was killed by SIGBUS",
-        f"a mapped file was cut: {tmp_path / 'weights'} had 100000 bytes, and now has 10",
-    ]
-
-
 MID_STEP = """
 import os
 import torch
@@ -367,60 +341,6 @@ def test_with_that_variable_set_the_script_runs(half_installed, tmp_path, accel)
     ended = launch(accel, tmp_path, ALL_SEE, **half_installed, TORCH_DEVICE_BACKEND_AUTOLOAD="0")
 
     assert (ended.returncode, len(seen(tmp_path))) == (0, 2)
-
-
-# -- ends with code 0 ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "others", ["", "import time; time.sleep(60)"], ids=["the others end well", "the others go on"]
-)
-def test_a_rank_whose_process_ends_before_its_script_fails_the_job(tmp_path, others, accel):
-    leaves = f"import os\nif os.environ['RANK'] == '1': os._exit(0)\n{others}"
-
-    ended = launch(accel, tmp_path, leaves)
-
-    assert ended.returncode == 1
-    assert "rank 1 (local 1) ended, with exit code 0, before its script" in ended.stderr
-    assert ended.stderr.endswith("sys.exit(0) ends a script well\n")
-
-
-def test_so_does_a_module_and_a_restart_may_end_well(tmp_path, accel):
-    (tmp_path / "tool.py").write_text(
-        "import os\nif os.environ['TORCHELASTIC_RESTART_COUNT'] == '0': os._exit(0)"
-    )
-
-    ended = accel("launch", "--device", "cpu", "-n", "2", "--max-restarts", "1", "-m", "tool", cwd=tmp_path)
-
-    assert ended.returncode == 0
-    assert "ended, with exit code 0, before its script or function did; restart 1 of 1" in ended.stderr
-
-
-ENDS_WELL = {
-    "by its last line": "",
-    "by sys.exit": "import sys; sys.exit()",
-    "by sys.exit(0)": "import sys; sys.exit(0)",
-    "slowly": "import atexit, time; atexit.register(time.sleep, 1)",
-    "in the midst of what runs at exit": "import atexit, os; atexit.register(os._exit, 0)",
-    "as another program": "import os, sys; os.execv(sys.executable, [sys.executable, '-c', ''])",
-    "as another program that is looked for": "import os; os.execlp('true', 'true')",
-    "after forks that end at once": "import os\nif os.fork() == 0: os._exit(0)\nos.wait()",
-    "before a fork of it that goes on": "import os, time\nif os.fork() == 0: time.sleep(1)",
-    "after a fork that became another program": "import os; os.spawnlp(os.P_WAIT, 'true', 'true')",
-}
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="forks")
-def test_scripts_end_well_in_many_ways(tmp_path, accel):
-    ended = launch(
-        accel,
-        tmp_path,
-        f"import os; exec({[*ENDS_WELL.values()]}[int(os.environ['RANK'])])",
-        "-n",
-        str(len(ENDS_WELL)),
-    )
-
-    assert (ended.returncode, ended.stderr.count("\n")) == (0, 1), ended.stderr
 
 
 def test_a_script_that_removes_what_the_launcher_keeps_of_it_ends_well(tmp_path, accel):
@@ -530,7 +450,7 @@ def comes(condition) -> bool:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="signals")
-def test_a_rank_that_does_not_end_is_told_of_and_a_second_ctrl_c_kills_it(stuck, tmp_path):
+def test_a_second_ctrl_c_kills_a_rank_that_does_not_end(stuck, tmp_path):
     assert comes((tmp_path / "ready").exists)
 
     stuck.send_signal(signal.SIGINT)
@@ -538,7 +458,7 @@ def test_a_rank_that_does_not_end_is_told_of_and_a_second_ctrl_c_kills_it(stuck,
     told = stuck.stderr.readline()
     stuck.send_signal(signal.SIGINT)
 
-    assert told == "accel: told to stop; waiting up to 29 s for rank 0 to end (another Ctrl-C kills)\n"
+    assert told == "accel: the processes have 30 s; another Ctrl-C kills them\n"
     assert stuck.wait(timeout=patience(60)) == 130
     assert not (tmp_path / "asked again").exists()
 
@@ -606,13 +526,9 @@ def test_the_first_process_of_a_container_ends_by_a_signal_while_it_waits_for_a_
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("first", "kept"), [("", True), ("import torch", False)], ids=["alone", "within"])
-def test_a_process_that_does_nothing_but_launch_never_searches_torch_for_garbage(
-    tmp_path, first, kept, run_command
-):
+def test_a_process_that_launches_never_searches_torch_for_garbage(tmp_path, run_command):
     (tmp_path / "train.py").touch()
-    program = f"""
-{first}
+    program = """
 import gc, sys
 from accel_core.cli import main
 sys.argv = ["accel", "launch", "--device", "cpu", "-n", "1", "train.py"]
@@ -630,4 +546,4 @@ finally:
         check=False,
     )
 
-    assert ended.stdout == f"True {kept}\n", ended.stderr
+    assert ended.stdout == "True True\n", ended.stderr

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from accel_big_models.files import InFile, OpenFile
 from accel_big_models.sources import InCheckpoint, InMemory, Source
-from accel_core import CheckpointError, note_mapped_file, stored_weights
+from accel_core import CheckpointError, stored_weights
 
 __all__ = ["open_checkpoint", "with_dtype"]
 
@@ -138,8 +138,6 @@ def _torch_file(path: Path, *, mapped: bool) -> dict[str, Source]:
     try:
         try:
             loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-            if mapped:
-                note_mapped_file(path)
         except RuntimeError:
             if not mapped:
                 raise

@@ -12,7 +12,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
-from accel_core import CheckpointError, note_mapped_file
+from accel_core import CheckpointError
 
 __all__ = ["InFile", "OpenFile"]
 
@@ -76,7 +76,6 @@ class OpenFile:
             flags = mmap.MAP_PRIVATE | _NO_RESERVE  # pages that are never written cost nothing
             mapping = mmap.mmap(self._file, self.size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
             self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
-            note_mapped_file(self.path)
         return self._bytes[start : start + size]
 
     def _damaged(self, problem: str) -> CheckpointError:

@@ -1,45 +1,79 @@
-"""Addresses at which the agents of a job meet."""
+"""Addresses at which the launchers of a job meet."""
 
 from __future__ import annotations
 
 import socket
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Final
 
 from accel_core.contract.config import host_and_port
 from accel_core.contract.job import Job
+from accel_core.distributed.progress import show_progress
 from accel_core.errors import LaunchError
-from accel_core.launch.meeting import agree_on_port, told_soon
 
 LOCAL: Final = "127.0.0.1"
+FIRST_NOTICE: Final = 3.0
+"""Seconds to the first line of a log that says which nodes are waited for."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
 """Linux: a line for each address, with its interface at the end."""
 
 
-def rendezvous_address(job: Job, seconds: float) -> tuple[str, int]:
-    """Return host and port at which the job's agents meet.
-
-    seconds: that nodes wait for each other.
+def rendezvous_address(job: Job) -> tuple[str, int]:
+    """Return host and port at which the job's nodes meet.
 
     Raises:
         LaunchError: the job names no such place.
     """
     require_rendezvous(job.nodes, job.rendezvous)
     try:
-        host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", 1)
+        host, port = host_and_port(job.rendezvous or f"{LOCAL}:0", job.nodes)
     except ValueError as error:
         raise LaunchError(f"{error}\nfor example --rendezvous 10.0.0.1:29500") from None
+    return (LOCAL, port) if job.nodes == 1 else (host, port)
+
+
+def wait_for_node_0(job: Job, place: tuple[str, int], seconds: float) -> None:
+    """Return once node 0 answers, or, on node 0, once this machine knows its own name.
+
+    In torch's own wait no signal handler runs. The name of a pod that just starts is not known at once.
+
+    Raises:
+        LaunchError: it took longer than `seconds`.
+    """
     if job.nodes == 1:
-        return LOCAL, port
-    _resolve(host, job, seconds)
-    if port == 0:
-        port = agree_on_port(host, job.id, seconds, serves=job.node_rank == 0)
-    return host, port
+        return
+    host, port = place
+    awaited = f"node 0 at {host}:{port}" if job.node_rank else f"its own name, {host}, to be known"
+    deadline = time.monotonic() + seconds
+    with show_waiting(f"node {job.node_rank} waits for {awaited}"):
+        while True:
+            try:
+                if job.node_rank:
+                    socket.create_connection(place, 1.0).close()
+                else:
+                    socket.getaddrinfo(host, port)
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise not_met(job, place, error) from error
+                time.sleep(0.1)
+            else:
+                return
+
+
+def not_met(job: Job, place: tuple[str, int], error: Exception) -> LaunchError:
+    """Return the error of a node that cannot reach the others."""
+    cause = str(error).partition("\n")[0]
+    return LaunchError(
+        f"node {job.node_rank} of {job.nodes} could not meet the others at {place[0]}:{place[1]}: {cause}\n"
+        "check --rendezvous (an address of node 0, a port that is free there), and that each node "
+        "was started, with its own --node-rank"
+    )
 
 
 def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
@@ -51,25 +85,9 @@ def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
         )
 
 
-def _resolve(host: str, job: Job, seconds: float) -> None:
-    """Wait until the host's name is known here, or raise.
-
-    The name of a pod, or of a machine that just starts, is not known at once.
-    """
-    deadline = time.monotonic() + seconds
-    with told_soon(f"node {job.node_rank} waits until this machine knows {host!r}, the host of node 0"):
-        while True:
-            try:
-                socket.getaddrinfo(host, None)
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    raise LaunchError(
-                        f"--rendezvous {job.rendezvous}: this machine could not resolve {host!r} for"
-                        f" {seconds:.0f} s ({error})\nname an address of node 0 that every node can reach"
-                    ) from error
-                time.sleep(0.5)
-            else:
-                return
+def show_waiting(text: str | Callable[[], str]) -> AbstractContextManager[None]:
+    """Show that a node waits for others, in a log too from the third second on."""
+    return show_progress(text, main_process_only=False, tell_after=FIRST_NOTICE)
 
 
 def address_towards(host: str, port: int) -> str | None:

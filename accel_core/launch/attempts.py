@@ -1,0 +1,124 @@
+"""The attempts of a job on this node: torch's elastic_launch for each, and what was the matter with it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+from torch.distributed import DistError
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from accel_core.contract.job import Job
+from accel_core.errors import LaunchError
+from accel_core.launch.addresses import not_met
+from accel_core.launch.failure import first_failure, noted_failures
+from accel_core.launch.nodes import SPREAD_SECONDS, ElasticNodes, FixedNodes, NodeFailedError
+from accel_core.launch.output import WorkerLogs
+from accel_core.launch.signals import ENDING_SECONDS, Signals
+
+Worker = tuple[Callable[..., Any] | str, Sequence[Any], str]
+
+
+class _Settings(LaunchConfig):
+    """torch's settings of an attempt.
+
+    torch looks for devices when it makes its own, and forks could not use them then.
+    """
+
+    def __post_init__(self) -> None:
+        self.shutdown_timeout = ENDING_SECONDS
+
+
+def run_attempts(
+    job: Job, place: tuple[str, int], seconds: int, folder: str, signals: Signals, worker: Worker
+) -> dict[int, Any]:
+    """Run the workers of this node, again after a failure if the job may; return their results by rank.
+
+    Args:
+        job: the job.
+        place: host and port at which the nodes meet.
+        seconds: time for which they wait for each other.
+        folder: for the notes of workers.
+        signals: the handlers of this process.
+        worker: what a worker runs, its arguments, and the start method for a function.
+
+    Raises:
+        LaunchError: what failed in the last attempt. A signal ends this process as signals do.
+    """
+    try:
+        kind = FixedNodes if job.min_nodes is None else ElasticNodes
+        return _run(job, kind(job, *place, seconds, signals.poll), folder, signals, worker)
+    except SignalException as stop:
+        if stop.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        sys.exit(128 + stop.sigval)
+    except (DistError, RendezvousError) as error:
+        raise not_met(job, place, error) from error
+
+
+def _run(job: Job, nodes: FixedNodes, folder: str, signals: Signals, worker: Worker) -> dict[int, Any]:
+    logs = WorkerLogs(folder, job, nodes)
+    signals.workers = logs.processes
+    try:
+        for restart in count(1):
+            try:
+                return _start(job, nodes, logs, worker)
+            except ChildFailedError as error:
+                failure: LaunchError = first_failure({**noted_failures(logs.notes), **error.failures})
+            except NodeFailedError as error:
+                failure = error
+                time.sleep(2 * SPREAD_SECONDS)  # engines end all at the first end: that node's tells more
+            finally:
+                logs.end()
+            is_final = restart > job.max_restarts or signals.is_warned
+            if nodes.others is not None:
+                failure = nodes.others.tell(failure, is_stop=signals.is_warned)
+                is_final |= nodes.others.is_stopped
+            if is_final:
+                nodes.set_closed()
+                raise failure
+            reason = str(failure).partition("\n")[0]
+            sys.stderr.write(f"accel: {reason}; restart {restart} of {job.max_restarts}\n")
+        raise AssertionError  # count does not end
+    except SignalException as stop:
+        if nodes.others is not None:
+            nodes.others.tell(LaunchError(f"it was stopped by signal {stop.sigval}"), is_stop=True)
+        raise
+    finally:
+        nodes.end()
+
+
+def _start(job: Job, nodes: FixedNodes, logs: WorkerLogs, worker: Worker) -> dict[int, Any]:
+    entrypoint, args, start_method = worker
+    rendezvous_handler_registry.register(nodes.get_backend(), _handler)
+    settings = _Settings(
+        min_nodes=job.min_nodes or job.nodes,
+        max_nodes=job.nodes,
+        nproc_per_node=job.processes_per_node,
+        logs_specs=logs,
+        run_id=nodes.get_run_id(),
+        role="worker",
+        rdzv_backend=nodes.get_backend(),
+        rdzv_configs={"nodes": nodes},
+        max_restarts=0,
+        start_method=start_method,
+    )
+    results: dict[int, Any] = elastic_launch(settings, entrypoint)(*args)
+    return results
+
+
+def _handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    nodes: RendezvousHandler = parameters.config["nodes"]
+    return nodes
