@@ -18,6 +18,7 @@ _PUBLIC: Final = {
     "checkpoint.undeclared": "refuse_own_state",
     "checkpoint.weight_files": "weights_in write_weights",
     "contract": "hooks",
+    "contract.bound": "no_op",
     "contract.card": "API_VERSION CAPABILITIES Card",
     "contract.config": (
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
@@ -42,7 +43,6 @@ _PUBLIC: Final = {
     "distributed.random": "set_seed synchronize_rng_state",
     "errors": "AccelError CheckpointError CollectiveError ConfigError LaunchError PluginError uncaught_error",
     "launch.notebook": "notebook_launcher",
-    "plugins.binding": "no_op",
     "plugins.discovery": "Discovery Record discover plugin_status",
     "plugins.catalog": "install_hint catalog_entry",
     "runtime.run": "Run",

@@ -15,6 +15,7 @@ from accel_core.checkpoint.undeclared import refuse_own_state as refuse_own_stat
 from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
 from accel_core.contract import hooks as hooks
+from accel_core.contract.bound import no_op as no_op
 from accel_core.contract.card import API_VERSION as API_VERSION
 from accel_core.contract.card import CAPABILITIES as CAPABILITIES
 from accel_core.contract.card import Card as Card
@@ -72,7 +73,6 @@ from accel_core.errors import LaunchError as LaunchError
 from accel_core.errors import PluginError as PluginError
 from accel_core.errors import uncaught_error as uncaught_error
 from accel_core.launch.notebook import notebook_launcher as notebook_launcher
-from accel_core.plugins.binding import no_op as no_op
 from accel_core.plugins.discovery import Discovery as Discovery
 from accel_core.plugins.discovery import Record as Record
 from accel_core.plugins.discovery import discover as discover

@@ -20,7 +20,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/contract/hooks")
 ROLES = ("heart", "prepare", "device", "launcher", "observer")
-MARK = re.compile(r"spec\('(\w+)'(, per_step=True)?(, asked='[\w ]+')?\)")
+MARK = re.compile(r"spec\('(\w+)'(?:, (\w+))?(, per_step=True)?\)")
 DIFF = re.compile(r"(?<=\n```diff\n).*?(?=^```$)", re.DOTALL | re.MULTILINE)
 
 
@@ -72,11 +72,12 @@ def _entry(node: ast.stmt, source: str) -> Iterator[str]:
     if not marks:
         return
     kind = marks[0][1].replace("observer", "everyone, trackers too")
-    per_step = ", per step" if marks[0][2] else ""
+    combined = f", {marks[0][2]}" if marks[0][2] else ""
+    per_step = ", per step" if marks[0][3] else ""
     refined = next((argument.arg for argument in node.args.args if argument.arg != "unit"), "")
     of_what = f" of `{refined}`" if kind == "wrapper" else ""
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    yield from (f"#### {node.name}", "", f"*{kind}{per_step}{of_what}*", "")
+    yield from (f"#### {node.name}", "", f"*{kind}{combined}{per_step}{of_what}*", "")
     yield from ("```text", f"{node.name}({ast.unparse(node.args)}){result}", "```", "")
     yield from (ast.get_docstring(node) or "", "")
 

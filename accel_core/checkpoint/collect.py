@@ -17,7 +17,6 @@ from accel_core.checkpoint.numbers import Numbers, require_alike
 from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.streams import states
 from accel_core.errors import CheckpointError
-from accel_core.plugins.combining import typed_answers
 from accel_core.storage.codec import encode
 from accel_core.storage.files import as_json
 from accel_core.storage.state import State
@@ -194,8 +193,8 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
                 names,
             )
         return {}
-    states = typed_answers("save_run_state", saving, (), Mapping, "a mapping")
-    return {plugin: encode(dict(state), f"run.{plugin}") for plugin, state in states}
+    states = {plugin: state for plugin, save in saving if (state := save())}
+    return {plugin: encode(dict(state), f"run.{plugin}") for plugin, state in states.items()}
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
@@ -296,9 +295,8 @@ def _optimizer(
 def _plugins(collected: State, unit: Unit, *, alone: bool) -> dict[str, dict[str, dict[str, Any]]]:
     """Scope -> plugin -> the plugin's plain entries; tensor entries become leaves."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
-    saving = unit.hooks.implementations("save_state")
-    for plugin, entries in typed_answers("save_state", saving, (unit,), Mapping, "a mapping"):
-        for name, entry in entries.items():
+    for plugin, save in unit.hooks.implementations("save_state"):
+        for name, entry in (save(unit) or {}).items():
             key = "plugins/" + entry_key(unit.run, plugin, name, entry, alone=alone)
             if isinstance(entry.value, Leaf):
                 collected.add((unit.name, key), entry.value)

@@ -6,11 +6,13 @@ import os
 import re
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from accel_core.errors import CheckpointError, PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from accel_core.storage.protocols import Storage
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
@@ -76,7 +78,7 @@ def storage_at(given: str | os.PathLike[str], *, each_node: bool = False) -> Sto
             "give the URL without it, and the password as the store's library takes it",
             path=f"{scheme}://",
         )
-    storage: Storage = store_for(scheme).open_storage(f"{scheme}://{rest.rstrip('/')}")
+    storage: Storage = store_for(scheme)(f"{scheme}://{rest.rstrip('/')}")
     return storage
 
 
@@ -87,13 +89,12 @@ def told(where: Storage) -> Path | str:
 
 
 @cache
-def store_for(scheme: str) -> Any:
-    """Return the hooks of the installed plugin that serves these URLs.
+def store_for(scheme: str) -> Callable[[str], Storage]:
+    """Return the function of the installed plugin that serves these URLs.
 
     Raises:
         CheckpointError: there is none, it cannot be used here, or two do.
     """
-    from accel_core.plugins.binding import Binder
     from accel_core.plugins.catalog import catalog_entry, install_hint
     from accel_core.plugins.discovery import discover, implementation
 
@@ -115,6 +116,4 @@ def store_for(scheme: str) -> Any:
             "uninstall one of them, or name it in ACCEL_PLUGINS_BLOCK",
             plugin=usable[0].name,
         )
-    record, binder = usable[0], Binder()
-    plugin = implementation(record)(None, None)
-    return binder.hooks([binder.register(plugin, name=record.name, slot="store", origin=record.origin)])
+    return implementation(usable[0])

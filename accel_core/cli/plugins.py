@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import traceback
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import click
 from attrs import asdict, filters
@@ -22,15 +22,16 @@ from accel_core.plugins.discovery import (
     Record,
     discover,
     environment_of,
-    implementation,
     load,
     verify,
     visible_devices,
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
 
+EXAMINED: Final = 80
+"""Exit code of the doctor's child whose checks have all passed."""
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
     "strategy": "taken by `strategy: auto` when there are several processes",
@@ -139,7 +140,9 @@ def doctor(name: str, timeout: float) -> None:
     except subprocess.TimeoutExpired:
         say(f"  it did not finish within {timeout:g} s: the import above hangs")
         sys.exit(1)
-    sys.exit(0 if ended.returncode == 0 and record.status == "available" else 1)
+    if ended.returncode == 0:
+        say("  it ended the process: the import above calls os._exit")
+    sys.exit(0 if ended.returncode == EXAMINED and record.status == "available" else 1)
 
 
 def examine(name: str) -> None:
@@ -147,20 +150,20 @@ def examine(name: str) -> None:
     from accel_core.contract.config import RunConfig  # late: it is slow to import, and listings need none
 
     record = _find(name)
-    for what in ("launch", "config", "implementation", "verify"):
+    checks: dict[str, Callable[[], Any]] = {
+        "launch_environment": lambda: environment_of(record, RunConfig(), World()),
+        "visible_devices": lambda: visible_devices(record, RunConfig()),
+        "verify": lambda: verify(record),
+    }
+    for what in ("launch_environment", "visible_devices", "config", "hookspecs", "implementation", "verify"):
         path = getattr(record.card, what)
         if path is None:
             continue
         print(f"  {what}: {path} ... ", end="", flush=True)
         try:
-            if what == "implementation" and record.slot != "command":
-                implementation(record)
-            else:
-                load(record, path)
-            if what == "launch":
-                environment_of(record, RunConfig(), World())
-                visible_devices(record, RunConfig())
-            reason = verify(record) if what == "verify" else None
+            load(record, path)
+            answer = checks[what]() if what in checks else None
+            reason = answer if what == "verify" else None
         except PluginError as error:
             cause = error.__cause__
             say("failed")
@@ -169,3 +172,4 @@ def examine(name: str) -> None:
         say(reason or "ok")
         if reason:
             sys.exit(1)
+    sys.exit(EXAMINED)

@@ -1,27 +1,188 @@
-"""Hooks as they are bound for a stack, and for the steps of a unit."""
+"""The hooks of a stack, resolved from pluggy's implementations to plain callables.
+
+Nothing is called through pluggy: its first-result call would run `backward` twice when a hook returns
+None, and its `tryfirst` beats our layers (docs/decisions).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from types import CodeType
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+
+from accel_core.contract.arguments import did_you_mean
+from accel_core.errors import PluginError
+
+if TYPE_CHECKING:
+    import pluggy
+
+    from accel_core.contract.spec import Combine, Spec
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 
-class Hooks(Protocol):
-    """The hooks of a stack, each an attribute to call."""
+def no_op(method: F) -> F:
+    """Mark a default that does nothing, so that per-step calls to it are left out."""
+    method.accel_no_op = True  # type: ignore[attr-defined]
+    return method
 
-    def implementations(self, hook: str) -> list[Any]:
-        """Return the implementations of the hook, bottom layer first."""
+
+class Implementation(NamedTuple):
+    """One plugin's method for one hook, with the spec's parameters."""
+
+    plugin: str
+    call: Callable[..., Any]
+
+
+class Hooks:
+    """The hooks of a stack, each an attribute to call; resolved on first use.
+
+    There are three ways to call a hook:
+
+    * `hooks.NAME(...)` gives the answer of all plugins together, by the kind of the hook. It is the
+      usual way; `hooks["PACKAGE.NAME"](...)` calls a hook that a package declares. A plugin's
+      `self.below.NAME(...)` is the same, for the layers below the plugin.
+    * `hooks.step("NAME")` gives the callable, or None where no plugin does anything; callers then
+      leave the call out. `unit.steps.NAME` is that, bound once per unit for hooks of each step.
+    * `hooks.implementations("NAME")` gives each plugin's method apart, where the caller has to know
+      which plugin answers.
+    """
+
+    def __init__(self, callers: pluggy.HookRelay, layers: Mapping[str, int]) -> None:
+        """Take the implementations of some plugins.
+
+        callers: pluggy's hooks by name. layers: plugin -> layer; equal ones stay in this order.
+        """
+        self._callers: Mapping[str, pluggy.HookCaller] = vars(callers)
+        self._layers = dict(sorted(layers.items(), key=lambda plugin: plugin[1]))
+
+    def implementations(self, hook: str) -> list[Implementation]:
+        """Return the implementations of the hook, bottom layer first; none of a package that is not here."""
+        caller = self._callers.get(hook)
+        if caller is None or caller.spec is None:
+            return []
+        wanted, found = caller.spec.argnames, {each.plugin_name: each for each in caller.get_hookimpls()}
+        return [
+            Implementation(
+                plugin,
+                found[plugin].function
+                if found[plugin].argnames == wanted
+                else _with_parameters(hook, wanted, found[plugin].argnames, found[plugin].function),
+            )
+            for plugin in self._layers
+            if plugin in found
+        ]
 
     def below_layer(self, layer: int) -> Hooks:
         """Return the same hooks, answered by the layers below `layer`."""
+        below = {plugin: each for plugin, each in self._layers.items() if each < layer}
+        made = Hooks.__new__(Hooks)
+        made._callers, made._layers = self._callers, below
+        return made
 
     def step(self, hook: str) -> Callable[..., Any] | None:
-        """Return the callable for each step; None where all implementations do nothing."""
+        """Return the callable of a hook; None if all implementations are `no_op`."""
+        called = vars(self).get(hook) or self._resolve(hook)
+        return None if getattr(called, "accel_no_op", False) else called
 
-    def __getattr__(self, hook: str) -> Any: ...
+    def __getitem__(self, hook: str) -> Callable[..., Any]:
+        called: Callable[..., Any] = getattr(self, hook)
+        return called
+
+    def __getattr__(self, hook: str) -> Any:
+        if hook.startswith("_"):
+            raise AttributeError(hook)
+        called = self._resolve(hook)
+        if called is None:
+            stack = " + ".join(self._layers) or "an empty stack"
+            raise PluginError(
+                f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
+            )
+        return called
+
+    def _resolve(self, hook: str) -> Callable[..., Any] | None:
+        caller = self._callers.get(hook)
+        if caller is None or caller.spec is None:
+            raise AttributeError(f"there is no hook {hook!r}{did_you_mean(hook, self._callers)}")
+        spec: Spec = caller.spec.function.accel_spec  # type: ignore[attr-defined]
+        called = _combined(hook, spec, self.implementations(hook))
+        if called is not None:
+            vars(self)[hook] = called
+        return called
 
 
-class Steps(Protocol):
+def _combined(hook: str, spec: Spec, implementations: Sequence[Implementation]) -> Callable[..., Any] | None:
+    """Return the callable for all implementations; None of an owner hook without one."""
+    if spec.kind == "owner":
+        return implementations[-1].call if implementations else None
+    active = [each for each in implementations if not getattr(each.call, "accel_no_op", False)]
+    if spec.kind == "wrapper":
+        called = _wrapped(active, spec.refines)
+    elif spec.combine is not None:
+        called = _answers(hook, active, spec.combine)
+    else:
+        called = active[0].call if len(active) == 1 else _calls([each.call for each in active])
+    return called if active else no_op(called)
+
+
+def _wrapped(methods: Sequence[Implementation], position: int) -> Callable[..., Any]:
+    calls = [method.call for method in methods]
+
+    def refine(*arguments: Any) -> Any:
+        values = list(arguments)
+        for call in calls:
+            values[position] = call(*values)
+        return values[position]
+
+    return refine
+
+
+def _calls(calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
+    def call_each(*arguments: Any) -> None:
+        for call in calls:
+            call(*arguments)
+
+    return call_each
+
+
+def _answers(hook: str, methods: Sequence[Implementation], combine: Combine) -> Callable[..., Any]:
+    def call_and_combine(*arguments: Any) -> Any:
+        answers = [(plugin, call(*arguments)) for plugin, call in methods]
+        return combine(hook, [answer for answer in answers if answer[1] is not None])
+
+    return call_and_combine
+
+
+def _with_parameters(
+    hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Make an adapter with all parameters of the spec for `call`, which takes some.
+
+    The adapter is generated, because it stands in every step: a closure with *args costs four times
+    as much.
+    """
+    code = _adapter_code(hook, tuple(wanted), tuple(taken))
+    adapter: Callable[..., Any] = eval(code, {"call": call})  # noqa: S307  all names in it are our specs'
+    adapter.__wrapped__ = call  # type: ignore[attr-defined]
+    adapter.accel_no_op = getattr(call, "accel_no_op", False)  # type: ignore[attr-defined]
+    return adapter
+
+
+@cache
+def _adapter_code(hook: str, wanted: tuple[str, ...], taken: tuple[str, ...]) -> CodeType:
+    source = f"lambda {', '.join(wanted)}: call({', '.join(taken)})"
+    return compile(source, f"<adapter of hook {hook}>", "eval")
+
+
+class Steps:
     """The bound per-step hooks of a unit: an attribute per hook, None for no-ops."""
 
-    def __getattr__(self, hook: str) -> Any: ...
+    def __init__(self, hooks: Hooks) -> None:
+        for hook, caller in hooks._callers.items():
+            if caller.spec is not None and caller.spec.function.accel_spec.per_step:  # type: ignore[attr-defined]
+                setattr(self, hook, hooks.step(hook))
+
+    if TYPE_CHECKING:  # the attributes are those of the specs
+
+        def __getattr__(self, hook: str) -> Any: ...

@@ -146,17 +146,32 @@ class Card:
     """
     verify: str | None = None
     """Path of a function like `probe` that may import the vendor's library."""
-    launch: str | None = None
-    """Path of a light class with `launch_environment`, `visible_devices`."""
     task: str | None = None
     """Launcher slot: path of a light function of the environment.
 
     It returns the `Task` that the engine started this process as, or None.
     """
+    launch_environment: str | None = None
+    """Path of a function (config, world) -> variables that vendor libraries read when they are imported.
+
+    Called in the launcher, where the world is a guess, and by the run before vendor imports, under any
+    launcher. Must not import torch. Core sets unset variables; a user's own value stays, and core says so.
+    """
+    visible_devices: str | None = None
+    """Path of a function (config) -> number of this machine's devices, or None if no file tells it.
+
+    Must not import torch, which core asks after None.
+    """
+    hookspecs: str | None = None
+    """Path of a module whose hooks other packages may implement, each by the name `CARD.HOOK`."""
     config: str | None = None
     """Path of the attrs class of the plugin's options."""
     implementation: str | None = None
-    """Path of the class built as `Plugin(config, run)`, or of a click command."""
+    """Path of the class built as `Plugin(config, run)`.
+
+    Command slot: of a click command. Store slot: of a function (URL) -> its folder, an `accel_core.Storage`,
+    which need not be there; CheckpointError for a URL that cannot be one.
+    """
 
 
 def incompatibility(api_version: str) -> str:

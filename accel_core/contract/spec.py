@@ -5,27 +5,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, TypeVar, overload
 
 import pluggy
 
 from accel_core.errors import PluginError
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
 P = ParamSpec("P")
 R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
+PROJECT: Final = "accel_core"
+"""The name under which pluggy keeps our marks."""
+
 Kind = Literal["owner", "everyone", "wrapper"]
 
-Asked = Literal["run", "launch class", "launcher", "store"]
-"""Plugins that core asks for a hook.
+Combine = Callable[[str, Sequence[tuple[str, Any]]], Any]
+"""(hook, (plugin, answer) of each plugin that does not answer None, bottom layer first) -> their answer."""
 
-Those of a run, the card's `launch` class, launchers, or stores.
-"""
-
-_spec_marker = pluggy.HookspecMarker("accel_core")
-_impl_marker = pluggy.HookimplMarker("accel_core")
+_spec_marker = pluggy.HookspecMarker(PROJECT)
+_impl_marker = pluggy.HookimplMarker(PROJECT)
 
 
 class Spec(NamedTuple):
@@ -33,15 +37,16 @@ class Spec(NamedTuple):
 
     kind: Kind
     per_step: bool
-    refines: str | None = None
-    """Of a wrapper: the parameter that each plugin takes and gives back."""
+    combine: Combine | None = None
+    """Of a hook of everyone: how answers become one; None where there are no answers."""
+    refines: int = 0
+    """Of a wrapper: the position of the parameter that each plugin takes and gives back."""
     observer: bool = False
     """True if trackers may implement it too."""
-    asked: Asked = "run"
 
 
 def spec(
-    kind: Kind | Literal["observer"], *, per_step: bool = False, asked: Asked = "run"
+    kind: Kind | Literal["observer"], combine: Combine | None = None, *, per_step: bool = False
 ) -> Callable[[F], F]:
     """Declare a hook.
 
@@ -49,49 +54,103 @@ def spec(
         kind: owner: exactly one plugin does it. everyone: all plugins that implement it, bottom layer
             first. observer: like everyone, trackers included. wrapper: all plugins that implement it
             refine its first parameter after `unit`, bottom layer innermost, and return it.
+        combine: of everyone and observers: how answers become one (`merge`, `concatenate`, `enter`,
+            `compose`, or a function like these). Without it the hook has no answer.
         per_step: called in each step; bound once per unit.
-        asked: what core asks; the method of any other class would never be called.
     """
 
     def declare(function: F) -> F:
-        names = [name for name in parameters_of(function) if name != "unit"]
         function.accel_spec = Spec(  # type: ignore[attr-defined]
             kind="everyone" if kind == "observer" else kind,
             per_step=per_step,
-            refines=names[0] if kind == "wrapper" else None,
+            combine=combine,
+            refines=int(function.__code__.co_varnames[:1] == ("unit",)),
             observer=kind == "observer",
-            asked=asked,
         )
         return _spec_marker(function)
 
     return declare
 
 
-def parameters_of(spec: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the names of a spec's parameters, which are all plain.
-
-    A signature of `inspect` would cost each start of a run some milliseconds.
-    """
-    code = spec.__code__
-    return code.co_varnames[: code.co_argcount]
+Method = Callable[Concatenate[Any, P], R]
 
 
-def implements(
-    spec: Callable[P, R],
-) -> Callable[[Callable[Concatenate[Any, P], R]], Callable[Concatenate[Any, P], R]]:
+@overload
+def implements(spec: str) -> Callable[[F], F]: ...
+@overload
+def implements(spec: Callable[P, R]) -> Callable[[Method[P, R]], Method[P, R]]: ...
+def implements(spec: Any) -> Any:
     """Mark a method as the implementation of `spec`: `@implements(hooks.wrap_model)`.
 
     A type checker then compares name, parameters and types with the spec. At run time an
-    implementation may have fewer parameters than the spec.
+    implementation may have fewer parameters than the spec. An override in a subclass needs no mark.
+
+    A hook of another package is implemented by name, `@implements("monitor.device_health")`; where that
+    package is not in the run, the method is never called.
 
     Raises:
         PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`.
     """
+    if isinstance(spec, str):
+        return _impl_marker(specname=spec, optionalhook=True)
     if not hasattr(spec, "accel_spec"):
         name = getattr(spec, "__qualname__", repr(spec))
         raise PluginError(f"implements: {name} is not a hook\nwrite @implements(hooks.NAME) above the method")
+    return _impl_marker(specname=spec.__name__)
 
-    def mark(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-        return _impl_marker(specname=spec.__name__)(method)
 
-    return mark
+# -- how the answers of several plugins become one -----------------------------------------------
+
+
+def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Merge mappings. Two different answers for one key are an error."""
+    merged: dict[str, tuple[str, Any]] = {}
+    for plugin, answer in answers:
+        for key, value in answer.items():
+            other, first = merged.setdefault(key, (plugin, value))
+            if other != plugin and not _is_same(first, value):
+                both = f"{other} answers {key} = {first!r:.80}, {plugin} answers {key} = {value!r:.80}"
+                raise PluginError(
+                    f"hook {hook}: {both}\n"
+                    f"only one of them can be right: leave {other} or {plugin} out of the stack",
+                    plugin=plugin,
+                    hook=hook,
+                )
+    return {key: value for key, (_, value) in merged.items()}
+
+
+def _is_same(first: Any, second: Any) -> bool:
+    try:
+        return bool(first == second)
+    except (RuntimeError, ValueError):  # arrays compare element by element
+        return False
+
+
+def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list[Any]:
+    """Concatenate sequences."""
+    return [item for _, answer in answers for item in answer]
+
+
+def enter(
+    hook: str, answers: Sequence[tuple[str, AbstractContextManager[Any]]]
+) -> AbstractContextManager[Any]:
+    """Return one context that enters all of them, bottom layer first."""
+    return answers[0][1] if len(answers) == 1 else _entered([context for _, context in answers])
+
+
+def compose(
+    hook: str, answers: Sequence[tuple[str, Callable[[], AbstractContextManager[Any]]]]
+) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return one factory of contexts from several; None from none."""
+    factories = [factory for _, factory in answers]
+    if len(factories) < 2:
+        return factories[0] if factories else None
+    return lambda: _entered(factory() for factory in factories)
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

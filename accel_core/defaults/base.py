@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract import hooks
+from accel_core.contract.bound import no_op
 from accel_core.contract.hooks import implements
 from accel_core.contract.mesh import Mesh, arrange
 from accel_core.contract.unit import StepOutput
@@ -28,7 +29,6 @@ from accel_core.distributed.collectives import average
 from accel_core.distributed.nested import recursively_apply, send_to_device
 from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
-from accel_core.plugins.binding import no_op
 from accel_core.plugins.discovery import offering
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
+    from accel_core.contract.bound import Hooks
     from accel_core.contract.run import Run
     from accel_core.contract.state import Entry
     from accel_core.contract.unit import Unit
     from accel_core.contract.world import Collectives
-    from accel_core.plugins.binding import Hooks
 
 
 def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:

@@ -32,9 +32,9 @@ from accel_core.plugins.catalog import strategy_hint, unknown_device
 from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, visible_devices
 
 if TYPE_CHECKING:
+    from accel_core.contract.bound import Hooks
     from accel_core.contract.config import RunConfig
     from accel_core.contract.job import Allocation
-    from accel_core.plugins.binding import Hooks
     from accel_core.plugins.discovery import Record
 
 NATIVE: Final = "torchrun"
@@ -262,8 +262,6 @@ class Launch:
 
     def launcher(self) -> Hooks:
         """Return the hooks of the config's launcher plugin, above those of torchrun."""
-        from accel_core.plugins.binding import Binder
-
         record = self._launcher()
         assert record is not None
         if record.card is None or record.status != "available":
@@ -273,14 +271,15 @@ class Launch:
                 plugin=record.name,
             )
         from accel_core.launch.launcher import TorchrunLauncher
+        from accel_core.plugins.manager import PluginManager
 
-        binder = Binder()
-        layers = [binder.register(TorchrunLauncher(), name=NATIVE, slot="base")]
+        manager = PluginManager()
+        manager.add_plugin(TorchrunLauncher(), name=NATIVE, slot="base")
         if record.name != NATIVE:
             plugin = implementation(record)(self.resolved.plugin_config(record), None)
-            layers += [binder.register(plugin, name=record.name, slot="launcher", origin=record.origin)]
-            plugin.below = binder.hooks(layers[:1])
-        return binder.hooks(layers)
+            plugin.below = manager.hooks_of([NATIVE])
+            manager.add_plugin(plugin, name=record.name, slot="launcher", origin=record.origin)
+        return manager.hooks_of([NATIVE, record.name])
 
     def _launcher(self) -> Record | None:
         name = self.config.launch.launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.config.sources import GUESSES_VARIABLE
@@ -14,12 +14,11 @@ from accel_core.contract.hooks import DUTIES
 from accel_core.contract.stack import Chosen
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.binding import LAYERS, Binder, Hooks, PluginHooks
-from accel_core.plugins.combining import typed_answers
-from accel_core.plugins.discovery import discover, environment_of, implementation, verify
+from accel_core.plugins.discovery import discover, environment_of, implementation, load, verify
+from accel_core.plugins.manager import LAYERS, PluginManager
 
 if TYPE_CHECKING:
-    from accel_core.contract.bound import Hooks as BoundHooks
+    from accel_core.contract.bound import Hooks
     from accel_core.contract.card import Card
     from accel_core.contract.run import Run
     from accel_core.contract.stack import Stack
@@ -70,32 +69,33 @@ class Assembly:
     def __init__(self, run: Run, trackers: Sequence[GeneralTracker]) -> None:
         _verify(run.stack)
         self._run = run
-        self._binder = Binder()
+        self._manager = PluginManager()
+        self._hooks: dict[str, Hooks] = {}
         self.plugins: dict[str, object] = {}
         self.configs: dict[str, object] = {}
         self.cards: dict[str, Card] = {}
-        self._lower = [self._binder.register(Base(run), name="base", slot="base")]
-        for chosen in (run.stack.device, run.stack.precision):
-            self._lower.append(self._instance(chosen, chosen.name))
-        self._strategies: dict[str, PluginHooks] = {}
-        self._upper = [self._instance(c, c.name) for c in (*run.stack.extensions, *run.stack.trackers)]
-        self._upper += [self._guest(tracker) for tracker in trackers]
-        self.plugins["run_record"] = run.record
-        self._upper.append(self._binder.register(run.record, name="run_record", slot="tracker"))
+        stack = run.stack
+        self._lower = ("base", stack.device.name, stack.precision.name)
+        self._manager.add_plugin(Base(run), name="base", slot="base")
+        for chosen in (stack.device, stack.precision, *stack.extensions, *stack.trackers):
+            self._make(chosen, chosen.name)
+        for tracker in trackers:  # of the user's own, which no package provides
+            self._add(tracker, name=tracker.name, slot="tracker", origin="log_with")
+        self._add(run.record, name="run_record", slot="tracker", origin="accel-core")
+        self._common = tuple(self._manager.layers)
 
     def hooks_of(self, alias: str) -> Hooks:
         """Return the hooks with strategy `alias`, which is made on first use."""
-        if alias not in self._strategies:
-            chosen = self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias)
-            self._strategies[alias] = self._instance(chosen, alias)
-        return self._binder.hooks([*self._lower, self._strategies[alias], *self._upper])
+        if alias not in self._hooks:
+            self._make(self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias), alias)
+            self._hooks[alias] = self._manager.hooks_of([*self._common, alias])
+        return self._hooks[alias]
 
     def check_duties(self, hooks: Hooks) -> None:
         """Refuse two owners of one duty: only hooks override each other, by layer."""
         owner: dict[str, str] = {}
-        claims = hooks.implementations("owns")
-        for plugin, duties in typed_answers("owns", claims, (self._run.config,), Iterable, "a set of words"):
-            for duty in duties:
+        for plugin, owns in hooks.implementations("owns"):
+            for duty in owns(self._run.config):
                 if duty not in DUTIES:
                     raise PluginError(
                         f"{plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"
@@ -110,34 +110,22 @@ class Assembly:
                     )
                 owner[duty] = plugin
 
-    def _instance(self, chosen: Chosen, alias: str) -> PluginHooks:
+    def _make(self, chosen: Chosen, alias: str) -> None:
+        """Make a plugin's instance, and add the hooks that its package declares."""
         card, record = chosen.card, chosen.record
-        cls = implementation(record)
+        if card.hookspecs is not None:
+            self._manager.add_package_specs(card.name, load(record, card.hookspecs))
         config = self._run.resolved.plugin_config(
             record, alias if alias in self._run.config.strategies else None
         )
         self.configs[alias], self.cards[alias] = config, card
-        plugin = cls(config, self._run)
-        registered = self._binder.register(plugin, name=alias, slot=record.slot, origin=record.origin)
-        try:
-            plugin.below = self._binder.hooks(self._lower).below_layer(registered.layer)
-        except AttributeError as error:
-            raise record.error(
-                f": {type(plugin).__name__} cannot take the attribute `below`, which every plugin gets\n"
-                "declare `below: Hooks` in a class that is not frozen"
-            ) from error
-        self.plugins[alias] = plugin
-        return registered
+        plugin = implementation(record)(config, self._run)
+        plugin.below = self._manager.hooks_of(self._lower).below_layer(LAYERS[record.slot])
+        self._add(plugin, name=alias, slot=record.slot, origin=record.origin)
 
-    def _guest(self, tracker: GeneralTracker) -> PluginHooks:
-        """Return a tracker of the user's own, which no package provides."""
-        if tracker.name in self.plugins:
-            raise ConfigError(
-                f"log_with: a {type(tracker).__name__} is called {tracker.name!r}, as a plugin of this run\n"
-                "give it another `name`"
-            )
-        self.plugins[tracker.name] = tracker
-        return self._binder.register(tracker, name=tracker.name, slot="tracker", origin="log_with")
+    def _add(self, plugin: object, *, name: str, slot: str, origin: str) -> None:
+        self._manager.add_plugin(plugin, name=name, slot=slot, origin=origin)
+        self.plugins[name] = plugin
 
     def _reason(self, name: str) -> str:
         why = next((c.why for c in self._run.stack.members() if c.name == name), "chosen in prepare")
@@ -180,7 +168,7 @@ def check_refusals(run: Run) -> None:
         )
 
 
-def check_capabilities(run: Run, hooks: BoundHooks, strategy: str) -> None:
+def check_capabilities(run: Run, hooks: Hooks, strategy: str) -> None:
     """Raise ConfigError if a plugin needs what this device or strategy cannot do."""
     able = hooks.capabilities(run.device)
     on_the_device = hooks.below_layer(LAYERS["strategy"]).capabilities(run.device)

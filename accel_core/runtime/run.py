@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, NoReturn
 from attrs import evolve
 
 from accel_core.checkpoint.session import CheckpointSession
+from accel_core.contract.bound import Hooks, Steps
 from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
@@ -25,7 +26,6 @@ from accel_core.contract.world import Collectives, World
 from accel_core.distributed.stderr import tell
 from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CollectiveError, ConfigError
-from accel_core.plugins.binding import LAYERS, Hooks, Steps
 from accel_core.plugins.discovery import discover
 from accel_core.plugins.tasks import refuse_lone_task, task_here
 from accel_core.runtime.assembly import (
@@ -235,13 +235,13 @@ class Run:
         name = name or next(free for number in count() if (free := f"unit{number}") not in taken)
         _require_new(name, taken)
         hooks = self.hooks_of(alias)
-        steps, owner = Steps(hooks), hooks.implementations("backward")[-1]
+        steps, owner = Steps(hooks), hooks.implementations("backward")[-1].plugin
         return Unit(
             name=name,
             run=self,
             strategy=alias,
             plugin=self.plugins[alias],
-            strategy_owns_backward=owner.layer == LAYERS["strategy"],
+            strategy_owns_backward=owner == alias,
             hooks=hooks,
             steps=steps,
             window=Window(self.accumulation_steps),

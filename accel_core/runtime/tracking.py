@@ -23,8 +23,8 @@ from accel_core.contract.options import masked
 from accel_core.errors import AccelError, ConfigError
 
 if TYPE_CHECKING:
+    from accel_core.contract.bound import Implementation
     from accel_core.contract.run import Run
-    from accel_core.plugins.combining import Implementation
 
 Options = Mapping[str, Mapping[str, Any]]
 

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from accel_core import Accelerator, Disk, Storage, hooks, implements
+from accel_core import Accelerator, Disk, Storage
 from accel_core.checkpoint import places
-from accel_core.plugins.binding import Binder
 
 
 class Folder(Disk):
@@ -62,16 +61,14 @@ class FolderStore:
         if self.fails(method, name):
             raise ConnectionError("the store is away")
 
-    @implements(hooks.open_storage)
     def open_storage(self, url: str) -> Storage:
         return Folder(self, url)
 
 
 def installed() -> FolderStore:
     """Serve `folder:` URLs in this process by a new store."""
-    store, binder = FolderStore(), Binder()
-    bound = binder.hooks([binder.register(store, name="folder", slot="store", origin="tests 1.0")])
-    places.store_for = lambda scheme: bound  # type: ignore[assignment]
+    store = FolderStore()
+    places.store_for = lambda scheme: store.open_storage  # type: ignore[assignment]
     return store
 
 

@@ -105,34 +105,6 @@ def test_a_plugin_with_a_name_of_300_letters_is_listed_as_any_other(tmp_path, wo
     assert LONG in ended.stdout
 
 
-WRONG = {
-    "a parameter too few": "class Plugin:\n    def __init__(self, config): ...\n",
-    "a parameter too many": "class Plugin:\n    def __init__(self, config, run, mesh): ...\n",
-    "keywords only": "class Plugin:\n    def __init__(self, *, config, run): ...\n",
-    "not callable": "Plugin = 'a plugin'\n",
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG)
-@pytest.mark.parametrize("slot", ["launcher", "strategy"])
-def test_a_plugin_that_cannot_be_built_is_an_error_that_says_how_for_doctor_and_launch(
-    toys, tmp_path, slot, wrong, accel
-):
-    environment = toys("pony", slot, implementation="'toy_parts:Plugin'", modules={"toy_parts": WRONG[wrong]})
-    said = (
-        f"{slot} plugin 'pony' (accel-pony 1.0): toy_parts:Plugin cannot be built as Plugin(config, run)\n"
-        "make it a class with `def __init__(self, config, run)`\n"
-    )
-
-    examined = accel("plugins", "doctor", "pony", environment=environment)
-    assert (examined.returncode, said in examined.stdout) == (1, True), examined.stdout
-    if slot == "launcher":
-        (tmp_path / "train.py").write_text("")
-        words = ("launch", "-n", "1", "--launcher", "pony", "train.py")
-        launched = accel(*words, environment=environment, cwd=tmp_path)
-        assert (launched.returncode, said in launched.stderr) == (1, True), launched.stderr
-
-
 def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys, accel):
     environment = toys(
         "pony",
@@ -152,7 +124,7 @@ def test_the_doctor_is_content_with_a_plugin_that_imports_and_verifies(toys, acc
 AILING = {
     "raises": ("raise OSError('half installed')", "OSError: half installed"),
     "exits": ("raise SystemExit('vendor says no')", "SystemExit: vendor says no"),
-    "quits": (f"{PLUGIN}def verify():\n    import os\n    os._exit(0)\n", "os._exit(0) was called"),
+    "quits": (f"{PLUGIN}def verify():\n    import os\n    os._exit(0)\n", "it ended the process"),
     "unverified": (f"{PLUGIN}def verify(): return 'driver 3 is too old'", "driver 3 is too old"),
 }
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import field, frozen, make_class
 
 from accel_core import Card, KwargsHandler, Proposal, RunConfig, option
-from accel_core.plugins.discovery import Discovery, Record
+from accel_core.plugins.discovery import Discovery, Imported, Record
 
 if TYPE_CHECKING:
     import nowhere  # type: ignore[import-not-found]
@@ -89,9 +89,8 @@ def configured_by(kind: Any) -> type:
 
 def record(name: str, slot: str = "strategy", config: str | None = None, **facts):
     card = Card(name=name, slot=slot, summary="A toy.", api_version="1.0", config=config)
-    return Record(
-        **{"name": name, "slot": slot, "distribution": f"toy-{name}", "version": "0.1", "card": card} | facts
-    )
+    known = Imported(**{"card": card, **facts})
+    return Record(name=name, slot=slot, distribution=f"toy-{name}", version="0.1", known=known)
 
 
 TOYS = Discovery(

@@ -6,8 +6,9 @@ import frozen_plugin
 import pytest
 
 from accel_core import hooks, implements
-from accel_core.plugins.binding import LAYERS, Binder, Steps
+from accel_core.contract.bound import Steps
 from accel_core.plugins.discovery import discover
+from accel_core.plugins.manager import LAYERS, PluginManager
 
 torch = pytest.importorskip("torch")
 
@@ -27,13 +28,11 @@ class Base:
 
 @pytest.fixture
 def bound():
-    binder = Binder()
+    manager = PluginManager()
     plugin = frozen_plugin.Frozen(None, None)
-    rows = [
-        binder.register(Base(), name="base", slot="base"),
-        binder.register(plugin, name="frozen", slot="strategy"),
-    ]
-    stack = binder.hooks(rows)
+    manager.add_plugin(Base(), name="base", slot="base")
+    manager.add_plugin(plugin, name="frozen", slot="strategy")
+    stack = manager.hooks_of(["base", "frozen"])
     plugin.below = stack.below_layer(LAYERS["strategy"])
     return plugin, stack, Steps(stack)
 

@@ -9,9 +9,10 @@ import pytest
 import toy_specs as hooks
 from toy_stacks import stack
 
+from accel_core.contract.bound import no_op
 from accel_core.contract.hooks import implements
 from accel_core.errors import PluginError
-from accel_core.plugins.binding import LAYERS, Binder, no_op
+from accel_core.plugins.manager import LAYERS, PluginManager
 
 # -- owner -----------------------------------------------------------------------------------------
 
@@ -44,81 +45,6 @@ def test_an_owner_is_called_directly():
     device = Decides("device")
 
     assert stack(base=Decides("base"), device=device).decide == device.decide
-
-
-class Owns:
-    def __init__(self, answer):
-        self.answer = answer
-
-    @implements(hooks.is_done)
-    def is_done(self, unit):
-        return self.answer
-
-    @implements(hooks.words)
-    def words(self, unit):
-        return self.answer
-
-    @implements(hooks.rows)
-    def rows(self, unit):
-        return self.answer
-
-    @implements(hooks.network)
-    def network(self, unit):
-        return self.answer
-
-    @implements(hooks.loader)
-    def loader(self, unit):
-        return self.answer
-
-    @implements(hooks.stepper)
-    def stepper(self, unit):
-        return self.answer
-
-    @implements(hooks.moments)
-    def moments(self, unit):
-        return self.answer
-
-
-@pytest.mark.parametrize(
-    ("hook", "answer", "wanted"),
-    [
-        ("is_done", None, "True or False"),
-        ("is_done", 1, "True or False"),
-        ("words", ["bf16"], "a set of words"),
-        ("words", None, "a set of words"),
-        ("rows", None, "a sequence"),
-        ("rows", "no", "a sequence"),
-        ("network", None, "Collectives"),
-        ("loader", None, "the loader, wrapped or not"),
-        ("stepper", None, "an optimizer"),
-        ("moments", None, "an OptimizerState"),
-        ("moments", {}, "an OptimizerState"),
-    ],
-)
-def test_an_owner_that_answers_another_kind_of_thing_is_named(hook, answer, wanted):
-    hooks_of_both = stack(base=Owns(None), device=Owns(answer))
-
-    with pytest.raises(PluginError) as caught:
-        getattr(hooks_of_both, hook)("u")
-    assert str(caught.value) == f"hook {hook}: device gave {answer!r}, not {wanted}\nreturn {wanted}"
-    assert (caught.value.plugin, caught.value.hook) == ("device", hook)
-
-
-LIKE_A_LOADER = object()
-
-
-@pytest.mark.parametrize(
-    ("hook", "answer"),
-    [
-        ("is_done", False),
-        ("words", {"bf16"}),
-        ("rows", ()),
-        *((hook, LIKE_A_LOADER) for hook in ("network", "loader", "stepper")),
-        ("moments", hooks.OptimizerState()),
-    ],
-)
-def test_an_owner_that_answers_in_kind_is_believed(hook, answer):
-    assert getattr(stack(base=Owns(None), device=Owns(answer)), hook)("u") == answer
 
 
 def test_layers_decide_and_not_the_order_of_registration():
@@ -171,10 +97,12 @@ def test_below_is_the_same_hook_for_the_layers_under_a_plugin():
 
 
 def test_below_leaves_out_the_plugins_of_its_own_layer():
-    binder = Binder(hooks)
-    rows = [binder.register(Decides(n), name=n, slot="strategy") for n in ("student", "teacher")]
+    manager = PluginManager(hooks)
+    for name in ("student", "teacher"):
+        manager.add_plugin(Decides(name), name=name, slot="strategy")
 
-    assert binder.hooks(rows).below_layer(LAYERS["strategy"]).implementations("decide") == []
+    both = manager.hooks_of(["student", "teacher"])
+    assert both.below_layer(LAYERS["strategy"]).implementations("decide") == []
 
 
 # -- everyone --------------------------------------------------------------------------------------
@@ -318,22 +246,10 @@ def test_commands_reach_everyone_bottom_up():
     assert log == [("base", "u", True), ("extension", "u", True)]
 
 
-def test_single_values_must_agree():
-    class Says(Answers):
-        @implements(hooks.told)
-        def told(self, unit, applied):
-            return self.answer
-
-    assert stack(base=Says(4), device=Says(None), strategy=Says(4)).told("u", True) == 4
-    with pytest.raises(PluginError, match="hook told: base answers 4, strategy answers 5"):
-        stack(base=Says(4), device=Says(None), strategy=Says(5)).told("u", True)
-
-
-@pytest.mark.parametrize("hook", ["told", "factory"])
-def test_one_implementation_is_called_itself(hook):
+def test_one_implementation_without_an_answer_is_called_itself():
     device = Answers("device", [])
 
-    assert getattr(stack(base=Decides(1), device=device), hook) == getattr(device, hook)
+    assert stack(base=Decides(1), device=device).told == device.told
 
 
 def test_a_hook_everyone_answers_may_have_nobody():
@@ -361,31 +277,8 @@ def test_wrappers_refine_inside_out():
     assert top.refine("u", "m", "post") == "m"
 
 
-@pytest.mark.parametrize("others", [{}, {"extension": Wraps("fp8")}])
-def test_a_wrapper_that_forgets_to_return_is_named(others):
-    class Forgets:
-        @implements(hooks.refine)
-        def refine(self, unit, model, phase):
-            model.upper()
-
-    with pytest.raises(
-        PluginError, match="hook refine: strategy gave None\nreturn what it was given"
-    ) as caught:
-        stack(strategy=Forgets(), **others).refine("u", "m", "convert")
-    assert caught.value.plugin == "strategy"
-
-
 def test_a_value_nobody_wraps_is_given_back():
     assert stack(base=Decides(1)).refine("u", "m", "convert") == "m"
-
-
-def test_combined_hooks_take_the_specs_parameters_by_name_too():
-    top = stack(base=Answers({"a": 1}), device=Answers({}), strategy=Wraps("s"), extension=Wraps("e"))
-
-    assert top.variables(unit="u") == {"a": 1}
-    assert top.refine(phase="convert", unit="u", model="m") == "e(s(m))"
-    with pytest.raises(TypeError):
-        top.variables(run="u")
 
 
 # -- defaults that do nothing ----------------------------------------------------------------------

@@ -38,7 +38,7 @@ def test_this_test_can_see_torch(run_command):
     [
         "accel_core",
         "accel_core.plugins.discovery",
-        "accel_core.plugins.binding",
+        "accel_core.plugins.manager",
         "accel_core.contract.hooks",
         "accel_core.defaults",
     ],

@@ -13,7 +13,7 @@ import accel_core
 LIGHT = [
     "accel_core",
     "accel_core.plugins.discovery",
-    "accel_core.plugins.binding",
+    "accel_core.plugins.manager",
     "accel_core.contract.hooks",
     "accel_core.errors",
 ]

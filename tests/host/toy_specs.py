@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accel_core.contract.spec import spec
-
-
-class Collectives: ...
-
-
-class Optimizer: ...
-
-
-class OptimizerState: ...
+from accel_core.contract.spec import compose, concatenate, enter, merge, spec
 
 
 @spec("owner")
@@ -26,47 +17,19 @@ def decide(unit: str, options: Mapping[str, Any]) -> str | None: ...
 def backward(unit: str, loss: float, boundary: bool) -> None: ...
 
 
-@spec("owner")
-def is_done(unit: str) -> bool: ...
-
-
-@spec("owner")
-def words(unit: str) -> frozenset[str]: ...
-
-
-@spec("owner")
-def rows(unit: str) -> Sequence[str]: ...
-
-
-@spec("owner")
-def network(unit: str) -> Collectives: ...
-
-
-@spec("owner")
-def loader(unit: str) -> Iterable[str]: ...
-
-
-@spec("owner")
-def stepper(unit: str) -> Optimizer: ...
-
-
-@spec("owner")
-def moments(unit: str) -> OptimizerState: ...
-
-
-@spec("everyone")
+@spec("everyone", merge)
 def variables(unit: str) -> Mapping[str, Any]: ...
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def reasons(unit: str) -> Sequence[str]: ...
 
 
-@spec("everyone")
+@spec("everyone", enter)
 def context(unit: str) -> AbstractContextManager[Any] | None: ...
 
 
-@spec("everyone")
+@spec("everyone", compose)
 def factory(unit: str) -> Callable[[], AbstractContextManager[Any]] | None: ...
 
 

@@ -6,10 +6,13 @@ from typing import Any
 
 import toy_specs
 
-from accel_core.plugins.binding import Binder, Hooks
+from accel_core.contract.bound import Hooks
+from accel_core.plugins.manager import PluginManager
 
 
 def stack(**plugins: Any) -> Hooks:
     """Hooks of instances by slot, in the order given: `stack(base=Base(), device=Device())`."""
-    binder = Binder(toy_specs)
-    return binder.hooks([binder.register(each, name=slot, slot=slot) for slot, each in plugins.items()])
+    manager = PluginManager(toy_specs)
+    for slot, each in plugins.items():
+        manager.add_plugin(each, name=slot, slot=slot)
+    return manager.hooks_of([*plugins])

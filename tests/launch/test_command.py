@@ -11,12 +11,11 @@ from accel_core.launch.plan import plan
 from accel_testing.commands import clean_environment
 
 DEVICE = """
-class Launch:
-    def visible_devices(self, config):
-        return "PONY_VISIBLE", 2
+def visible_devices(config):
+    return 2
 
-    def launch_environment(self, config, world):
-        return {"PONY_NEEDS": "hay"}
+def launch_environment(config, world):
+    return {"PONY_NEEDS": "hay"}
 """
 
 
@@ -29,7 +28,8 @@ def pony(toys, tmp_path):
     return toys(
         "pony",
         "device",
-        launch="'toy_launch:Launch'",
+        launch_environment="'toy_launch:launch_environment'",
+        visible_devices="'toy_launch:visible_devices'",
         offers="{'process_per_device'}",
         modules={"toy_launch": DEVICE},
     )

@@ -188,12 +188,12 @@ def test_the_preview_of_a_launch_has_the_command_of_a_worker(stable, tmp_path, a
 def test_the_devices_of_this_machine_do_not_count_where_workers_start_elsewhere(
     toys, stable, tmp_path, accel
 ):
-    source = "class Launch:\n    def visible_devices(self, config):\n        return 'MULE', 0"
+    source = "def visible_devices(config): return 0"
     offers = "{'process_per_device'}"
     toys(
         "mule",
         "device",
-        launch="'toy_mule_launch:Launch'",
+        visible_devices="'toy_mule_launch:visible_devices'",
         offers=offers,
         modules={"toy_mule_launch": source},
     )

@@ -10,8 +10,7 @@ from typing import Any
 from checkout import refuse
 
 from accel_core.contract import hooks as hookspecs
-from accel_core.plugins.binding import Hooks
-from accel_core.plugins.combining import ANSWERS
+from accel_core.contract.bound import Hooks
 
 SPECS = {name: value for name, value in vars(hookspecs).items() if hasattr(value, "accel_spec")}
 
@@ -60,15 +59,10 @@ def test_a_hook_is_fully_typed() -> None:
 def test_the_answers_of_a_hook_combine_as_its_kind_says() -> None:
     def is_vague(hook: Any) -> bool:
         spec = hook.accel_spec
-        if spec.kind == "wrapper":
-            return spec.refines not in names(hook)
-        answer = hook.__annotations__["return"].partition("[")[0]
-        return spec.kind != "owner" and (spec.kind != "everyone" or answer not in ANSWERS)
+        has_answer = hook.__annotations__["return"] != "None"
+        return spec.kind == "everyone" and has_answer != (spec.combine is not None)
 
-    refuse(
-        those_that(is_vague),
-        f"a wrapper refines one of its parameters; of everyone the result is one of {sorted(ANSWERS)}",
-    )
+    refuse(those_that(is_vague), "say how the answers of everyone become one: @spec(kind, combine)")
 
 
 def test_no_hook_is_called_as_a_method_of_hooks() -> None:

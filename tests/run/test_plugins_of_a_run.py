@@ -12,9 +12,8 @@ from accel_core import Accelerator, ConfigError, PluginError
 EXTENSION = """
 from accel_core import Card, hooks, implements
 
-class Launch:
-    def launch_environment(self, config, world):
-        return {{"TOY_MODE": "fast"}}
+def launch_environment(config, world):
+    return {{"TOY_MODE": "fast"}}
 
 class Plugin:
     def __init__(self, config, run):
@@ -33,7 +32,7 @@ class Plugin:
         unit.run.applied = applied
 
 CARD = Card(name="{name}", slot="extension", summary="A toy.", api_version="1.0",
-            launch="toy_{name}:Launch", implementation="toy_{name}:Plugin")
+            launch_environment="toy_{name}:launch_environment", implementation="toy_{name}:Plugin")
 """
 
 
@@ -71,28 +70,13 @@ CARD = Card(name="one", slot="extension", summary="A toy.", api_version="1.0",
 @pytest.mark.parametrize(
     ("verify", "said"),
     [
-        ("import os; os._exit(0)", r"os\._exit\(0\) was called"),
         ("raise SystemExit(0)", "SystemExit: 0"),
         ("import no_such_library", "No module named 'no_such_library'"),
     ],
 )
 def test_a_library_that_quits_when_it_is_first_asked_does_not_end_the_run_in_silence(run_with, verify, said):
-    with pytest.raises(PluginError, match=rf"cannot be verified by toy_one:verify\n.*{said}"):
+    with pytest.raises(PluginError, match=rf"cannot be asked for verify\n.*{said}"):
         run_with(one=VERIFIED.format(verify=verify))
-
-
-@pytest.mark.parametrize("answer", ["False", "True"])
-def test_a_verification_that_gives_no_reason_and_not_none_is_no_consent(run_with, answer):
-    with pytest.raises(PluginError, match=f"toy_one:verify gave {answer}, neither None nor a reason"):
-        run_with(one=VERIFIED.format(verify=f"return {answer}"))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork")
-def test_a_process_that_a_library_forks_when_it_is_asked_may_quit(run_with):
-    fork = "import os; child = os.fork() or os._exit(7)"
-    status = "os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])"
-    with pytest.raises(PluginError, match="cannot be used here: toy_one:verify gave 7"):
-        run_with(one=VERIFIED.format(verify=f"{fork}; return {status}"))
 
 
 def test_two_owners_of_a_duty_are_refused_with_who_asked_for_each(run_with):
@@ -107,89 +91,6 @@ def test_a_duty_that_does_not_exist_is_refused(run_with):
     accelerator = run_with(one=extension("one", ["cliping"]))
     with pytest.raises(PluginError, match="unknown duty 'cliping'; did you mean 'clipping'"):
         accelerator.prepare(torch.nn.Linear(1, 1))
-
-
-@pytest.mark.parametrize("answer", ["'clipping'", "True"])
-def test_duties_are_told_as_a_set(run_with, answer):
-    accelerator = run_with(one=extension("one").replace("return ()", f"return {answer}"))
-    kind = type(eval(answer)).__name__
-    with pytest.raises(PluginError, match=f"hook owns: one gave a {kind}, not a set of words\nreturn a set"):
-        accelerator.prepare(torch.nn.Linear(1, 1))
-
-
-def test_a_plugin_that_owns_nothing_may_say_none(run_with):
-    source = extension("one").replace("return ()", "return None")
-    accelerator = run_with(one=source)
-    accelerator.prepare(torch.nn.Linear(1, 1))
-
-    assert accelerator.run.plugins["one"].owns(None) is None
-
-
-FORGETS = """
-from accel_core import Card, hooks, implements
-
-class Plugin:
-    def __init__(self, config, run):
-        self.run = run
-
-    @implements(hooks.optimizer_step)
-    def optimizer_step(self, unit, optimizer):
-        optimizer.step()
-
-CARD = Card(name="forgets", slot="strategy", summary="A toy.", api_version="1.0",
-            implementation="toy_forgets:Plugin", offers=frozenset({"whole_weights"}))
-"""
-
-
-def test_a_step_that_does_not_say_whether_it_was_applied_is_not_taken_for_skipped(toy_plugin):
-    toy_plugin("forgets", "strategy", source=FORGETS)
-    accelerator = Accelerator(cpu=True, strategy="forgets")
-    model = torch.nn.Linear(2, 1)
-    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    with pytest.raises(PluginError, match="hook optimizer_step: forgets gave None, not True or False"):
-        optimizer.step()
-    accelerator.end_training()
-
-
-ANSWERS = """
-from accel_core import Card, hooks, implements
-
-class Plugin:
-    def __init__(self, config, run):
-        self.run = run
-
-    @implements(hooks.HOOK)
-    def method(self):
-        return ANSWER
-
-CARD = Card(name="odd", slot="strategy", summary="A toy.", api_version="1.0",
-            implementation="toy_odd:Plugin", offers=frozenset({"whole_weights"}))
-"""
-
-
-@pytest.mark.parametrize(
-    ("hook", "answer", "words"),
-    [
-        ("clip_grad_norm", "None", "a tensor"),
-        ("clip_grad_norm", "0.5", "a tensor"),
-        ("wrap_scheduler", "None", "a scheduler"),
-        ("kind_of", "'modle'", "model, optimizer, scheduler, dataloader or None"),
-    ],
-)
-def test_an_answer_of_another_kind_names_its_plugin(toy_plugin, hook, answer, words):
-    toy_plugin("odd", "strategy", source=ANSWERS.replace("HOOK", hook).replace("ANSWER", answer))
-    accelerator = Accelerator(cpu=True, strategy="odd")
-    model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
-    def use():
-        prepared, *_ = accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer))
-        accelerator.clip_grad_norm_(prepared.parameters(), 1.0)
-
-    with pytest.raises(PluginError, match=f"hook {hook}: odd gave {answer}, not {words}\nreturn {words}"):
-        use()
-    accelerator.end_training()
 
 
 def test_every_reason_to_refuse_a_config_is_told(run_with):
@@ -260,7 +161,7 @@ def test_a_misspelt_hook_is_refused_with_the_nearest(run_with):
 
 def test_a_hook_with_an_unknown_argument_is_refused(run_with):
     source = extension("one").replace("unit, optimizer, applied", "unit, optimiser, applied")
-    with pytest.raises(PluginError, match=r"hook after_step: .*'optimiser'; did you mean 'optimizer'"):
+    with pytest.raises(PluginError, match=r"hook 'after_step'(.|\n)*optimiser"):
         run_with(one=source)
 
 

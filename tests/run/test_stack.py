@@ -9,7 +9,7 @@ from attrs import frozen
 
 from accel_core import Card, ConfigError, PluginError, option
 from accel_core.config.resolve import load
-from accel_core.plugins.discovery import Discovery, Record, discover
+from accel_core.plugins.discovery import Discovery, Imported, Record, discover
 from accel_core.runtime.selection import choose
 
 
@@ -23,7 +23,7 @@ def record(name, slot, *, priority=None, reason=None, **options):
         probe=lambda: reason,
         **options,
     )
-    return Record(name=name, slot=slot, distribution=f"accel-{name}", version="1.0", card=card)
+    return Record(name=name, slot=slot, distribution=f"accel-{name}", version="1.0", known=Imported(card))
 
 
 def native_and(*records):

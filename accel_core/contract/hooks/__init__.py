@@ -8,10 +8,14 @@ Each hook has a kind:
 * `owner`: exactly one plugin does it, the topmost in layer order that implements it. Core resolves the
   owner once; the returned value, None included, never decides which plugin answers. To call the next
   implementation down, a plugin uses `self.below`: the same hooks resolved for the layers under it.
-* `everyone`: all plugins that implement it, bottom layer first. The return type says how answers combine:
-  a Mapping merges (two answers for one key are an error), a Sequence concatenates, contexts and factories
-  of contexts are entered bottom up, anything else must agree. None is not an answer.
+* `everyone`: all plugins that implement it, bottom layer first. The spec says how answers become one:
+  `merge` (two answers for one key are an error), `concatenate`, `enter` (contexts, bottom up) or `compose`
+  (factories of contexts). None is not an answer.
 * `wrapper`: each plugin refines the first parameter after `unit`, bottom layer innermost, and returns it.
+
+A package declares hooks of its own in a module that its card names as `hookspecs`. Others implement them by
+name, `@implements("CARD.HOOK")`, which does nothing where that package is not in the run; the package calls
+them by `run.hooks["CARD.HOOK"](...)`.
 
 Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot.
 Trackers implement observers only, extensions no owner hook.

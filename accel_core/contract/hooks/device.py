@@ -6,13 +6,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core.contract.spec import spec
+from accel_core.contract.spec import concatenate, merge, spec
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from accel_core.contract.config import RunConfig
     from accel_core.contract.state import Json
     from accel_core.contract.world import Topology, World
 
@@ -42,23 +41,6 @@ def capabilities(device: torch.device) -> frozenset[str]:
 @spec("owner")
 def communication_backend(device: torch.device) -> Mapping[str, str]:
     """Torch device type -> torch.distributed backend. Core adds one for the CPU."""
-
-
-@spec("everyone", asked="launch class")
-def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
-    """Variables that vendor libraries read when they are imported.
-
-    Called in the launcher, where `world` is a guess, and by the run before vendor imports, under any
-    launcher. Must not import torch. Core sets unset variables; a user's own value stays, and core says so.
-    """
-
-
-@spec("owner", asked="launch class")
-def visible_devices(config: RunConfig) -> tuple[str, int | None]:
-    """(variable that masks devices, their number on this machine), without torch.
-
-    The number is None if no file tells it; core then asks torch.
-    """
 
 
 @spec("owner")
@@ -102,7 +84,7 @@ def mark_step(point: Point) -> None:
     """
 
 
-@spec("everyone")
+@spec("everyone", merge)
 def rng_state() -> Mapping[str, Tensor]:
     """Return stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
 
@@ -146,7 +128,7 @@ def device_health(device: torch.device) -> Mapping[str, Json]:
     """
 
 
-@spec("everyone")
+@spec("everyone", merge)
 def environment_report() -> Mapping[str, str]:
     """Lines for `accel env`, which asks devices: what -> found.
 
@@ -154,7 +136,7 @@ def environment_report() -> Mapping[str, str]:
     """
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def profiler_activities() -> Sequence[str]:
     """Names of torch.profiler's activities that `accelerator.profile()` records.
 

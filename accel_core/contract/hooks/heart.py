@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_core.contract.spec import spec
+from accel_core.contract.spec import compose, merge, spec
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
     """
 
 
-@spec("everyone")
+@spec("everyone", compose)
 def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
     """Return a factory of the context around each forward, or None.
 
@@ -67,7 +67,7 @@ def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
     """
 
 
-@spec("everyone")
+@spec("everyone", merge)
 def save_state(unit: Unit) -> Mapping[str, Entry]:
     """Return the plugin's own state: scales, counters, averages, never weights.
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The hooks of plugins that live without a run: launchers and stores."""
+"""The hooks of launchers, which run before the workers."""
 
 from __future__ import annotations
 
@@ -11,13 +11,9 @@ from accel_core.contract.spec import spec
 if TYPE_CHECKING:
     from accel_core.contract.config import LaunchConfig
     from accel_core.contract.job import Allocation, Job, SubmittedJob
-    from accel_core.storage.protocols import Storage
 
 
-# -- launchers, which run before the workers ---------------------------------------------------------
-
-
-@spec("owner", asked="launcher")
+@spec("owner")
 def launch(job: Job) -> int:
     """Start the job's workers, wait, and return the exit code.
 
@@ -27,7 +23,7 @@ def launch(job: Job) -> int:
     """
 
 
-@spec("owner", asked="launcher")
+@spec("owner")
 def allocation(launch: LaunchConfig) -> Allocation | None:
     """Return the machines that the launcher's engine has given to this process.
 
@@ -37,7 +33,7 @@ def allocation(launch: LaunchConfig) -> Allocation | None:
     """
 
 
-@spec("owner", asked="launcher")
+@spec("owner")
 def submit(job: Job) -> SubmittedJob:
     """Hand `job.command` to an engine that runs it later, and return at once.
 
@@ -45,7 +41,7 @@ def submit(job: Job) -> SubmittedJob:
     """
 
 
-@spec("owner", asked="launcher")
+@spec("owner")
 def preview(job: Job, submits: bool) -> str:
     """Return the commands and files of `submit`, or else of `launch`, as text.
 
@@ -53,20 +49,9 @@ def preview(job: Job, submits: bool) -> str:
     """
 
 
-@spec("owner", asked="launcher")
+@spec("owner")
 def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
     """Run `function(*args)` in `job.processes_per_node` workers of this machine.
 
     Launchers only. Returns each rank's value, in rank order; LaunchError has a failing rank's traceback.
-    """
-
-
-# -- places of checkpoints ---------------------------------------------------------------------------
-
-
-@spec("owner", asked="store")
-def open_storage(url: str) -> Storage:
-    """Return the folder of this URL, which need not be there: see `accel_core.storage.protocols.Storage`.
-
-    Raises CheckpointError for a URL that cannot be one.
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from accel_core.contract.spec import spec
+from accel_core.contract.spec import concatenate, merge, spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -44,7 +44,7 @@ def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any])
     """
 
 
-@spec("everyone", per_step=True)
+@spec("observer", per_step=True)
 def after_step(unit: Unit, optimizer: Optimizer, applied: bool) -> None:
     """Follow an optimizer step of the unit; called once per optimizer."""
 
@@ -58,7 +58,7 @@ def checkpoint_committed(folder: Path | str, step: int | None) -> None:
     """
 
 
-@spec("observer")
+@spec("observer", merge)
 def save_run_state() -> Mapping[str, Json]:
     """Return state of the whole run, such as the id of a tracker's run.
 
@@ -83,7 +83,7 @@ def run_ended() -> None:
 # -- what a plugin says of its unit ------------------------------------------------------------------
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def describe(unit: Unit) -> Sequence[str]:
     """Return lines about the unit for `accelerator.explain()`.
 

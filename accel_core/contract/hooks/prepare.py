@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from accel_core.contract.spec import spec
+from accel_core.contract.spec import concatenate, enter, merge, spec
 
 if TYPE_CHECKING:
     import torch
@@ -35,17 +35,17 @@ PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", 
 # -- a run, on all ranks -----------------------------------------------------------------------------
 
 
-@spec("observer")
+@spec("observer", concatenate)
 def refuse(config: RunConfig) -> Sequence[str]:
     """Reasons why this stack cannot run with this config, each saying what to change."""
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def owns(config: RunConfig) -> Sequence[str]:
     """Return the duties this plugin takes over; a unit has one claim of each."""
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
     """Dimensions that this plugin divides the ranks along. The same on all ranks."""
 
@@ -85,7 +85,7 @@ def kind_of(object: object) -> PreparedKind | None:
     """
 
 
-@spec("everyone")
+@spec("everyone", concatenate)
 def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[str]:
     """Reasons why the unit, which may be new and empty, cannot take in these objects.
 
@@ -93,7 +93,7 @@ def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Op
     """
 
 
-@spec("everyone")
+@spec("everyone", enter)
 def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
     """Return a context for building large models: on the meta device, or in parts.
 
@@ -113,7 +113,7 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
     """
 
 
-@spec("everyone")
+@spec("everyone", merge)
 def compile_options() -> Mapping[str, Any]:
     """Arguments of `torch.compile` that section `compile` leaves unset or `auto`."""
 
@@ -191,7 +191,7 @@ def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
     """
 
 
-@spec("everyone", per_step=True)
+@spec("everyone", enter, per_step=True)
 def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
     """Return a context around forward and backward of one micro-batch.
 
@@ -200,7 +200,7 @@ def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
     """
 
 
-@spec("everyone")
+@spec("everyone", enter)
 def share_sequences(
     buffers: Sequence[Tensor], dims: Sequence[int], kept: Collection[Tensor]
 ) -> AbstractContextManager[Any] | None:

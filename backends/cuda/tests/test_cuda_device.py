@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from accel_core import ConfigError, World
-from accel_core.plugins.binding import Binder
 from accel_cuda import CudaConfig, affinity, device, machine
 from accel_cuda.device import CudaDevice, verify
 from accel_cuda.specs import CHIPS
@@ -41,17 +40,6 @@ def switches() -> Iterator[None]:
     torch.set_float32_matmul_precision(before[0])
     cudnn.allow_tf32, cudnn.benchmark, cudnn.deterministic = before[1:]
     device._live.clear()
-
-
-def test_the_contract_accepts_the_plugin() -> None:
-    registered = Binder().register(plugin(), name="cuda", slot="device")
-
-    assert {
-        "select_device",
-        "capabilities",
-        "communication_backend",
-        "set_affinity",
-    } <= registered.methods.keys()
 
 
 @pytest.mark.parametrize(

@@ -110,7 +110,7 @@ def test_visible_gpus_are_counted_as_cuda_counts_them(
         monkeypatch.setenv(machine.VISIBLE, visible)
     config: Any = None
 
-    assert machine.CudaLaunch().visible_devices(config) == ("CUDA_VISIBLE_DEVICES", count)
+    assert machine.visible_devices(config) == count
 
 
 def test_the_drivers_version_is_read(built: Machine) -> None:
@@ -147,7 +147,7 @@ def test_gpus_of_amd_that_the_kernel_does_not_tell_of_are_not_counted(rocm: Mach
     refused.mkdir()  # reading it is an error, for root too
 
     assert machine.probe() is None
-    assert machine.CudaLaunch().visible_devices(None)[1] == 2  # type: ignore[arg-type]
+    assert machine.visible_devices(None) == 2  # type: ignore[arg-type]
 
 
 def test_hidden_gpus_of_amd_are_told_with_the_variables(
@@ -179,7 +179,7 @@ def test_gpus_of_amd_are_counted_as_hip_counts_them(
         monkeypatch.setenv(name, value)
     config: Any = None
 
-    assert machine.CudaLaunch().visible_devices(config) == counted
+    assert machine.visible_devices(config) == counted
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_several_processes_record_what_nccl_waits_for_and_avoid_what_hangs(
     built.driver("545.23.08").models("NVIDIA GeForce RTX 4080", "NVIDIA GeForce RTX 4080")
     config: Any = SimpleNamespace(plugins={})
 
-    assert machine.CudaLaunch().launch_environment(config, World(size=2)) == {
+    assert machine.launch_environment(config, World(size=2)) == {
         "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
         **recorder,
         "NCCL_P2P_DISABLE": "1",
@@ -232,7 +232,7 @@ def test_options_set_what_libraries_read_when_they_are_first_used(
 ) -> None:
     config: Any = SimpleNamespace(plugins={} if options is None else {"cuda": options})
 
-    assert machine.CudaLaunch().launch_environment(config, World()) == variables
+    assert machine.launch_environment(config, World()) == variables
 
 
 def test_what_a_user_says_of_the_allocator_by_its_newer_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -241,7 +241,7 @@ def test_what_a_user_says_of_the_allocator_by_its_newer_name_stays(monkeypatch: 
     config: Any = SimpleNamespace(plugins={"cuda": CudaConfig(expandable_segments=True)})
 
     # torch reads the older name alone where it is set
-    assert machine.CudaLaunch().launch_environment(config, World()) == {"PYTORCH_CUDA_ALLOC_CONF": theirs}
+    assert machine.launch_environment(config, World()) == {"PYTORCH_CUDA_ALLOC_CONF": theirs}
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,7 @@ import pytest
 from attrs import fields
 
 from accel_core import RunConfig, World
-from accel_megatron import MegatronLMPlugin
-from accel_megatron.launching import MegatronLaunch
+from accel_megatron import MegatronLMPlugin, launching
 
 SEEDS = set(
     """
@@ -75,5 +74,5 @@ def test_ranks_that_split_layers_are_given_one_queue() -> None:
     world = World()
     split = RunConfig(plugins={"megatron": MegatronLMPlugin(tp_degree=2)})
 
-    assert MegatronLaunch().launch_environment(split, world) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
-    assert MegatronLaunch().launch_environment(RunConfig(), world) == {}
+    assert launching.launch_environment(split, world) == {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert launching.launch_environment(RunConfig(), world) == {}

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from accel_core import ConfigError, World
-from accel_mps import MpsConfig
+from accel_mps import MpsConfig, machine
 from accel_mps.device import MpsDevice, verify
-from accel_mps.machine import MpsLaunch, probe
+from accel_mps.machine import probe
 from accel_testing import Recorder
 
 DEVICE = torch.device("mps", 0)
@@ -68,7 +68,7 @@ def test_a_gpu_that_torch_cannot_use_is_told(
 
 
 def test_one_process_is_what_a_mac_gets() -> None:
-    assert MpsLaunch().visible_devices(SimpleNamespace())[1] == 1  # type: ignore[arg-type]
+    assert machine.visible_devices(SimpleNamespace()) == 1  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_the_fallback_is_told_to_torch_before_it_is_imported(
 ) -> None:
     run: Any = SimpleNamespace(plugins={} if config is None else {"mps": config})
 
-    assert MpsLaunch().launch_environment(run, World()) == variables
+    assert machine.launch_environment(run, World()) == variables
 
 
 # -- the device ----------------------------------------------------------------------------------

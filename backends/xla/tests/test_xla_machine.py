@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from accel_xla import SpmdConfig, XlaConfig, machine
-from accel_xla.machine import SpmdLaunch, XlaLaunch, chip_count, hardware, probe
+from accel_xla.machine import chip_count, hardware, probe
 
 VARIABLES = (
     *(machine.DEVICE, machine.TPU_MASK, "TPU_PROCESS_BOUNDS"),
@@ -90,7 +90,7 @@ def test_tpus_are_counted_on_the_bus(here: Machine) -> None:
 
     assert hardware() == "TPU"
     assert chip_count() == 4
-    assert XlaLaunch().visible_devices(config()) == ("TPU_VISIBLE_CHIPS", 4)
+    assert machine.visible_devices(config()) == 4
 
 
 def test_a_mask_is_for_one_process(here: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,13 +133,13 @@ def test_neuron_cores_are_those_a_process_may_use(
         monkeypatch.setenv(name, value)
 
     assert hardware() == "NEURON"
-    assert XlaLaunch().visible_devices(config()) == ("NEURON_RT_VISIBLE_CORES", cores)
+    assert machine.visible_devices(config()) == cores
 
 
 def test_spmd_is_one_process_however_many_devices(here: Machine) -> None:
     here.tpus(4)
 
-    assert XlaLaunch().visible_devices(config("xla-spmd"))[1] == 1
+    assert machine.visible_devices(config("xla-spmd")) == 1
 
 
 def test_the_cpu_device_serves_one_process(here: Machine) -> None:
@@ -149,17 +149,17 @@ def test_the_cpu_device_serves_one_process(here: Machine) -> None:
 def test_the_hardware_found_is_named_to_torch_xla(here: Machine) -> None:
     here.tpus(1)
 
-    assert XlaLaunch().launch_environment(config(), None) == {"PJRT_DEVICE": "TPU"}  # type: ignore[arg-type]
+    assert machine.launch_environment(config(), None) == {"PJRT_DEVICE": "TPU"}  # type: ignore[arg-type]
 
 
 def test_without_hardware_nothing_is_named_for_the_user(here: Machine) -> None:
-    assert XlaLaunch().launch_environment(config(), None) == {}  # type: ignore[arg-type]
+    assert machine.launch_environment(config(), None) == {}  # type: ignore[arg-type]
 
 
 def test_the_cpu_device_is_used_when_named(here: Machine) -> None:
     named = config(xla=XlaConfig(pjrt_device="CPU"))
 
-    assert XlaLaunch().launch_environment(named, None) == {"PJRT_DEVICE": "CPU"}  # type: ignore[arg-type]
+    assert machine.launch_environment(named, None) == {"PJRT_DEVICE": "CPU"}  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("devices", "found"), [(4, {"CPU_NUM_DEVICES": "4"}), (None, {})])
@@ -168,4 +168,4 @@ def test_virtual_devices_are_asked_for_before_the_library_loads(
 ) -> None:
     named = config(xla_spmd=SpmdConfig(cpu_devices=devices))
 
-    assert SpmdLaunch().launch_environment(named, None) == found  # type: ignore[arg-type]
+    assert machine.spmd_environment(named, None) == found  # type: ignore[arg-type]

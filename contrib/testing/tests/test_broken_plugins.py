@@ -387,16 +387,10 @@ STORE = """
 from contextlib import contextmanager
 from io import BytesIO
 from secrets import token_hex
-from accel_core import Card, hooks, implements
+from accel_core import Card
 CARD = Card(name="careless", slot="store", summary="A broken plugin.", api_version="1.0",
-            also=("careless-files",), implementation="careless:Store")
+            also=("careless-files",), implementation="careless:Folder")
 files = {}
-class Store:
-    def __init__(self, config, run):
-        pass
-    @implements(hooks.open_storage)
-    def open_storage(self, url):
-        return Folder(url)
 class Folder:
     shared = True
     def __init__(self, url):

@@ -28,7 +28,8 @@ CUDA = Card(
     },
     probe=probe,
     verify="accel_cuda.device:verify",
-    launch="accel_cuda.machine:CudaLaunch",
+    launch_environment="accel_cuda.machine:launch_environment",
+    visible_devices="accel_cuda.machine:visible_devices",
     config="accel_cuda.config:CudaConfig",
     implementation="accel_cuda.device:CudaDevice",
 )

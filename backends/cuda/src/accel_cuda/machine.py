@@ -14,7 +14,6 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements
 from accel_cuda import rocm
 
 if TYPE_CHECKING:
@@ -22,13 +21,14 @@ if TYPE_CHECKING:
     from accel_cuda.config import CudaConfig
 
 __all__ = [
-    "CudaLaunch",
     "contradicted",
     "driver_version",
     "gpu_count",
     "lacks_peer_access",
+    "launch_environment",
     "probe",
     "torch_build",
+    "visible_devices",
 ]
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -150,28 +150,26 @@ def contradicted(options: CudaConfig) -> Iterator[str]:
         )
 
 
-class CudaLaunch:
-    """Hooks of the launcher, and of the run before torch's first CUDA call."""
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return rocm.gpu_count(ROOT) if torch_build() == "hip" else gpu_count()
 
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return (rocm.visible(), rocm.gpu_count(ROOT)) if torch_build() == "hip" else (VISIBLE, gpu_count())
 
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        options, wanted = config.plugins.get("cuda"), dict[str, str]()
-        if getattr(options, "deterministic", False):
-            wanted[WORKSPACE] = DETERMINISTIC[0]  # cuBLAS reads it when it is first used
-        expandable = getattr(options, "expandable_segments", None)
-        if expandable is not None:
-            # What the user has in another name has this option too (contradicted), and more.
-            theirs = (os.environ[name] for name in OF_ALLOCATOR if name in os.environ)
-            wanted[ALLOCATOR] = next(theirs, f"expandable_segments:{expandable}")
-        if world.size > 1:
-            # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
-            wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
-            if _records_nothing():
-                wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
-            if lacks_peer_access():
-                wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
-        return wanted
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    options, wanted = config.plugins.get("cuda"), dict[str, str]()
+    if getattr(options, "deterministic", False):
+        wanted[WORKSPACE] = DETERMINISTIC[0]  # cuBLAS reads it when it is first used
+    expandable = getattr(options, "expandable_segments", None)
+    if expandable is not None:
+        # What the user has in another name has this option too (contradicted), and more.
+        theirs = (os.environ[name] for name in OF_ALLOCATOR if name in os.environ)
+        wanted[ALLOCATOR] = next(theirs, f"expandable_segments:{expandable}")
+    if world.size > 1:
+        # What a collective was waiting for when it timed out: a file a rank (torch's flight recorder).
+        wanted["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+        if _records_nothing():
+            wanted["TORCH_NCCL_TRACE_BUFFER_SIZE"] = "2000"
+        if lacks_peer_access():
+            wanted |= {"NCCL_P2P_DISABLE": "1", "NCCL_IB_DISABLE": "1"}
+    return wanted

@@ -20,7 +20,8 @@ HPU = Card(
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_hpu.device:verify",
-    launch="accel_hpu.machine:HpuLaunch",
+    launch_environment="accel_hpu.machine:launch_environment",
+    visible_devices="accel_hpu.machine:visible_devices",
     config="accel_hpu.config:HpuConfig",
     implementation="accel_hpu.device:HpuDevice",
 )

@@ -8,12 +8,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements
-
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["HpuLaunch", "hpu_count", "probe"]
+__all__ = ["hpu_count", "launch_environment", "probe", "visible_devices"]
 
 VISIBLE = "HABANA_VISIBLE_MODULES"
 LAZY = "PT_HPU_LAZY_MODE"
@@ -48,16 +46,14 @@ def _modules() -> int:
     return len([node for node in (ROOT / "dev/accel").glob("accel*") if node.name[5:].isdecimal()])
 
 
-class HpuLaunch:
-    """Hooks of the launcher, and of the run before Gaudi's software is imported."""
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return hpu_count()
 
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, hpu_count()
 
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        lazy = getattr(config.plugins.get("hpu"), "lazy", None)
-        # Gaudi's DeepSpeed reads it; Accelerate sets it for each run on HPUs (prepare_deepspeed).
-        wanted = {"DEEPSPEED_USE_HPU": "true"}
-        return wanted if lazy is None else {**wanted, LAZY: str(int(lazy))}
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    lazy = getattr(config.plugins.get("hpu"), "lazy", None)
+    # Gaudi's DeepSpeed reads it; Accelerate sets it for each run on HPUs (prepare_deepspeed).
+    wanted = {"DEEPSPEED_USE_HPU": "true"}
+    return wanted if lazy is None else {**wanted, LAZY: str(int(lazy))}

@@ -5,19 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements
-
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["MegatronLaunch"]
+__all__ = ["launch_environment"]
 
 
-class MegatronLaunch:
-    """The environment that megatron-core relies on."""
-
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        """One queue: only its order lets ranks that split layers overlap sending."""
-        splits = getattr(config.plugins.get("megatron"), "tp_degree", 1) > 1
-        return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if splits else {}
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Ask for one queue: only its order lets ranks that split layers overlap sending."""
+    splits = getattr(config.plugins.get("megatron"), "tp_degree", 1) > 1
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if splits else {}

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from accel_core import Card, KwargsHandler, hooks, implements, option
+from accel_core import Card, KwargsHandler, option
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
 
-__all__ = ["MLU", "MluConfig", "MluLaunch", "device_count", "probe"]
+__all__ = ["MLU", "MluConfig", "device_count", "probe", "visible_devices"]
 
 VISIBLE = "MLU_VISIBLE_DEVICES"
 RUNTIME = "libcnrt.so"
@@ -83,12 +83,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-class MluLaunch:
-    """Hooks of the launcher."""
-
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, device_count()
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return device_count()
 
 
 MLU = Card(
@@ -104,7 +101,7 @@ MLU = Card(
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_mlu.device:verify",
-    launch="accel_mlu.card:MluLaunch",
+    visible_devices="accel_mlu.card:visible_devices",
     config="accel_mlu.card:MluConfig",
     implementation="accel_mlu.device:MluDevice",
 )

@@ -19,7 +19,8 @@ MPS = Card(
     offers={"bf16", "fp16", "memory_stats", "rng"},
     probe=probe,
     verify="accel_mps.device:verify",
-    launch="accel_mps.machine:MpsLaunch",
+    launch_environment="accel_mps.machine:launch_environment",
+    visible_devices="accel_mps.machine:visible_devices",
     config="accel_mps.config:MpsConfig",
     implementation="accel_mps.device:MpsDevice",
 )

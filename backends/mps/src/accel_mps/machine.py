@@ -7,12 +7,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements
-
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["MpsLaunch", "probe"]
+__all__ = ["launch_environment", "probe", "visible_devices"]
 
 FALLBACK = "PYTORCH_ENABLE_MPS_FALLBACK"
 OLDEST = 14
@@ -31,14 +29,12 @@ def probe() -> str | None:
     return None if find_spec("torch") else "torch is not installed"
 
 
-class MpsLaunch:
-    """Hooks before torch is imported."""
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return 1  # one GPU, which nothing masks
 
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return "", 1  # one GPU, which nothing masks
 
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        wanted = getattr(config.plugins.get("mps"), "cpu_fallback", False)
-        return {FALLBACK: "1"} if wanted else {}
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    wanted = getattr(config.plugins.get("mps"), "cpu_fallback", False)
+    return {FALLBACK: "1"} if wanted else {}

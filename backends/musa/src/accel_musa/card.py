@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from attrs import frozen
 
-from accel_core import Card, KwargsHandler, hooks, implements, option
+from accel_core import Card, KwargsHandler, option
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
 
-__all__ = ["MUSA", "MusaConfig", "MusaLaunch", "device_count", "probe"]
+__all__ = ["MUSA", "MusaConfig", "device_count", "probe", "visible_devices"]
 
 VISIBLE = "MUSA_VISIBLE_DEVICES"
 RUNTIME = "libmusart.so"
@@ -81,12 +81,9 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-class MusaLaunch:
-    """Hooks of the launcher."""
-
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, device_count()
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return device_count()
 
 
 MUSA = Card(
@@ -101,7 +98,7 @@ MUSA = Card(
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_musa.device:verify",
-    launch="accel_musa.card:MusaLaunch",
+    visible_devices="accel_musa.card:visible_devices",
     config="accel_musa.card:MusaConfig",
     implementation="accel_musa.device:MusaDevice",
 )

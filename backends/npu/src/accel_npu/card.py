@@ -20,7 +20,8 @@ NPU = Card(
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_npu.device:verify",
-    launch="accel_npu.machine:NpuLaunch",
+    launch_environment="accel_npu.machine:launch_environment",
+    visible_devices="accel_npu.machine:visible_devices",
     config="accel_npu.config:NpuConfig",
     implementation="accel_npu.device:NpuDevice",
 )

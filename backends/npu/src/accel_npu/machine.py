@@ -13,12 +13,12 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements, install_hint
+from accel_core import install_hint
 
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["NpuLaunch", "chip_count", "find_runtime", "probe"]
+__all__ = ["chip_count", "find_runtime", "launch_environment", "probe", "visible_devices"]
 
 VISIBLE = "ASCEND_RT_VISIBLE_DEVICES"
 AFFINITY = "CPU_AFFINITY_CONF"
@@ -84,14 +84,12 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-class NpuLaunch:
-    """Hooks of the launcher, and of the run before torch_npu is imported."""
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return chip_count()
 
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, chip_count()
 
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        affinity = getattr(config.plugins.get("npu"), "cpu_affinity", None)
-        return {AFFINITY: affinity} if affinity else {}
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    affinity = getattr(config.plugins.get("npu"), "cpu_affinity", None)
+    return {AFFINITY: affinity} if affinity else {}

@@ -7,12 +7,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import Card, hooks, implements
+from accel_core import Card
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
 
-__all__ = ["SDAA", "SdaaLaunch", "device_count", "probe"]
+__all__ = ["SDAA", "device_count", "probe", "visible_devices"]
 
 VISIBLE = "SDAA_VISIBLE_DEVICES"
 NODE = "tcaicard"
@@ -44,12 +44,9 @@ def _nodes() -> int:
     return len([node for node in NODES.glob(f"{NODE}*") if node.name.removeprefix(NODE).isdecimal()])
 
 
-class SdaaLaunch:
-    """Hooks of the launcher."""
-
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        return VISIBLE, device_count()
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return device_count()
 
 
 SDAA = Card(
@@ -65,6 +62,6 @@ SDAA = Card(
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_sdaa.device:verify",
-    launch="accel_sdaa.card:SdaaLaunch",
+    visible_devices="accel_sdaa.card:visible_devices",
     implementation="accel_sdaa.device:SdaaDevice",
 )

@@ -19,7 +19,8 @@ XLA = Card(
     offers={"bf16", "collectives.own", "float64", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_xla.device:verify",
-    launch="accel_xla.machine:XlaLaunch",
+    launch_environment="accel_xla.machine:launch_environment",
+    visible_devices="accel_xla.machine:visible_devices",
     config="accel_xla.config:XlaConfig",
     implementation="accel_xla.device:XlaDevice",
 )
@@ -49,7 +50,7 @@ XLA_SPMD = Card(
         *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     probe=probe,
-    launch="accel_xla.machine:SpmdLaunch",
+    launch_environment="accel_xla.machine:spmd_environment",
     config="accel_xla.config:SpmdConfig",
     implementation="accel_xla.spmd:Spmd",
 )

@@ -9,12 +9,10 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from accel_core import hooks, implements
-
 if TYPE_CHECKING:
     from accel_core import RunConfig, World
 
-__all__ = ["SpmdLaunch", "XlaLaunch", "chip_count", "hardware", "probe"]
+__all__ = ["chip_count", "hardware", "launch_environment", "probe", "spmd_environment", "visible_devices"]
 
 DEVICE: Final = "PJRT_DEVICE"
 CPU_DEVICES: Final = "CPU_NUM_DEVICES"
@@ -101,24 +99,18 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-class XlaLaunch:
-    """Hooks of the launcher, and of the run before torch_xla is imported."""
-
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int]:
-        mask = "NEURON_RT_VISIBLE_CORES" if hardware() == "NEURON" else TPU_MASK
-        return mask, 1 if config.strategy == "xla-spmd" else chip_count()
-
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        kind = getattr(config.plugins.get("xla"), "pjrt_device", None) or hardware()
-        return {DEVICE: kind} if kind else {}
+def visible_devices(config: RunConfig) -> int:
+    """Return the number of devices that a process of this environment sees."""
+    return 1 if config.strategy == "xla-spmd" else chip_count()
 
 
-class SpmdLaunch:
-    """Hooks of strategy `xla-spmd` before torch_xla is imported."""
+def launch_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    kind = getattr(config.plugins.get("xla"), "pjrt_device", None) or hardware()
+    return {DEVICE: kind} if kind else {}
 
-    @implements(hooks.launch_environment)
-    def launch_environment(self, config: RunConfig, world: World) -> Mapping[str, str]:
-        count = getattr(config.plugins.get("xla-spmd"), "cpu_devices", None)
-        return {CPU_DEVICES: str(count)} if count else {}
+
+def spmd_environment(config: RunConfig, world: World) -> Mapping[str, str]:
+    """Return the variables that are read when the vendor's library is imported."""
+    count = getattr(config.plugins.get("xla-spmd"), "cpu_devices", None)
+    return {CPU_DEVICES: str(count)} if count else {}

@@ -27,7 +27,7 @@ XPU = Card(
     },
     probe=probe,
     verify="accel_xpu.device:verify",
-    launch="accel_xpu.machine:XpuLaunch",
+    visible_devices="accel_xpu.machine:visible_devices",
     config="accel_xpu.config:XpuConfig",
     implementation="accel_xpu.device:XpuDevice",
 )

@@ -10,14 +10,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from accel_core import hooks, implements, install_hint
+from accel_core import install_hint
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
     from accel_xpu.config import XpuConfig
 
 __all__ = [
-    "XpuLaunch",
     "contradicted",
     "cpus_near",
     "gpu_count",
@@ -25,6 +24,7 @@ __all__ = [
     "probe",
     "probe_ipex",
     "torch_is_built_for_xpu",
+    "visible_devices",
 ]
 
 VISIBLE = "ZE_AFFINITY_MASK"
@@ -163,9 +163,6 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-class XpuLaunch:
-    """Hooks of the launcher."""
-
-    @implements(hooks.visible_devices)
-    def visible_devices(self, config: RunConfig) -> tuple[str, int | None]:
-        return VISIBLE, gpu_count()
+def visible_devices(config: RunConfig) -> int | None:
+    """Return the number of devices that a process of this environment sees."""
+    return gpu_count()

@@ -23,7 +23,7 @@ FSSPEC = Card(
     priority=100,
     also=(*CREATES_ONCE, *READ),
     probe=_probe,
-    implementation="accel_stores.store:FsspecStore",
+    implementation="accel_stores.store:open_storage",
 )
 
 MIRROR = Card(

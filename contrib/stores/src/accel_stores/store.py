@@ -1,23 +1,27 @@
-"""The hook of a store."""
+"""The folders of the store."""
 
 from __future__ import annotations
 
-from accel_core import Storage, hooks, implements
+from functools import cache
+
+from accel_core import Storage
 from accel_stores.bucket import Bucket
 from accel_stores.files import Files
 from accel_stores.hub import Hub, is_repository
 
-__all__ = ["FsspecStore"]
+__all__ = ["open_storage"]
 
 
-class FsspecStore:
-    """Slot store: folders in file systems of fsspec, and in repositories of the Hugging Face Hub."""
+def open_storage(url: str) -> Storage:
+    """Return the folder of a URL: in a file system of fsspec, or a repository of the Hugging Face Hub."""
+    return Bucket(_hub() if is_repository(url) else _files(), url)
 
-    def __init__(self, config: object, run: object) -> None:
-        del config, run  # it has no options, and lives without a run
-        self._files, self._hub = Files(), Hub()
 
-    @implements(hooks.open_storage)
-    def open_storage(self, url: str) -> Storage:
-        """Return the folder of a URL."""
-        return Bucket(self._hub if is_repository(url) else self._files, url)
+@cache
+def _files() -> Files:
+    return Files()
+
+
+@cache
+def _hub() -> Hub:
+    return Hub()

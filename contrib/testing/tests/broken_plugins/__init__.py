@@ -69,7 +69,9 @@ SLOW_PROBE = device("slow-probe", probe=slow_probe, implementation=SOUND)
 HEAVY_PROBE = device("heavy-probe", probe=heavy_probe, implementation=SOUND)
 HEAVY_CONFIG = device("heavy-config", config="broken_plugins.heavy_config:Config", implementation=SOUND)
 LOOSE_OPTIONS = device("loose-options", config="broken_plugins.loose_options:Config", implementation=SOUND)
-HEAVY_LAUNCH = device("heavy-launch", launch="broken_plugins.heavy_launch:Launch", implementation=SOUND)
+HEAVY_LAUNCH = device(
+    "heavy-launch", launch_environment="broken_plugins.heavy_launch:launch_environment", implementation=SOUND
+)
 WORD_TAKEN = device("word-taken", also=("bf16",), implementation=SOUND)
 MISSPELT_HOOK = device("misspelt-hook")
 

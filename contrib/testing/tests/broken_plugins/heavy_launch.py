@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Launch:
-    def launch_environment(self, config: Any, world: Any) -> Mapping[str, str]:
-        import numpy as np  # noqa: F401
+def launch_environment(config: Any, world: Any) -> Mapping[str, str]:
+    import numpy as np  # noqa: F401
 
-        return {}
+    return {}

@@ -67,7 +67,7 @@ ABSENT = device(
     torch_device="absent",
     implementation="unusual_plugins.absent:Absent",
 )
-EARLY = device("early", launch="unusual_plugins.light:Launch")
+EARLY = device("early", launch_environment="unusual_plugins.light:launch_environment")
 REPLICAS = strategy("replicas")
 PAIR = strategy("pair")
 GRID = strategy("grid")

@@ -6,6 +6,5 @@ from collections.abc import Mapping
 from typing import Any
 
 
-class Launch:
-    def launch_environment(self, config: Any) -> Mapping[str, str]:
-        return {"STRANGE_VENDOR_MODE": "training"}
+def launch_environment(config: Any, world: Any) -> Mapping[str, str]:
+    return {"STRANGE_VENDOR_MODE": "training"}

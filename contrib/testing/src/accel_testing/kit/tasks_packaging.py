@@ -5,7 +5,6 @@ Run as `python -m accel_testing.kit.tasks_packaging NAME DISTRIBUTION`; prints J
 
 from __future__ import annotations
 
-import inspect
 import json
 import sys
 import time
@@ -28,15 +27,19 @@ __all__ = ["facts"]
 
 
 def facts(name: str, distribution: str) -> dict[str, Any]:
-    """Load card, probe, config and launch class in this order, and describe each."""
+    """Load card, probe, config and the launcher's functions in this order, and describe each."""
     card, target = _card(name, distribution)
     loaded = _Loaded(target)
     found: dict[str, Any] = {"card": {"loads": loaded.since()}, "typed": _type_marker(target)}
     found["probe"] = {**_probe(card), "loads": loaded.since()}
     if card.config is not None:
         found["config"] = {**_config(_load(card.config)), "loads": loaded.since()}
-    if card.launch is not None:
-        found["launch"] = {**_launch(_load(card.launch)()), "loads": loaded.since()}
+    if card.launch_environment is not None:
+        answer = _load(card.launch_environment)(RunConfig(), World())
+        found["launch_environment"] = {"is_right": _is_environment(answer), "loads": loaded.since()}
+    if card.visible_devices is not None:
+        answer = _load(card.visible_devices)(RunConfig())
+        found["visible_devices"] = {"is_right": _is_count(answer), "loads": loaded.since()}
     return found
 
 
@@ -114,24 +117,12 @@ def _refuses_change(built: Any, fields: Any) -> bool:
     return False
 
 
-def _ask(hook: Any, **arguments: Any) -> Any:
-    """Call a hook with the parameters that it takes."""
-    return hook(*(arguments[name] for name in inspect.signature(hook).parameters))
+def _is_environment(answer: Any) -> bool:
+    return isinstance(answer, Mapping) and all(isinstance(i, str) for pair in answer.items() for i in pair)
 
 
-def _launch(light: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if hasattr(light, "launch_environment"):
-        answer = _ask(light.launch_environment, config=RunConfig(), world=World())
-        strings = isinstance(answer, Mapping) and all(
-            isinstance(i, str) for pair in answer.items() for i in pair
-        )
-        found["environment"] = answer is None or strings
-    if hasattr(light, "visible_devices"):
-        variable, count = _ask(light.visible_devices, config=RunConfig())
-        is_number = isinstance(count, int) and not isinstance(count, bool) and count >= 0
-        found["devices"] = isinstance(variable, str) and (count is None or is_number)
-    return found
+def _is_count(answer: Any) -> bool:
+    return answer is None or (isinstance(answer, int) and not isinstance(answer, bool) and answer >= 0)
 
 
 _BASELINE = {name.partition(".")[0] for name in sys.modules}

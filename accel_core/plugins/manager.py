@@ -1,0 +1,101 @@
+"""The plugins of a run, registered with pluggy, which validates them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from functools import cache
+from types import ModuleType
+from typing import Any, Final, NoReturn
+
+import pluggy
+
+from accel_core.contract import hooks as hookspecs
+from accel_core.contract.bound import Hooks
+from accel_core.contract.spec import PROJECT
+from accel_core.errors import PluginError
+
+LAYERS: Final[Mapping[str, int]] = {
+    "base": 0,
+    "device": 1,
+    "precision": 2,
+    "strategy": 3,
+    "launcher": 3,
+    "extension": 4,
+    "tracker": 5,
+}
+
+_MARK: Final = f"{PROJECT}_impl"
+
+
+class PluginManager(pluggy.PluginManager):
+    """The specs of the contract and of packages, and the plugins of a run by name."""
+
+    def __init__(self, specs: ModuleType = hookspecs) -> None:
+        super().__init__(PROJECT)
+        self.layers: dict[str, int] = {}
+        for name, spec in _parsed(specs).items():
+            caller = pluggy.HookCaller(name, _refuse_call)
+            caller.spec = spec
+            setattr(self.hook, name, caller)
+
+    def add_package_specs(self, package: str, module: ModuleType) -> None:
+        """Add the hooks that a module of a package declares, each as `PACKAGE.NAME`."""
+        prefixed = ModuleType(package)
+        declared = (each for each in vars(module).values() if hasattr(each, "accel_spec"))
+        vars(prefixed).update({f"{package}.{each.__name__}": each for each in declared})
+        self.add_hookspecs(prefixed)
+
+    def add_plugin(self, plugin: object, *, name: str, slot: str, origin: str = "accel-core") -> None:
+        """Register a plugin, and validate its hooks.
+
+        Raises:
+            PluginError: an unknown hook or parameter, a name that another plugin of the run has, or a
+                hook that plugins of this slot may not implement.
+        """
+        _inherit_marks(type(plugin))  # type: ignore[arg-type]
+        try:
+            self.register(plugin, name)
+            self.check_pending()
+        except (pluggy.PluginValidationError, ValueError) as error:
+            raise _refusal(name, slot, origin, str(error)) from error
+        self.layers[name] = LAYERS[slot]
+        for caller in (self.get_hookcallers(plugin) or ()) if slot in ("tracker", "extension") else ():
+            spec: Any = caller.spec and caller.spec.function.accel_spec  # type: ignore[attr-defined]
+            if spec and (not spec.observer if slot == "tracker" else spec.kind == "owner"):
+                rule = "a tracker implements observers only, and an extension no owner hook"
+                raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
+
+    def hooks_of(self, plugins: Collection[str]) -> Hooks:
+        """Return the hooks of these plugins; order among equals is the order of registration."""
+        return Hooks(self.hook, {name: layer for name, layer in self.layers.items() if name in plugins})
+
+
+def _refuse_call(hook: str, *_: object) -> NoReturn:
+    raise AssertionError(f"{hook}: nothing is called through pluggy, see accel_core.contract.bound")
+
+
+def _refusal(plugin: str, slot: str, origin: str, problem: str) -> PluginError:
+    about = f"{slot} plugin {plugin!r} ({origin}): {problem}"
+    return PluginError(
+        f"{about}\ndocs/hooks.md has each hook and its parameters", plugin=plugin, distribution=origin
+    )
+
+
+@cache
+def _parsed(module: ModuleType) -> Mapping[str, Any]:
+    """Return the specs of a module by name, parsed once per process."""
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(module)
+    return {name: caller.spec for name, caller in vars(manager.hook).items()}
+
+
+@cache
+def _inherit_marks(cls: type) -> None:
+    """Mark each override of a marked method: it implements the same hook."""
+    marks: dict[str, Any] = {}
+    for parent in reversed(cls.__mro__):
+        for name, value in vars(parent).items():
+            mark = getattr(value, _MARK, marks.get(name))
+            if isinstance(mark, dict) and callable(value):
+                setattr(value, _MARK, mark)
+                marks[name] = mark
