@@ -305,7 +305,9 @@ class Accelerator(Ranks, Training, States):
 
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
         """
-        from accel_core.checkpoint.weights import note_parts  # late: start-up need not wait for it
+        # late: start-up need not wait for them
+        from accel_core.accelerator.memory import empty_cache
+        from accel_core.checkpoint.weights import note_parts
 
         run = self.run
         note_parts(run.units)
@@ -316,7 +318,7 @@ class Accelerator(Ranks, Training, States):
         self._accumulations.clear()
         # Sharded and compiled models hold each other in cycles, which Python would keep for long.
         gc.collect()
-        run.hooks.empty_cache()
+        empty_cache(run)
         return [None] * len(objects)
 
     clear = free_memory

@@ -107,7 +107,6 @@ class LocalSGD:
 
     def _average(self) -> None:
         self.unit.hooks.average_parameters(self.unit)
-        self.unit.hooks.parameters_averaged(self.unit)
 
     def _average_state(self) -> None:
         """Average the state of optimizers, and take the largest of counts, which may lie on the host.

@@ -28,7 +28,7 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
             f"profile was given {options!r:.80}, and not ProfileKwargs\n"
             "give ProfileKwargs(...), or nothing for the run's settings"
         )
-    names = run.hooks.profiler_activities() if options.activities is None else options.activities
+    names = _usual_activities(run) if options.activities is None else options.activities
     schedule = profiler.schedule(**options.schedule_option) if options.schedule_option else None
     recorder = profiler.profile(
         activities=[_activity(name) for name in names],
@@ -38,6 +38,11 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
     )
     with recorder:
         yield recorder
+
+
+def _usual_activities(run: Run) -> list[str]:
+    kinds = ("cpu", (run.stack.device.card.profiler_activity or run.device.type).lower())
+    return [it.name for it in profiler.supported_activities() if it.name.lower() in kinds]
 
 
 def _activity(name: str) -> profiler.ProfilerActivity:

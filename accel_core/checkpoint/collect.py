@@ -49,11 +49,6 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
     if run.mark_step is not None:
         run.mark_step("state")
     for unit in run.units:
-        if not (wait or unit.hooks.snapshot_safe(unit)):
-            raise CheckpointError(
-                f"save_state(wait=False): the state of unit {unit.name!r} cannot be copied while strategy"
-                f" {unit.strategy!r} holds it\nsave with wait=True"
-            )
         unit.drop_cut_ties()
     state, path = State(), f"rank[{run.world.rank}]"
     plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}

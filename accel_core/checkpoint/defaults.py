@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
 
@@ -129,11 +130,7 @@ class BaseState:
                     if not (is_like and here.shape == tensor.global_shape):
                         state[key] = _allocate(parameter, group, key, tensor, dtype)
                 if values:
-                    state.update(unit.hooks.move(dict(values), parameter.device, False))
-
-    @implements(hooks.snapshot_safe)
-    def snapshot_safe(self, unit: Unit) -> bool:
-        return True
+                    state.update(send_to_device(dict(values), parameter.device))
 
     @implements(hooks.full_parameters)
     def full_parameters(

@@ -52,6 +52,7 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "replacing": "parts and parameters of a model may be replaced or added after `prepare`",
     "regrouping": "optimizers may group parameters otherwise after `prepare`",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
+    "sharded_gradients": "ranks hold different gradients once they are reduced; all agree on an overflow",
     "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
     "worker_output": "writes the output of workers to `log_dir`, and prints lines after their rank (`tee`)",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",
@@ -139,6 +140,12 @@ class Card:
     needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
     torch_device: str | None = None
     """Device slot: torch's name of the device type."""
+    communication_backend: str | None = None
+    """Device slot: the torch.distributed backend that carries its tensors; None: torch's own of that type."""
+    compile_backend: str | None = None
+    """Device slot: the backend of `torch.compile` where section `compile` names none; None: torch's own."""
+    profiler_activity: str | None = None
+    """Device slot: torch.profiler's name for what runs there; None: the device type's own."""
     probe: Callable[[], str | None] | None = None
     """Returns None, or the reason why the plugin cannot be used here.
 

@@ -93,6 +93,10 @@ class UnitRun(Protocol):
         """Hooks of the default stack."""
 
     @property
+    def communication_backends(self) -> Mapping[str, str]:
+        """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
+
+    @property
     def window(self) -> Window:
         """The innermost current window, or the one used last."""
 
@@ -200,6 +204,10 @@ class Unit:
     def use_scaler(self, scaler: GradScaler | None) -> None:
         """Scale losses by this scaler from now on."""
         self.scaler = scaler
+
+    def use_config(self, config: Any) -> None:
+        """Keep the strategy's options, with values that follow from the unit's objects."""
+        self.config = config
 
     def use_changes(self, changes: Any) -> None:
         """Check these as each window opens, if there is something that the strategy cannot follow."""
@@ -343,10 +351,6 @@ class Unit:
         new = [(name, part) for name, part in _parts(model) if name not in old]
         renamed = {name: users[id(part)].pop(0) for name, part in new if users.get(id(part))}
         self.renamed[model] = {**renamed, **self.renamed.get(model, {})}
-
-    def configure(self, loaders: Sequence[Any]) -> None:
-        """Complete the strategy's options for the unit's objects and these dataloaders."""
-        self.config = self.hooks.complete(self.run.configs[self.strategy], self, loaders)
 
     def _merge(self, other: Unit) -> None:
         """Take over the models of a unit without optimizers."""

@@ -10,6 +10,7 @@ import torch
 from attrs import frozen
 
 from accel_core.data.sharding import with_last
+from accel_core.distributed.nested import send_to_device
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -66,7 +67,7 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
     if not moves and mark is None and refine is None:
         return None
     non_blocking = run.config.data.non_blocking or pinned
-    move = partial(_move, run.hooks.move, device, non_blocking) if moves else None
+    move = partial(send_to_device, device=device, non_blocking=non_blocking) if moves else None
     # A device that records its work lazily must not find the next batch in the middle of this one's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
@@ -76,10 +77,6 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
     elif move is not None:
         start = partial(map, move) if stream is None else partial(_ahead, move, stream)
     return Placement(run=run, move=move, start=start, reads=wrap is not None, refine=refine, mark=mark)
-
-
-def _move(move: Callable[..., Any], device: torch.device, non_blocking: bool, batch: Any) -> Any:
-    return move(batch, device, non_blocking)
 
 
 def _stream(device: torch.device) -> torch.Stream | None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +24,7 @@ from accel_core.contract.world import Collectives, Topology
 from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
-from accel_core.distributed.nested import recursively_apply, send_to_device
+from accel_core.distributed.nested import recursively_apply
 from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
@@ -71,26 +69,12 @@ class Base(BaseState):
             lacking.add("fp8")
         return card.offers - lacking
 
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        backend = dist.Backend.default_device_backend_map.get(device.type)
-        if backend is None:
-            raise ConfigError(
-                f"torch.distributed has no backend for {device.type} tensors, but this run has"
-                f" {self.run.world.size} processes\ntrain in one process, or choose --device cpu"
-            )
-        return {device.type: backend}
-
     @implements(hooks.init_process_group)
     def init_process_group(
         self, world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs
-    ) -> bool:
+    ) -> Callable[[], None]:
         process_group.create(world, backends, options)
-        return True
-
-    @implements(hooks.destroy_process_group)
-    def destroy_process_group(self) -> None:
-        process_group.destroy()
+        return process_group.destroy
 
     @implements(hooks.build_mesh)
     def build_mesh(self, dims: Sequence[MeshDim], world: World) -> Mesh | None:
@@ -128,7 +112,7 @@ class Base(BaseState):
             from accel_core.training import compile as compiling
 
             config, graphs = self.run.config.compile, compiling.comes_with_graphs(model)
-            compiled = compiling.compile_model(model, config, unit.hooks.compile_options())
+            compiled = compiling.compile_model(model, config, self.run.stack.device.card.compile_backend)
             unit.detach.extend(partial(compiling.run_eagerly, module) for module in compiled)
             graphs = graphs or bool(compiled and compiling.records_graphs(config))
             if graphs:
@@ -159,17 +143,9 @@ class Base(BaseState):
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         return model
 
-    @implements(hooks.wrap_optimizer)
-    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
-        return optimizer
-
     @implements(hooks.wrap_scheduler)
     def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
         return scheduler
-
-    @implements(hooks.complete)
-    def complete(self, config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
-        return config
 
     @no_op
     @implements(hooks.prepare_unit)
@@ -245,16 +221,14 @@ class Base(BaseState):
         return None
 
     @no_op
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> Tensor:
-        return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
-
-    @no_op
-    @implements(hooks.clip_grad_value)
-    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        nn.utils.clip_grad_value_(parameters, value)
+    @implements(hooks.clip_gradients)
+    def clip_gradients(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+    ) -> Tensor | None:
+        if norm_type is None:
+            nn.utils.clip_grad_value_(parameters, limit)
+            return None
+        return nn.utils.clip_grad_norm_(parameters, limit, norm_type)
 
     @no_op
     @implements(hooks.optimizer_step)
@@ -269,10 +243,6 @@ class Base(BaseState):
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> None:
-        return None
-
-    @implements(hooks.overflow_dim)
-    def overflow_dim(self, unit: Unit) -> None:
         return None
 
     @no_op
@@ -295,11 +265,6 @@ class Base(BaseState):
         average((each for each in unit.named_parameters().values() if each.requires_grad), group)
 
     # -- device services -------------------------------------------------------------------------
-
-    @implements(hooks.synchronize)
-    def synchronize(self, device: torch.device) -> None:
-        if device.type != "cpu":
-            torch.get_device_module(device).synchronize()
 
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
@@ -327,33 +292,6 @@ class Base(BaseState):
     @implements(hooks.device_health)
     def device_health(self, device: torch.device) -> Mapping[str, Json]:
         return {}
-
-    @implements(hooks.empty_cache)
-    def empty_cache(self) -> None:
-        module = torch.get_device_module(self.run.device)
-        if hasattr(module, "empty_cache"):
-            module.empty_cache()
-        from accel_core.storage.tensor_bytes import can_pin  # late: start-up need not wait for it
-
-        empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
-        if empty_host_cache is not None and can_pin(self.run.device):
-            empty_host_cache()  # pinned memory, of saves above all
-        # Linux keeps pages between what is in use; other C libraries have no such call (Windows: TypeError).
-        with suppress(AttributeError, OSError, TypeError):
-            ctypes.CDLL(None).malloc_trim(0)
-
-    @implements(hooks.set_affinity)
-    def set_affinity(self, world: World) -> None:
-        return None
-
-    @implements(hooks.move)
-    def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
-        return send_to_device(tree, device, non_blocking)
-
-    @implements(hooks.profiler_activities)
-    def profiler_activities(self) -> Sequence[str]:
-        kinds = ("cpu", self.run.device.type)
-        return [it.name for it in torch.profiler.supported_activities() if it.name.lower() in kinds]
 
 
 def _placing_hook(module: nn.Module) -> str | None:

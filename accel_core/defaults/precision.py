@@ -228,8 +228,8 @@ class Float16(_Autocast):
             state: Any = entries["scaler"].value
             self._change(unit.scaler, partial(unit.scaler.load_state_dict, state))
 
-    @implements(hooks.parameters_averaged)
-    def parameters_averaged(self, unit: Unit) -> None:
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> None:
         """Go on with the smallest scale, which grows on all ranks at once."""
         scaler = unit.scaler
         if scaler is not None and scaler.is_enabled():
@@ -304,8 +304,9 @@ class _Applier:
 
     def agreeing(self) -> Collectives | None:
         """Return collectives over the ranks that step together; None where all have the same gradients."""
-        dim = self._unit.hooks.overflow_dim(self._unit)
-        return None if dim is None else self._unit.run.collectives(dim)
+        run = self._unit.run
+        is_shared = "sharded_gradients" in self._unit.offers and run.world.size > 1
+        return run.collectives("world") if is_shared else None
 
     def is_offloaded(self) -> bool:
         return self._unit.run.device.type != "cpu" and any(each.is_cpu for each in self._gradients())

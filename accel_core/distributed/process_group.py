@@ -57,7 +57,7 @@ class SharedGroup:
 
     def __init__(self) -> None:
         self.users = 0
-        self.ours = False
+        self.end: Callable[[], None] | None = None
         self.meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = {}
         self.pid = os.getpid()
         self.number = 0
@@ -68,10 +68,10 @@ class SharedGroup:
         """True in a fork, whose connections are another process's."""
         return self.users > 0 and self.pid != os.getpid()
 
-    def join(self, make: Callable[[], bool]) -> int:
+    def join(self, make: Callable[[], Callable[[], None]]) -> int:
         """Use the group, which `make` makes if there is none.
 
-        `make` returns True if the group is ours to destroy.
+        `make` returns the function that ends the group.
 
         Returns the number of the group, for `leave`.
         """
@@ -80,7 +80,7 @@ class SharedGroup:
             self.users = 0
             self.number += 1
             self._forget_meshes()
-            self.ours = False if exists else make()
+            self.end = None if exists else make()
             self._group = weakref.ref(dist.group.WORLD)
         self.users += 1
         self.pid = os.getpid()
@@ -97,7 +97,7 @@ class SharedGroup:
             self.meshes[key] = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
         return self.meshes[key]
 
-    def leave(self, number: int, destroy: Callable[[], None]) -> None:
+    def leave(self, number: int) -> None:
         """Stop using the group; the last user destroys a group that was made here.
 
         A user may have destroyed it, and another run made the next one: that is left alone.
@@ -105,9 +105,10 @@ class SharedGroup:
         if number != self.number:
             return
         self.users -= 1
-        if self.users == 0 and self.ours and dist.is_initialized():
+        if self.users == 0 and self.end is not None and dist.is_initialized():
             self._forget_meshes()
-            destroy()
+            self.end()
+            self.end = None
 
     def _forget_meshes(self) -> None:
         """Drop the meshes of a group that ends.

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from accel_core.config.sources import GUESSES_VARIABLE
 from accel_core.contract.arguments import did_you_mean
-from accel_core.contract.hooks import DUTIES
 from accel_core.contract.stack import Chosen
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
@@ -91,25 +90,6 @@ class Assembly:
             self._hooks[alias] = self._manager.hooks_of([*self._common, alias])
         return self._hooks[alias]
 
-    def check_duties(self, hooks: Hooks) -> None:
-        """Refuse two owners of one duty: only hooks override each other, by layer."""
-        owner: dict[str, str] = {}
-        for plugin, owns in hooks.implementations("owns"):
-            for duty in owns(self._run.config):
-                if duty not in DUTIES:
-                    raise PluginError(
-                        f"{plugin}: unknown duty {duty!r}{did_you_mean(duty, DUTIES)}\n"
-                        f"`owns` may name {', '.join(DUTIES)}",
-                        plugin=plugin,
-                    )
-                if duty in owner:
-                    rivals = " and ".join(self._reason(name) for name in (owner[duty], plugin))
-                    raise ConfigError(
-                        f"two plugins of this stack want to do {duty}: {rivals}\n"
-                        f"leave one of them out, or configure it so that it does not own {duty}"
-                    )
-                owner[duty] = plugin
-
     def _make(self, chosen: Chosen, alias: str) -> None:
         """Make a plugin's instance, and add the hooks that its package declares."""
         card, record = chosen.card, chosen.record
@@ -126,15 +106,6 @@ class Assembly:
     def _add(self, plugin: object, *, name: str, slot: str, origin: str) -> None:
         self._manager.add_plugin(plugin, name=name, slot=slot, origin=origin)
         self.plugins[name] = plugin
-
-    def _reason(self, name: str) -> str:
-        why = next((c.why for c in self._run.stack.members() if c.name == name), "chosen in prepare")
-        lines = [
-            f"{path} by {origin}"
-            for path, origin in self._run.resolved.origins.items()
-            if name in path.split(".")
-        ]
-        return f"{name} ({'; '.join([why, *lines])})"
 
 
 def _verify(stack: Stack) -> None:

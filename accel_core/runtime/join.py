@@ -46,14 +46,10 @@ def join_world(run: Run) -> tuple[int, World]:
             " a DataLoader's worker: the others would wait for it\n"
             "make it in the main process, and pass on what is needed, such as accelerator.process_index"
         )
-    options = run.config.process_group
-    # A backend that is named is not refused for lack of the device's own.
-    named = {run.device.type: options.backend} if options.backend else None
-    backends = dict(named or run.hooks.communication_backend(run.device))
-    backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
+    options, backends = run.config.process_group, run.communication_backends
     if dist.is_initialized():
         _check_group(run, backends)
-    group = shared.join(lambda: bool(run.hooks.init_process_group(run.world, backends, options)))
+    group = shared.join(lambda: run.hooks.init_process_group(run.world, backends, options))
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
     store: Any = _get_default_store()  # torch's stub lacks `clone`
     world = evolve(run.world, store=PrefixStore(prefix, store.clone()))
@@ -62,12 +58,25 @@ def join_world(run: Run) -> tuple[int, World]:
     return group, world
 
 
+def backends_of(run: Run) -> dict[str, str]:
+    """Return torch device type -> torch.distributed backend, of the run's device and the CPU."""
+    card, kind, usual = run.stack.device.card, run.device.type, dist.Backend.default_device_backend_map
+    own = None if "collectives.own" in card.offers else card.communication_backend or usual.get(kind)
+    backend = run.config.process_group.backend or own
+    if backend is None and "collectives.own" not in card.offers:
+        raise ConfigError(
+            f"torch.distributed has no backend for {kind} tensors, but this run has {run.world.size}"
+            " processes\ntrain in one process, or choose --device cpu"
+        )
+    return {"cpu": usual["cpu"]} | ({} if backend is None else {kind: backend})
+
+
 def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     run.forget_groups()  # of one process too: what has been made would answer yet
     if run.world.size > 1:
         watch.stop()
-        shared.leave(run.group, run.hooks.destroy_process_group)
+        shared.leave(run.group)
 
 
 def _check_group(run: Run, backends: Mapping[str, str]) -> None:

@@ -37,7 +37,7 @@ from accel_core.runtime.assembly import (
     restore_environment,
 )
 from accel_core.runtime.exit import end_at_exit, end_runs
-from accel_core.runtime.join import agree_on_run, join_world, leave_world
+from accel_core.runtime.join import agree_on_run, backends_of, join_world, leave_world
 from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
@@ -138,7 +138,6 @@ class Run:
         check_refusals(self)
         self.checkpoints.check_place()
         self.device: torch.device = self.hooks.select_device(self.world)
-        self.hooks.set_affinity(self.world)
         check_device(self)
         self.mark_step = mark = self.hooks.step("mark_step")
         self.after_backward = [] if mark is None else [lambda _: mark("backward")]
@@ -177,6 +176,11 @@ class Run:
     def window(self) -> Window:
         """The innermost current window, or the one used last."""
         return self.windows[-1] if self.windows else self._no_window
+
+    @property
+    def communication_backends(self) -> Mapping[str, str]:
+        """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
+        return backends_of(self)
 
     def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
         """Return an error that names the lost ranks, if torch's error means that.
@@ -257,7 +261,6 @@ class Run:
         _require_new(name, {unit.name for unit in self.units})
         alias = strategy or self.stack.default
         hooks = self._assembly.hooks_of(alias)
-        self._assembly.check_duties(hooks)
         if alias != self.stack.default:
             check_capabilities(self, hooks, alias)
         return hooks

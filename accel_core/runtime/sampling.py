@@ -146,8 +146,8 @@ class StepSampler:
             self._replace(unit.steps, "backward", partial(self._backward, plain))
             whole = partial(self._forward_backward, unit.steps.forward_backward)
             self._replace(unit.steps, "forward_backward", whole)
-            clip = unit.steps.clip_grad_norm or (lambda _, *arguments: clip_grad_norm_(*arguments))
-            self._replace(unit.steps, "clip_grad_norm", partial(self._clip, clip))
+            clip = unit.steps.clip_gradients or (lambda _, *arguments: clip_grad_norm_(*arguments))
+            self._replace(unit.steps, "clip_gradients", partial(self._clip, clip))
         self._marks = [("", self._now())]
 
     def _replace(self, steps: Any, hook: str, timed: Callable[..., Any]) -> None:

@@ -11,7 +11,6 @@ from accel_core.distributed.streams import fork
 from accel_core.errors import AccelError
 from accel_core.training.autocast import attach_contexts
 from accel_core.training.changes import Changes
-from accel_core.training.gradients import attach_gradient_transforms
 from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer
 
@@ -83,7 +82,6 @@ def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:
     """Wrap each model and each optimizer by itself."""
     unit, hooks = group.unit, group.unit.hooks
-    unit.configure(plan.of_kind["dataloader"])
     stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
     carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
     for number, parts in names.items():
@@ -94,7 +92,7 @@ def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartNam
         _finish_model(unit, number, parts)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer, name_of, carried.get(optimizer))
-        made = hooks.transform_optimizer(unit, hooks.wrap_optimizer(unit, optimizer))
+        made = hooks.wrap_optimizer(unit, optimizer)
         unit.optimizers[unit.optimizers.index(optimizer)] = made
 
 
@@ -108,7 +106,6 @@ def _build_whole(
         for scheduler in plan.of_kind["scheduler"]
         if any(scheduler.optimizer is optimizer for optimizer in unit.optimizers)
     )
-    unit.configure(loaders)
     for number, parts in names.items():
         unit.replace_model(number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
@@ -126,8 +123,8 @@ def _last(optimizers: Sequence[Optimizer], count: int) -> Sequence[Optimizer]:
 def _check_transformed(unit: Unit, optimizers: Sequence[Optimizer]) -> None:
     """Raise AccelError if a plugin replaces an optimizer that an engine steps."""
     for optimizer in optimizers:
-        if unit.hooks.transform_optimizer(unit, optimizer) is not optimizer:
-            plugins = " and ".join(one.plugin for one in unit.hooks.implementations("transform_optimizer"))
+        if unit.hooks.wrap_optimizer(unit, optimizer) is not optimizer:
+            plugins = " and ".join(one.plugin for one in unit.hooks.implementations("wrap_optimizer"))
             raise AccelError(
                 f"prepare: {plugins} would wrap the {type(optimizer).__name__}, which strategy"
                 f" {unit.strategy!r} steps itself\nleave {plugins} out, or choose another strategy"
@@ -145,7 +142,6 @@ def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.replace_model(number, hooks.unwrap_model(unit, wrapped, True), before)
-    attach_gradient_transforms(unit, number)
     attach_contexts(unit, unit.models[number])
 
 

@@ -6,7 +6,7 @@ The model stays the user's object, and its state keeps its names.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -24,20 +24,20 @@ if TYPE_CHECKING:
 _logger = get_logger(__name__)
 
 
-def compile_model(model: nn.Module, config: TorchDynamoPlugin, offered: Mapping[str, Any]) -> list[nn.Module]:
+def compile_model(model: nn.Module, config: TorchDynamoPlugin, usual: str | None) -> list[nn.Module]:
     """Have the model's forward compiled when it is first run.
 
     With `use_regional_compilation`, the forwards of its repeated blocks are compiled instead.
 
-    offered: plugins' values for options that the config leaves open. Modules that are compiled already stay
-    as they are. Returns the modules that are compiled now and were not before.
+    usual: the device's backend, where the config has `auto`. Modules that are compiled already stay as they
+    are. Returns the modules that are compiled now and were not before.
     """
-    options = {**offered, **config.to_kwargs()}
+    options = config.to_kwargs()
     options.pop("use_regional_compilation", None)
     options.pop("backend", None)
     backend = (config.backend or "no").lower()
     if backend == "auto":
-        backend = offered.get("backend", "inductor")
+        backend = usual or "inductor"
     if backend == "no" or _is_compiled(model):
         return []
     blocks = list(_repeated(model)) if config.use_regional_compilation else []

@@ -234,7 +234,7 @@ def clip_norm(
         )
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters, norm_type)
-    clip, norm = unit.steps.clip_grad_norm, None
+    clip, norm = unit.steps.clip_gradients, None
     try:
         if unit.step_state.needs_finish:
             finish(unit)
@@ -266,7 +266,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
     try:
         if unit.step_state.needs_finish:
             finish(unit)
-        unit.hooks.clip_grad_value(unit, parameters, value)
+        unit.hooks.clip_gradients(unit, parameters, value, None)
     except RuntimeError as error:
         tell_lost(unit.run, "clip_grad_value_", error)
         raise

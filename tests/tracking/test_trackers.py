@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker, hooks, implements
+from accel_core import Accelerator, AccelError, ConfigError, GeneralTracker, PluginError, hooks, implements
 from accel_testing import ProcessError
 
 
@@ -393,7 +393,7 @@ def test_what_is_no_tracker_is_an_error(tracked):
 
 
 def test_two_trackers_of_one_name_are_an_error(tracked):
-    with pytest.raises(ConfigError, match="a Mine is called 'mine', as a plugin of this run"):
+    with pytest.raises(PluginError, match="tracker plugin 'mine' .*: Plugin name already registered: mine"):
         tracked([Mine(), Mine()])
 
 

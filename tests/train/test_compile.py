@@ -181,14 +181,14 @@ def test_the_model_stays_the_users_object_with_its_names(accelerator_of, graphs)
 
 def test_the_backend_auto_is_the_one_that_a_plugin_offers(graphs):
     model = net()
-    compile_model(model, TorchDynamoPlugin(backend="auto"), {"backend": "keep_graphs", "fullgraph": True})
+    compile_model(model, TorchDynamoPlugin(backend="auto"), "keep_graphs")
     model(X)
     assert len(graphs) == 1
 
 
 def test_what_the_config_says_wins_over_what_a_plugin_offers(graphs):
     model = net()
-    compile_model(model, TorchDynamoPlugin(backend="keep_graphs"), {"backend": "no_such_backend"})
+    compile_model(model, TorchDynamoPlugin(backend="keep_graphs"), "no_such_backend")
     model(X)
     assert len(graphs) == 1
 

@@ -26,12 +26,9 @@ class Plugin:
     def __init__(self, config, run):
         self.run, self.calls = run, []
 
-    @implements(hooks.complete)
-    def complete(self, config, unit, loaders):
-        return {"models": len(unit.models), "loaders": len(loaders)}
-
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit, loaders):
+        unit.config = {"models": len(unit.models), "loaders": len(loaders)}
         self.calls.append((len(unit.wrapped), len(unit.optimizers), len(unit.schedulers)))
         if unit.wrapped:
             unit.wrapped[0].optimizer = unit.optimizers[0]

@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import SGD
 from training_problems import FEATURES, net
 
-from accel_core import Accelerator, AccelError, ConfigError, PluginError
+from accel_core import Accelerator, AccelError, ConfigError
 
 TOY = """
 import torch
@@ -42,15 +42,9 @@ METHODS
 CARD = Card(name="NAME", slot="SLOT", summary="A toy.", api_version="1.0", offers=OFFERS,
             implementation="toy_NAME:Plugin")
 """
-GRADIENT = """
-    @implements(hooks.transform_gradient)
-    def transform_gradient(self, unit, gradient, name):
-        self.seen.append((unit.name, name, gradient.clone()))
-        return gradient * 2
-"""
 OPTIMIZER = """
-    @implements(hooks.transform_optimizer)
-    def transform_optimizer(self, unit, optimizer):
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit, optimizer):
         return Slow(optimizer)
 """
 LOADED = """
@@ -128,65 +122,7 @@ def train(accelerator, model):
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-# -- transform_gradient ----------------------------------------------------------------------------
-
-
-def test_an_extension_changes_each_gradient_before_it_is_accumulated(accelerator_with):
-    expected = train(Accelerator(cpu=True), net())
-    accelerator = accelerator_with(GRADIENT)
-    model = accelerator.prepare(net())
-    found = train(accelerator, model)
-    seen = accelerator.run.plugins["watcher"].seen
-    assert {name for _, name, _ in seen} == set(expected)
-    assert len(seen) == len(expected)
-    for unit, name, gradient in seen:
-        assert unit == "unit0"
-        assert torch.equal(gradient, expected[name])
-        assert torch.equal(found[name], 2 * expected[name])
-
-
-def test_a_frozen_parameter_that_is_trained_later_is_seen(accelerator_with):
-    accelerator = accelerator_with(GRADIENT)
-    model = net()
-    model[0].weight.requires_grad_(False)
-    model = accelerator.prepare(model)
-    assert not model[0].weight.requires_grad
-    train(accelerator, model)
-    seen = accelerator.run.plugins["watcher"].seen
-    assert "0.weight" not in {name for _, name, _ in seen}
-    model[0].weight.requires_grad_(True)
-    train(accelerator, model)
-    assert "0.weight" in {name for _, name, _ in seen}
-
-
-def test_a_tied_weight_and_models_that_are_joined_are_seen_once_by_their_last_name(accelerator_with):
-    accelerator = accelerator_with(GRADIENT)
-    first, second = net(), nn.Linear(FEATURES, 1)
-    accelerator.prepare(first)
-    accelerator.prepare(second)
-    accelerator.prepare(SGD([*first.parameters(), *second.parameters()], lr=0.1))
-    accelerator.backward((first(torch.ones(1, FEATURES)) + second(torch.ones(1, FEATURES))).sum())
-    names = sorted(name for _, name, _ in accelerator.run.plugins["watcher"].seen)
-    assert names == sorted(accelerator.run.units[0].named_parameters())
-
-
-def test_after_the_run_gradients_are_torchs_own(accelerator_with):
-    accelerator = accelerator_with(GRADIENT)
-    model = net()
-    accelerator.prepare(model)
-    accelerator.end_training()
-    model(torch.ones(1, FEATURES)).sum().backward()
-    assert accelerator.run.plugins["watcher"].seen == []
-
-
-def test_a_strategy_that_does_not_show_them_is_refused_by_name(accelerator_with):
-    accelerator = accelerator_with(GRADIENT, strategy="    pass")
-    with pytest.raises(ConfigError, match=r"(?s)watcher reads gradients .*strategy 'toy' does not.*single"):
-        accelerator.prepare(net())
-    assert accelerator.run.units == []
-
-
-# -- transform_optimizer ---------------------------------------------------------------------------
+# -- wrap_optimizer --------------------------------------------------------------------------------
 
 
 def test_an_extension_wraps_the_optimizer_and_its_state_is_saved(accelerator_with, tmp_path):
@@ -275,21 +211,6 @@ def test_a_plugin_without_state_of_the_run_may_say_none(accelerator_with, tmp_pa
     accelerator.prepare(net())
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
-
-
-@pytest.mark.parametrize("hook", ["save_state(self, unit)", "save_run_state(self)"])
-def test_a_plugin_whose_state_is_no_mapping_is_named(accelerator_with, tmp_path, hook):
-    name = hook.partition("(")[0]
-    accelerator = accelerator_with(f"""
-    @implements(hooks.{name})
-    def {hook}:
-        return [1]
-""")
-    accelerator.prepare(net())
-    with pytest.raises(
-        PluginError, match=f"hook {name}: watcher gave a list, not a mapping\nreturn a mapping"
-    ):
-        accelerator.save_state(tmp_path / "saved")
 
 
 # -- capabilities ----------------------------------------------------------------------------------

@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Literal
 
-from accel_core.contract.spec import concatenate, merge, spec
+from accel_core.contract.spec import merge, spec
 
 if TYPE_CHECKING:
     import torch
@@ -39,11 +39,6 @@ def capabilities(device: torch.device) -> frozenset[str]:
 
 
 @spec("owner")
-def communication_backend(device: torch.device) -> Mapping[str, str]:
-    """Torch device type -> torch.distributed backend. Core adds one for the CPU."""
-
-
-@spec("owner")
 def seed(seed: int, topology: Topology) -> None:
     """Seed python's, numpy's, torch's and the device's generators of this process."""
 
@@ -58,21 +53,6 @@ def memory_stats(device: torch.device) -> Mapping[str, int]:
     Of any device of the kind, not only of the run's. free: what can still be allocated, cached memory
     included.
     """
-
-
-@spec("owner")
-def empty_cache() -> None:
-    """Give cached memory that is not used back, the device's and the host's."""
-
-
-@spec("owner")
-def synchronize(device: torch.device) -> None:
-    """Wait for all work on the device."""
-
-
-@spec("owner")
-def move(tree: Any, device: torch.device, non_blocking: bool) -> Any:
-    """Return the same nested structure with its tensors on the device."""
 
 
 @spec("owner", per_step=True)
@@ -92,16 +72,6 @@ def rng_state() -> Mapping[str, Tensor]:
 @spec("everyone")
 def set_rng_state(streams: Mapping[str, Tensor]) -> None:
     """Restore the streams that this plugin's `rng_state` names, or raise."""
-
-
-@spec("owner")
-def set_affinity(world: World) -> None:
-    """Pin this process to the CPUs nearest its device."""
-
-
-@spec("owner")
-def destroy_process_group() -> None:
-    """Undo `init_process_group`, after the last run that uses the group."""
 
 
 # -- what a device says of itself --------------------------------------------------------------------
@@ -133,12 +103,4 @@ def environment_report() -> Mapping[str, str]:
     """Lines for `accel env`, which asks devices: what -> found.
 
     Called in any process; must not raise.
-    """
-
-
-@spec("everyone", concatenate)
-def profiler_activities() -> Sequence[str]:
-    """Names of torch.profiler's activities that `accelerator.profile()` records.
-
-    base: the CPU, and the run's device if torch's profiler knows it.
     """

@@ -5,7 +5,7 @@ The order of a step (only core counts; a window is the micro-batches of one opti
 
     `place_batch` -> `step_context` around forward under `autocast` and
     `backward(unit, loss, boundary, options)` -> at the boundary:
-    `reduce_gradients` -> `unscale` -> `clip_grad_norm` | `clip_grad_value` -> `optimizer_step`
+    `reduce_gradients` -> `unscale` -> `clip_gradients` -> `optimizer_step`
     -> `after_step(applied)` -> scheduler -> `zero_grad`
 """
 
@@ -33,11 +33,13 @@ if TYPE_CHECKING:
 
 
 @spec("owner")
-def init_process_group(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> bool:
-    """Make the default process group; True if this call did. Collective.
+def init_process_group(
+    world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs
+) -> Callable[[], None]:
+    """Make the default process group; return the function that ends it, after the last run that uses it.
 
-    Called in a world of two or more ranks that has no group yet; core adopts an existing group. base: torch's
-    rendezvous, with a store prefix per restart attempt and per group made in this process.
+    Collective. Called in a world of two or more ranks that has no group yet; core adopts an existing group.
+    base: torch's rendezvous, with a store prefix per restart attempt and per group made in this process.
     """
 
 
@@ -50,12 +52,13 @@ def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
     """
 
 
-@spec("owner")
+@spec("wrapper")
 def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer for per-step hooks; its groups hold final parameters.
+    """Return the optimizer for per-step hooks: this one, changed or not, or a wrapper.
 
-    base: the user's own object. Schedulers keep the optimizer that they were made with: one that replaces
-    it shares its `param_groups` list, so that a new rate reaches both, or `wrap_scheduler` replaces them.
+    Its groups hold final parameters.
+    A wrapper shares `param_groups` and `state` with the optimizer inside, so that a new rate reaches both.
+    Replacing an engine's optimizer (`prepare_unit`) is an error.
     """
 
 
@@ -132,15 +135,6 @@ def grad_scaler(unit: Unit) -> GradScaler | None:
     """
 
 
-@spec("owner")
-def overflow_dim(unit: Unit) -> str | None:
-    """Return the dimension along which ranks hold different gradients once they are reduced.
-
-    They agree then whether an optimizer's gradients overflowed, so that all step, or none, and the loss
-    scale is the same everywhere. base: None, as reduced gradients are the same on all ranks.
-    """
-
-
 @spec("owner", per_step=True)
 def unscale(unit: Unit, optimizer: Optimizer) -> None:
     """Divide the optimizer's gradients by the loss scale, unless they are already.
@@ -150,15 +144,13 @@ def unscale(unit: Unit, optimizer: Optimizer) -> None:
 
 
 @spec("owner", per_step=True)
-def clip_grad_norm(
-    unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-) -> Tensor:
-    """Clip to exactly this `max_norm`, or raise; the total norm before (0-dim)."""
+def clip_gradients(
+    unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+) -> Tensor | None:
+    """Clip gradients to exactly this norm, or raise; return the total norm before (0-dim).
 
-
-@spec("owner", per_step=True)
-def clip_grad_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp each gradient to [-value, value], or raise."""
+    norm_type None: clamp each gradient to [-limit, limit] instead, or raise; there is no norm then.
+    """
 
 
 @spec("owner", per_step=True)

@@ -3,11 +3,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from accel_core.contract.spec import concatenate, enter, merge, spec
+from accel_core.contract.spec import concatenate, enter, spec
 
 if TYPE_CHECKING:
     import torch
@@ -22,9 +22,6 @@ if TYPE_CHECKING:
 
 PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
-DUTIES: Final = ("precision", "accumulation", "clipping", "optimizer", "schedule", "placement", "data_order")
-"""Duties that a plugin may take over from the run altogether."""
-
 PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
 """Phases of `transform_model`, in order.
 
@@ -38,11 +35,6 @@ PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", 
 @spec("observer", concatenate)
 def refuse(config: RunConfig) -> Sequence[str]:
     """Reasons why this stack cannot run with this config, each saying what to change."""
-
-
-@spec("everyone", concatenate)
-def owns(config: RunConfig) -> Sequence[str]:
-    """Return the duties this plugin takes over; a unit has one claim of each."""
 
 
 @spec("everyone", concatenate)
@@ -113,23 +105,9 @@ def transform_model(unit: Unit, model: nn.Module, phase: str) -> nn.Module:
     """
 
 
-@spec("everyone", merge)
-def compile_options() -> Mapping[str, Any]:
-    """Arguments of `torch.compile` that section `compile` leaves unset or `auto`."""
-
-
 @spec("owner")
 def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module:
     """Move the model's parameters and buffers. base: `model.to(device)`."""
-
-
-@spec("wrapper")
-def transform_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """Wrap or change the optimizer that `wrap_optimizer` or `prepare_unit` made.
-
-    A wrapper shares `param_groups` and `state` with the optimizer inside. Replacing an engine's optimizer
-    (`prepare_unit`) is an error.
-    """
 
 
 @spec("owner")
@@ -143,15 +121,6 @@ def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
 
     Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
     leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
-    """
-
-
-@spec("owner")
-def complete(config: Any, unit: Unit, loaders: Sequence[Any]) -> Any:
-    """Return the strategy's config with values known now; kept as `unit.config`.
-
-    Called in each `prepare` that adds to the unit, with its models, optimizers and schedulers there,
-    untransformed. `loaders`: the dataloaders of this call. base: the config as it is.
     """
 
 
@@ -221,15 +190,6 @@ def checkpoint_function(unit: Unit) -> Callable[..., Any]:
     """
 
 
-@spec("wrapper", per_step=True)
-def transform_gradient(unit: Unit, gradient: Tensor, name: str) -> Tensor:
-    """Read or change a parameter's gradient of one backward, before its reduction.
-
-    Called once per backward, with the parameter's canonical name, under the loss scale. Needs a strategy
-    that offers `local_gradients`; any other is refused in `prepare`.
-    """
-
-
 # -- ranks that step alone, and copies of state ------------------------------------------------------
 
 
@@ -238,26 +198,9 @@ def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextMan
     """Return a context in which ranks may have unequally many batches, or raise."""
 
 
-@spec("owner")
-def average_parameters(unit: Unit) -> None:
-    """Average trainable parameters over the topology's `loss_dim`. Collective.
-
-    For `LocalSGD`, between steps. base: one all_reduce per dtype. Only strategies whose card
-    offers `local_sgd` are asked.
-    """
-
-
 @spec("everyone")
-def parameters_averaged(unit: Unit) -> None:
-    """Average over `loss_dim` what this plugin derives from the parameters.
+def average_parameters(unit: Unit) -> None:
+    """Average over the topology's `loss_dim` what ranks that have stepped alone hold differently. Collective.
 
-    Collective. Called after `average_parameters`; before it, ranks have stepped alone.
-    """
-
-
-@spec("owner")
-def snapshot_safe(unit: Unit) -> bool:
-    """Return True if the tensors of the unit's leaves can be copied now.
-
-    Asked before a save that is written while training goes on; False refuses it. base: True.
+    For `LocalSGD`, between steps, of strategies whose card offers `local_sgd`. base: trainable parameters.
     """

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError, World
+from accel_core import ConfigError, RunConfig, World
 from accel_cuda import CudaConfig, affinity, device, machine
 from accel_cuda.device import CudaDevice, verify
 from accel_cuda.specs import CHIPS
@@ -76,17 +76,13 @@ def test_a_chip_of_amd_that_torch_has_no_code_for_is_told(
     assert (verify() is None) == usable
 
 
-def test_nccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-
-    assert plugin().communication_backend(DEVICE) == {"cuda": "nccl"}
-
-
 def test_a_torch_without_nccl_is_an_error_that_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)
 
-    with pytest.raises(ConfigError, match="set process_group.backend: gloo"):
-        plugin().communication_backend(DEVICE)
+    made = plugin()
+    made.run.world = World(size=2)
+    (reason,) = made.refuse(RunConfig())
+    assert "set process_group.backend: gloo" in reason
 
 
 def settings() -> tuple[str, bool, bool, bool]:
@@ -327,25 +323,15 @@ def pinned(monkeypatch: pytest.MonkeyPatch) -> list[set[int]]:
 def test_a_process_is_pinned_to_the_usable_cpus_nearest_its_gpu(pci: Path, pinned: list[set[int]]) -> None:
     pci.write_text("2-3,8-11\n")
 
-    plugin(CudaConfig(numa_affinity=True)).set_affinity(World())
+    plugin(CudaConfig(numa_affinity=True)).select_device(World())
 
     assert pinned == [{2, 3, 8}]
-
-
-def test_the_gpu_is_that_of_the_run(pci: Path, pinned: list[set[int]], cuda: Recorder) -> None:
-    pci.write_text("2-3\n")
-    made = plugin(CudaConfig(numa_affinity=True))
-    made.run.device = torch.device("cuda", 5)
-
-    made.set_affinity(World())
-
-    assert cuda.calls == [("get_device_properties", (5,))]
 
 
 def test_nothing_is_pinned_unless_asked(pci: Path, pinned: list[set[int]]) -> None:
     pci.write_text("2-3\n")
 
-    plugin().set_affinity(World())
+    plugin().select_device(World())
 
     assert pinned == []
 

@@ -1,9 +1,6 @@
-"""An extension sees gradients before DistributedDataParallel reduces them."""
+"""What DistributedDataParallel leaves to torch."""
 
 from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,53 +10,6 @@ from torch import nn
 
 from accel_core import GradScalerKwargs
 from accel_ddp import DistributedDataParallelKwargs
-from accel_testing.simulated import write_distribution
-
-WATCHER = """
-from accel_core import Card, hooks, implements
-
-class Watcher:
-    def __init__(self, config, run):
-        self.seen = {}
-
-    @implements(hooks.transform_gradient)
-    def transform_gradient(self, unit, gradient, name):
-        self.seen.setdefault(name, []).append(gradient.clone())
-        return gradient * 10
-
-CARD = Card(name="watcher", slot="extension", summary="A toy.", api_version="1.0",
-            implementation="toy_watcher:Watcher")
-"""
-
-
-def watched() -> dict[str, Any]:
-    run = accelerator(gradient_accumulation_steps=2)
-    model = nn.Linear(1, 1, bias=False)
-    model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    reduced = []
-    for micro_batch in range(2):
-        with run.accumulate(model):
-            x = torch.full((1, 1), float(1 + run.process_index + 2 * micro_batch))
-            run.backward(model(x).sum())
-            (weight,) = run.unwrap_model(model).parameters()
-            reduced.append(weight.grad.item())
-            optimizer.step()
-            optimizer.zero_grad()
-    (seen,) = run.run.plugins["watcher"].seen.values()
-    run.end_training()
-    return {"seen": [gradient.item() for gradient in seen], "reduced": reduced}
-
-
-def test_it_sees_and_changes_each_ranks_own_gradient(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, run_processes
-) -> None:
-    (tmp_path / "toy_watcher.py").write_text(WATCHER)
-    write_distribution(tmp_path, "accel-watcher", "[accel_core.extension]\nwatcher = toy_watcher:CARD\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    found = run_processes(watched, environment={"ACCEL__EXTENSIONS": "watcher"})
-    # Rank r has inputs 1 + r and 3 + r, halved by the window of two.
-    assert [each["seen"] for each in found] == [[0.5, 1.5], [1.0, 2.0]]
-    assert [each["reduced"] for each in found] == [[5.0, 25.0], [10.0, 25.0]]
 
 
 def groups() -> list[int]:

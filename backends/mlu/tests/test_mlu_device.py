@@ -72,10 +72,6 @@ def test_tf32_that_nobody_named_stays_as_it_was(
     assert [switch.allow_tf32 for switch in switches] == ["as it was", "as it was"]
 
 
-def test_cncl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin(monkeypatch).communication_backend(torch.device("meta")) == {"meta": "cncl"}
-
-
 def test_a_report_for_maintainers_lists_the_mlus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VISIBLE, "0")
     about = SimpleNamespace(name="MLU590-M9", major=5, minor=0)

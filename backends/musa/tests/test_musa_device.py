@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError
+from accel_core import RunConfig, World
 from accel_musa import MusaConfig, device
 from accel_musa.card import VISIBLE
 from accel_musa.device import MusaDevice, verify
@@ -85,29 +85,16 @@ def test_tf32_that_nobody_named_stays_as_it_was(
     assert mudnn.allow_tf32 == "as it was"
 
 
-def test_mccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist.Backend, "backend_list", ["gloo", "mccl"])
-
-    assert plugin(monkeypatch).communication_backend(torch.device("meta")) == {"meta": "mccl"}
-
-
 def test_a_build_without_mccl_is_an_error_even_where_torch_says_it_is_there(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "is_mccl_available", lambda: True, raising=False)
 
-    with pytest.raises(ConfigError, match="torch_musa 2.13.0 was built without MCCL.*\n.*accel launch -n 1"):
-        plugin(monkeypatch).communication_backend(DEVICE)
-
-
-@pytest.mark.parametrize(("there", "recorded"), [(["CPU", "PrivateUse1"], ["PrivateUse1"]), (["CPU"], [])])
-def test_the_profiler_records_gpus_under_the_name_that_torch_has_for_them(
-    monkeypatch: pytest.MonkeyPatch, there: list[str], recorded: list[str]
-) -> None:
-    activities = [SimpleNamespace(name=name) for name in there]
-    monkeypatch.setattr(torch.profiler, "supported_activities", lambda: activities)
-
-    assert plugin(monkeypatch).profiler_activities() == recorded
+    made = plugin(monkeypatch)
+    made.run.world = World(size=2)
+    (reason,) = made.refuse(RunConfig())
+    assert reason.startswith("torch_musa 2.13.0 was built without MCCL")
+    assert reason.endswith("accel launch -n 1")
 
 
 def test_a_report_for_maintainers_lists_gpus_and_how_float32_is_computed(

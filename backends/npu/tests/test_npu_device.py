@@ -18,6 +18,7 @@ import torch
 
 from accel_core import RunConfig
 from accel_npu import NpuConfig, device
+from accel_npu.card import NPU
 from accel_npu.device import NpuDevice
 
 DEVICE = torch.device("cpu")  # only handed through
@@ -122,13 +123,13 @@ def test_a_strategy_with_a_scaler_of_its_own_is_refused_where_overflow_saturates
     assert not plugin(monkeypatch, Chip()).refuse_unit(own, [], stepped)
 
 
-@pytest.mark.parametrize(("dim", "refused"), [("world", True), (None, False)])
+@pytest.mark.parametrize(("offers", "refused"), [({"sharded_gradients"}, True), (set(), False)])
 def test_ranks_that_have_to_agree_on_overflows_are_refused_where_overflow_saturates(
-    monkeypatch: pytest.MonkeyPatch, dim: str | None, refused: bool
+    monkeypatch: pytest.MonkeyPatch, offers: set[str], refused: bool
 ) -> None:
     made = plugin(monkeypatch, Chip(infinite=False))
-    bound = SimpleNamespace(grad_scaler=made.grad_scaler, overflow_dim=lambda _: dim)
-    unit: Any = SimpleNamespace(strategy="sharded", hooks=bound)
+    bound = SimpleNamespace(grad_scaler=made.grad_scaler)
+    unit: Any = SimpleNamespace(strategy="sharded", hooks=bound, offers=offers)
 
     said = made.refuse_unit(unit, [], [torch.optim.SGD([torch.zeros(1)])])
 
@@ -137,7 +138,7 @@ def test_ranks_that_have_to_agree_on_overflows_are_refused_where_overflow_satura
 
 
 def test_compilation_is_the_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin(monkeypatch, Chip()).compile_options() == {"backend": "npu"}
+    assert NPU.compile_backend == "npu"
 
 
 def test_switches_are_set_when_the_device_is_selected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -102,10 +102,6 @@ def test_bf16_depends_on_the_chip(monkeypatch: pytest.MonkeyPatch, has: bool, ab
     assert plugin(monkeypatch, is_bf16_supported=has).capabilities(DEVICE) == able
 
 
-def test_tccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert plugin(monkeypatch).communication_backend(torch.device("meta")) == {"meta": "tccl"}
-
-
 @pytest.mark.parametrize(("count", "listed"), [(4, {"SDAA": "4 x /dev/tcaicard0"}), (0, {})])
 def test_a_report_for_maintainers_lists_the_devices(
     monkeypatch: pytest.MonkeyPatch, count: int, listed: dict[str, str]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError, World
+from accel_core import RunConfig, World
 from accel_testing import Recorder
 from accel_xpu import XpuConfig, machine
 from accel_xpu.device import XpuDevice, verify
@@ -21,7 +21,7 @@ DEVICE = torch.device("xpu", 0)
 
 
 def plugin(config: XpuConfig | None = None) -> XpuDevice:
-    run: Any = SimpleNamespace(device=DEVICE)
+    run: Any = SimpleNamespace(device=DEVICE, world=World())
     made = XpuDevice(config, run)
     made.below = SimpleNamespace(
         select_device=lambda _: DEVICE, capabilities=lambda _: frozenset({"bf16", "fp16", "float64"})
@@ -180,17 +180,13 @@ def test_capabilities_depend_on_the_chip(xpu: Recorder, bf16: bool, fp64: bool, 
     assert ("get_device_capability", (DEVICE,)) in xpu.calls
 
 
-def test_xccl_carries_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_xccl_available", lambda: True)
-
-    assert plugin().communication_backend(DEVICE) == {"xpu": "xccl"}
-
-
 def test_a_torch_without_xccl_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_xccl_available", lambda: False)
 
-    with pytest.raises(ConfigError, match="built without XCCL"):
-        plugin().communication_backend(DEVICE)
+    made = plugin()
+    made.run.world = World(size=2)
+    (reason,) = made.refuse(RunConfig())
+    assert "built without XCCL" in reason
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -254,22 +250,13 @@ def near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, xpu: Recorder) -> list
 
 
 def test_a_process_is_pinned_to_the_cpus_nearest_its_gpu_that_it_may_use(near: list[set[int]]) -> None:
-    plugin(XpuConfig(numa_affinity=True)).set_affinity(World())
+    plugin(XpuConfig(numa_affinity=True)).select_device(World())
 
     assert near == [{2, 3}]
 
 
-def test_the_gpu_is_that_of_the_run(near: list[set[int]], xpu: Recorder) -> None:
-    made = plugin(XpuConfig(numa_affinity=True))
-    made.run.device = torch.device("xpu", 5)
-
-    made.set_affinity(World())
-
-    assert xpu.calls == [("get_device_properties", (5,))]
-
-
 def test_unless_asked_nothing_is_pinned(near: list[set[int]]) -> None:
-    plugin().set_affinity(World())
+    plugin().select_device(World())
 
     assert near == []
 
@@ -282,7 +269,7 @@ def test_where_the_place_is_unknown_nothing_is_pinned_and_that_is_said(
 ) -> None:
     xpu.answers("get_device_properties", SimpleNamespace(uuid=uuid))
 
-    plugin(XpuConfig(numa_affinity=True)).set_affinity(World())
+    plugin(XpuConfig(numa_affinity=True)).select_device(World())
 
     assert near == []
     assert "no usable CPU is known to be near" in caplog.text

@@ -26,7 +26,7 @@ PACKAGING = {
     "heavy-probe": {"test_the_probe_is_quick_and_light"},
     "heavy-config": {"test_the_config_class_is_light"},
     "loose-options": {"test_options_are_declared_in_full"},
-    "heavy-launch": {"test_the_launch_class_is_light"},
+    "heavy-launch": {"test_what_the_launcher_calls_is_light"},
     "word-taken": {"test_the_cards_words_are_no_plugins_names"},
     "misspelt-hook": {"test_the_stack_binds"},
 }
@@ -35,7 +35,6 @@ DEVICE = {
     "claims-more": {"test_capabilities_are_words_the_card_offers"},
     "forgets-buffers": {"test_models_are_placed_whole"},
     "unties-weights": {"test_models_are_placed_whole"},
-    "flattens-batches": {"test_batches_move_with_their_structure"},
     "forgets-seeds": {
         "test_seeding_repeats_what_is_drawn",
         "test_every_stream_follows_the_seed_and_is_restored",
@@ -55,8 +54,6 @@ DEVICE = {
     "busy-in-percent": {"test_sensors_tell_in_their_units_without_a_wait"},
     "waits-for-sensors": {"test_sensors_tell_in_their_units_without_a_wait"},
     "guesses-peaks": {"test_peaks_are_in_their_units_and_have_a_source"},
-    "narrows-floats": {"test_float64_keeps_its_precision"},
-    "records-the-unknown": {"test_the_profiler_records_the_device"},
     "fails-to-report": {"test_services_answer"},
     "waits-for-itself": {"test_the_host_does_not_wait_for_the_device_in_a_step"},
     "sound": set[str](),

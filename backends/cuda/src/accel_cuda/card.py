@@ -16,6 +16,7 @@ CUDA = Card(
     shadows=("native",),
     distributed_type="MULTI_GPU",
     torch_device="cuda",
+    communication_backend="nccl",
     offers={
         "bf16",
         "collectives.torch",

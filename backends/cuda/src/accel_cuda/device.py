@@ -90,11 +90,20 @@ class CudaDevice:
         device: torch.device = self.below.select_device(world)
         self._claim_switches()
         _set_switches(self.config)
+        if self.config.numa_affinity:
+            set_numa_affinity(device.index or 0)
         return device
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        return [*machine.contradicted(self.config)]
+        reasons = [*machine.contradicted(self.config)]
+        # True of a torch with RCCL too, under the same name.
+        if self.run.world.size > 1 and not (config.process_group.backend or dist.is_nccl_available()):
+            reasons.append(
+                f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
+                "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
+            )
+        return reasons
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
@@ -120,21 +129,6 @@ class CudaDevice:
     @implements(hooks.device_health)
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
         return self._health.setdefault(device, Health(device)).read()
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        if not dist.is_nccl_available():  # true of a torch with RCCL too, under the same name
-            raise ConfigError(
-                f"torch {torch.__version__} was built without NCCL, which carries tensors between GPUs\n"
-                "set process_group.backend: gloo (slow), or train in one process: accel launch -n 1"
-            )
-        return {device.type: "nccl"}
-
-    @implements(hooks.set_affinity)
-    def set_affinity(self, world: World) -> None:
-        if self.config.numa_affinity:
-            device: Any = self.run.device
-            set_numa_affinity(world.local_rank if device.index is None else device.index)
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

@@ -6,7 +6,7 @@ DistributedDataParallel averages gradients in backward.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core import Run, Unit, Window
+    from accel_core import InitProcessGroupKwargs, Run, Unit, Window, World
 
 __all__ = ["DataParallel", "make"]
 
@@ -126,11 +126,18 @@ class DataParallel:
             comm_hooks.settle(model)
             model.release()
 
-    @implements(hooks.destroy_process_group)
-    def destroy_process_group(self) -> None:
-        for copy in _parallel([*COPIES]):
-            copy.release()
-        self.below.destroy_process_group()
+    @implements(hooks.init_process_group)
+    def init_process_group(
+        self, world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs
+    ) -> Callable[[], None]:
+        end: Callable[[], None] = self.below.init_process_group(world, backends, options)
+
+        def release_and_end() -> None:
+            for copy in _parallel([*COPIES]):
+                copy.release()
+            end()
+
+        return release_and_end
 
 
 class CompressedByPowerSGD(DataParallel):

@@ -60,9 +60,7 @@ def deepspeed_for(run: Run, user: object) -> Any:
             f"unset DS_ACCELERATOR, or set it to {kind}, before anything imports deepspeed"
         )
     if not dist.is_initialized():  # it needs a group even where there is nobody else
-        backend = ",".join(
-            f"{device}:{name}" for device, name in run.hooks.communication_backend(run.device).items()
-        )
+        backend = ",".join(f"{device}:{name}" for device, name in run.communication_backends.items())
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         _alone.append(True)
     _users.add(id(user))

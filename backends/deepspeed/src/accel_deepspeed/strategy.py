@@ -98,21 +98,20 @@ class DeepSpeed(SharedSequences, EngineState):
             reasons += refused_model(model, self.config.stage, is_half=is_half)
         return reasons
 
-    @implements(hooks.complete)
-    def complete(self, config: DeepSpeedPlugin | None, unit: Unit, loaders: Sequence[Any]) -> DeepSpeedPlugin:
-        return DeepSpeedPlugin(
-            hf_ds_config=auto_values.complete(self.config, unit, loaders),
-            is_train_batch_min=self.config.is_train_batch_min,
-            zero3_init_flag=self.config.zero3_init_flag,
-            transformer_moe_cls_names=self.config.transformer_moe_cls_names,
-        )
-
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
         """Give all ranks the weights of rank 0. Collective.
 
         A late optimizer has the engine built anew, in its place.
         """
+        unit.use_config(
+            DeepSpeedPlugin(
+                hf_ds_config=auto_values.complete(self.config, unit, loaders),
+                is_train_batch_min=self.config.is_train_batch_min,
+                zero3_init_flag=self.config.zero3_init_flag,
+                transformer_moe_cls_names=self.config.transformer_moe_cls_names,
+            )
+        )
         new = unit not in self._units
         try:
             engine = self._engine(unit)
@@ -246,21 +245,20 @@ class DeepSpeed(SharedSequences, EngineState):
     def reduce_gradients(self, unit: Unit) -> None:
         self.gradients[unit].reduce()
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> Tensor:
+    @implements(hooks.clip_gradients)
+    def clip_gradients(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+    ) -> Tensor | None:
         held = self.gradients[unit]
-        if held.fixed and held.configured != max_norm and math.isfinite(max_norm):
+        if norm_type is None:
+            held.clamp(limit)
+            return None
+        if held.fixed and held.configured != limit and math.isfinite(limit):
             raise AccelError(
-                f"clip_grad_norm_ asks for {max_norm}, and gradient_clipping of the DeepSpeed config for"
+                f"clip_grad_norm_ asks for {limit}, and gradient_clipping of the DeepSpeed config for"
                 f' {held.configured}\nset gradient_clipping to "auto", or leave clip_grad_norm_ out'
             )
-        return held.clip(max_norm)
-
-    @implements(hooks.clip_grad_value)
-    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        self.gradients[unit].clamp(value)
+        return held.clip(limit)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

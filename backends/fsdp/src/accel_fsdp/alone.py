@@ -21,9 +21,7 @@ _users: set[int] = set()
 def join(run: Run) -> None:
     """Use the group; it is made for the first run that does."""
     if not dist.is_initialized():
-        backends = dict(run.hooks.communication_backend(run.device))
-        backends.setdefault("cpu", dist.Backend.default_device_backend_map["cpu"])
-        named = ",".join(f"{device}:{name}" for device, name in backends.items())
+        named = ",".join(f"{device}:{name}" for device, name in run.communication_backends.items())
         dist.init_process_group(named, store=HashStore(), rank=0, world_size=1)
         _users.clear()
         _users.add(0)

@@ -74,10 +74,6 @@ class FullyShardedDataParallel:
             alone.join(self.run)
             self._mesh = init_device_mesh(self.run.device.type, (1,), mesh_dim_names=("dp_shard",))
 
-    @implements(hooks.overflow_dim)
-    def overflow_dim(self, unit: Unit) -> str | None:
-        return "world" if self.run.world.size > 1 else None
-
     @implements(hooks.refuse_unit)
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]

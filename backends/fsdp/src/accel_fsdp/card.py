@@ -30,7 +30,7 @@ FSDP = Card(
     priority=None,  # only when named
     distributed_type="FSDP",
     offers={
-        *("no_sync", "dtensors", "several_optimizers"),
+        *("no_sync", "dtensors", "several_optimizers", "sharded_gradients"),
         *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},

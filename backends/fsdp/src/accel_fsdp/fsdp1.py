@@ -129,21 +129,22 @@ class Flat(FullyShardedDataParallel):
     def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         modules = [module for model in unit.wrapped for module in FSDP.fsdp_modules(model)]
         before_step(optimizer, partial(_free, modules))
-        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
-        return wrapped
+        return optimizer
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
         return _all(model.no_sync() for model in models if isinstance(model, FSDP))
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> Tensor:
+    @implements(hooks.clip_gradients)
+    def clip_gradients(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+    ) -> Tensor | None:
+        if norm_type is None:
+            return self.below.clip_gradients(unit, parameters, limit, None)  # type: ignore[no-any-return]
         parts, group = parts_of(unit), self.mesh.get_group(self.mesh.ndim - 1)
         kinds = tuple(int(parameter not in parts) for parameter in parameters)
         layout = Layout(tuple(parameters), kinds, ((group,), ()), is_double(parameters))
-        return clip_norm(layout, max_norm, norm_type, self.run.device)
+        return clip_norm(layout, limit, norm_type, self.run.device)
 
     # -- state ---------------------------------------------------------------------------------------
 

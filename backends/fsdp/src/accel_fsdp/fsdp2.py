@@ -117,8 +117,7 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1 and modules and not self._takes_zeros():
             compare_use(unit, optimizer, self.mesh)
         compare_gradients(unit, optimizer)
-        wrapped: Optimizer = self.below.wrap_optimizer(unit, optimizer)
-        return wrapped
+        return optimizer
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
@@ -140,19 +139,17 @@ class Sharded(FullyShardedDataParallel):
         self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> Tensor:
+    @implements(hooks.clip_gradients)
+    def clip_gradients(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+    ) -> Tensor | None:
+        if norm_type is None:
+            return clip_value(parameters, limit)
         layout = self._layouts.get(unit)
         if layout is None or not layout.is_of(parameters):
             again = self.counted_elsewhere(unit)
             layout = self._layouts[unit] = Layout.of(parameters, stages(unit.mesh), again)
-        return clip_norm(layout, max_norm, norm_type, self.run.device)
-
-    @implements(hooks.clip_grad_value)
-    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        clip_value(parameters, value)
+        return clip_norm(layout, limit, norm_type, self.run.device)
 
     # -- state: sharded parameters, whatever a forward has left unsharded ---------------------------
 

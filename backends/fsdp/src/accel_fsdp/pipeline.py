@@ -23,7 +23,7 @@ from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core import Leaf, Run, RunConfig, Unit
+    from accel_core import Leaf, Run, Unit
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.schedules import ForwardLoss
 
@@ -36,10 +36,6 @@ class Pipelined(Sharded):
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
         self._pipes: WeakKeyDictionary[Unit, Pipe] = WeakKeyDictionary()
-
-    @implements(hooks.owns)
-    def owns(self, config: RunConfig) -> Sequence[str]:
-        return ["schedule"]
 
     @implements(hooks.refuse_unit)
     def refuse_unit(

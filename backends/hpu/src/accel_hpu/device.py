@@ -52,6 +52,8 @@ class HpuDevice:
         # takes an unset one for depends on the release: lazy mode before 1.21, eager mode since.
         self._lazy: bool = vendor("utils.internal").is_lazy()
         self._cut = vendor("core").mark_step if self._lazy else None
+        if run.world.size > 1:
+            vendor("distributed.hccl")  # importing it is what makes torch know the name
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
@@ -79,19 +81,10 @@ class HpuDevice:
             f"start the script by accel launch, or with {machine.LAZY}={wanted}"
         )
 
-    @implements(hooks.compile_options)
-    def compile_options(self) -> Mapping[str, Any]:
-        return {"backend": "hpu_backend"}
-
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
         return able - {"fp16"} if self._hpu.get_device_name() == FIRST_GENERATION else able
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        vendor("distributed.hccl")  # importing it is what makes torch know the name
-        return {device.type: "hccl"}
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:

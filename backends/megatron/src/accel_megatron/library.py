@@ -84,7 +84,7 @@ def _initialize(run: Run, layout: Layout) -> None:
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
     if not dist.is_initialized():  # it needs a group even where there is nobody else
-        backends = run.hooks.communication_backend(run.device).items()
+        backends = run.communication_backends.items()
         backend = ",".join(f"{device}:{name}" for device, name in backends)
         dist.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
         _alone.append(True)

@@ -43,10 +43,6 @@ class Megatron(MegatronState):
         self.config = config or MegatronLMPlugin()
         self.run = run
 
-    @implements(hooks.owns)
-    def owns(self, config: RunConfig) -> Sequence[str]:
-        return ["schedule", "precision"]
-
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
         if reason := library.unusable():
@@ -270,21 +266,20 @@ class Megatron(MegatronState):
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         self.steppers[unit].prepare()
 
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(
-        self, unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
-    ) -> Tensor:
+    @implements(hooks.clip_gradients)
+    def clip_gradients(
+        self, unit: Unit, parameters: Sequence[nn.Parameter], limit: float, norm_type: float | None
+    ) -> Tensor | None:
+        if norm_type is None:
+            self.steppers[unit].clamp(limit)
+            return None
         asked = self.config.gradient_clipping
-        if asked not in (None, 0, max_norm) and max_norm != float("inf"):
+        if asked not in (None, 0, limit) and limit != float("inf"):
             raise AccelError(
-                f"clip_grad_norm_ asks for {max_norm}, and megatron.gradient_clipping for {asked}\n"
+                f"clip_grad_norm_ asks for {limit}, and megatron.gradient_clipping for {asked}\n"
                 "leave one of them out"
             )
-        return torch.tensor(self.steppers[unit].clip(max_norm), device=self.run.device)
-
-    @implements(hooks.clip_grad_value)
-    def clip_grad_value(self, unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-        self.steppers[unit].clamp(value)
+        return torch.tensor(self.steppers[unit].clip(limit), device=self.run.device)
 
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:

@@ -98,6 +98,7 @@ MLU = Card(
     shadows=("native", "cuda"),
     distributed_type="MULTI_MLU",
     torch_device="mlu",
+    communication_backend="cncl",
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_mlu.device:verify",

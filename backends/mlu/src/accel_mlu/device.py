@@ -61,10 +61,6 @@ class MluDevice:
         able: frozenset[str] = self.below.capabilities(device)
         return able if self.mlu.is_bf16_supported() else able - {"bf16"}
 
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        return {device.type: "cncl"}
-
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:
         report = {

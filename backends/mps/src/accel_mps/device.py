@@ -59,18 +59,6 @@ class MpsDevice:
         where = f"{machine.FALLBACK}={found!r}, which torch reads"
         return [f"mps.cpu_fallback is set, but {where}\nunset the variable, or leave the option out"]
 
-    @implements(hooks.move)
-    def move(self, tree: Any, device: torch.device, non_blocking: bool) -> Any:
-        try:
-            return self.below.move(tree, device, non_blocking)
-        except TypeError as error:  # torch's own word, which names neither batch nor remedy
-            if "float64" not in str(error):
-                raise
-            raise ConfigError(
-                "a batch holds float64 tensors, which Metal lacks\n"
-                "convert them in the dataset or collate function: tensor.float()"
-            ) from error
-
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
         allocated, total = torch.mps.current_allocated_memory(), torch.mps.recommended_max_memory()

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError, hooks, implements
+from accel_core import hooks, implements
 from accel_musa.card import VISIBLE, MusaConfig
 
 if TYPE_CHECKING:
-    from accel_core import Run, World
+    from accel_core import Run, RunConfig, World
 
 __all__ = ["MusaDevice", "vendor", "verify"]
 
@@ -60,27 +60,24 @@ class MusaDevice:
             _mudnn().allow_tf32 = self.config.allow_tf32
         return device
 
+    @implements(hooks.refuse)
+    def refuse(self, config: RunConfig) -> Sequence[str]:
+        # Not is_backend_available: the vendor's torch says True of builds without MCCL too.
+        named = config.process_group.backend or "mccl" in dist.Backend.backend_list
+        if self.run.world.size == 1 or named:
+            return ()
+        reason = (
+            f"torch_musa {metadata.version('torch_musa')} was built without MCCL, which carries tensors"
+            " between GPUs (there is none for S80 and S3000)\n"
+            "install a build that has it, or train in one process: accel launch -n 1"
+        )
+        return [reason]
+
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
         # Before the S4000 (capability 2.2) torch_musa holds bfloat16 tensors, without arithmetic for them.
         return able if self.musa.is_bf16_supported(including_emulation=False) else able - {"bf16"}
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        # Not is_backend_available: the vendor's torch says True of builds without MCCL too.
-        if "mccl" not in dist.Backend.backend_list:
-            raise ConfigError(
-                f"torch_musa {metadata.version('torch_musa')} was built without MCCL, which carries tensors"
-                " between GPUs (there is none for S80 and S3000)\n"
-                "install a build that has it, or train in one process: accel launch -n 1"
-            )
-        return {device.type: "mccl"}
-
-    @implements(hooks.profiler_activities)
-    def profiler_activities(self) -> Sequence[str]:
-        # torch's name for what torch_musa's profiler records; absent from builds without it.
-        return [it.name for it in torch.profiler.supported_activities() if it.name == "PrivateUse1"]
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

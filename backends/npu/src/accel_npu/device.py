@@ -74,10 +74,6 @@ class NpuDevice:
         able: frozenset[str] = self.below.capabilities(device)
         return able if self.npu.is_bf16_supported() else able - {"bf16"}
 
-    @implements(hooks.compile_options)
-    def compile_options(self) -> Mapping[str, Any]:
-        return {"backend": "npu"}  # torchair, which torch_npu brings
-
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
         scaler: GradScaler | None = self.below.grad_scaler(unit)
@@ -92,7 +88,7 @@ class NpuDevice:
         if not (self._saturates() and optimizers):
             return ()
         is_vendors = isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler)
-        if is_vendors and unit.hooks.overflow_dim(unit) is None:
+        if is_vendors and "sharded_gradients" not in unit.offers:
             return ()
         why = "has ranks agree on overflows, which it cannot" if is_vendors else "has its own"
         reason = (
@@ -103,10 +99,6 @@ class NpuDevice:
 
     def _saturates(self) -> bool:
         return self.run.config.mixed_precision == "fp16" and not self.npu.utils.is_support_inf_nan()
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        return {device.type: "hccl"}
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

@@ -59,6 +59,7 @@ SDAA = Card(
     shadows=("native", "cuda"),
     distributed_type="MULTI_SDAA",
     torch_device="sdaa",
+    communication_backend="tccl",
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_sdaa.device:verify",

@@ -51,10 +51,6 @@ class SdaaDevice:
         able: frozenset[str] = self.below.capabilities(device)
         return able if self.sdaa.is_bf16_supported() else able - {"bf16"}
 
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        return {device.type: "tccl"}
-
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:
         report = {VISIBLE: os.environ.get(VISIBLE, "unset")}

@@ -6,7 +6,7 @@ Torch gives them no module of their own, so each service is torch_xla's.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
@@ -93,12 +93,6 @@ class XlaDevice:
             able -= {"float64"}  # TPUs emulate it by pairs of float32, with fewer digits
         return able if self._reports_memory() else able - {"memory_stats"}
 
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        # Collectives are operations of XLA, not of a process group; core adds one for the CPU, for
-        # objects and votes. (torch_xla's own backend would take the whole default group over.)
-        return {}
-
     @implements(hooks.collectives)
     def collectives(self, dim: str) -> Collectives:
         if dim != "world" or self.run.world.size == 1 or self._xr.is_spmd():
@@ -148,11 +142,6 @@ class XlaDevice:
         if "xla" in streams:
             self._xm.set_rng_state(int.from_bytes(bytes(streams["xla"].tolist()), "little"))
 
-    @implements(hooks.synchronize)
-    def synchronize(self, device: torch.device) -> None:
-        self._sync(wait=True)
-        self._xm.wait_device_ops()
-
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:
         if not self._reports_memory():
@@ -167,14 +156,6 @@ class XlaDevice:
     def _reports_memory(self) -> bool:
         # Of the device that stands for all under SPMD, torch_xla knows nothing.
         return self._xr.device_type() != "CPU" and not self._xr.is_spmd()
-
-    @implements(hooks.empty_cache)
-    def empty_cache(self) -> None:
-        self._sync()  # XLA's allocator keeps no cache that could be given back; garbage goes with the graph
-
-    @implements(hooks.profiler_activities)
-    def profiler_activities(self) -> Sequence[str]:
-        return ["CPU"]  # torch's profiler does not see XLA's work; torch_xla.debug.profiler does
 
     @implements(hooks.environment_report)
     def environment_report(self) -> Mapping[str, str]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
+from accel_core import ops
+
 if TYPE_CHECKING:
     from accel_core import Run
 
@@ -30,13 +32,13 @@ class Uploading:
     def __iter__(self) -> Iterator[Any]:
         from torch_xla.distributed.parallel_loader import ParallelLoader
 
-        move, device = self._run.hooks.move, self._run.device
+        device = self._run.device
 
         class Loader(ParallelLoader):  # type: ignore[misc]  # torch_xla has no types
             """Structures keep their types, as with any other device."""
 
             def send_cpu_data_to_device(self, batches: list[Any], device: Any) -> list[Any]:
-                return [move(batch, device, False) for batch in batches]
+                return [ops.send_to_device(batch, device) for batch in batches]
 
         loader = Loader(self._guarded(), [device], device_prefetch_size=self._prefetch)
         try:

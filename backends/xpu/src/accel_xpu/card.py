@@ -16,6 +16,7 @@ XPU = Card(
     shadows=("native",),
     distributed_type="MULTI_XPU",
     torch_device="xpu",
+    communication_backend="xccl",
     offers={
         "bf16",
         "collectives.torch",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from accel_core import ConfigError, hooks, implements
+from accel_core import hooks, implements
 from accel_xpu import machine
 from accel_xpu.config import XpuConfig
 
@@ -49,11 +49,19 @@ class XpuDevice:
         device: torch.device = self.below.select_device(world)
         if self.config.tf32 is not None:
             torch.backends.mkldnn.allow_tf32 = self.config.tf32  # type: ignore[assignment]  # torch types its class
+        if self.config.numa_affinity:
+            self._pin(device.index or 0)
         return device
 
     @implements(hooks.refuse)
     def refuse(self, config: RunConfig) -> Sequence[str]:
-        return [*machine.contradicted(self.config)]
+        reasons = [*machine.contradicted(self.config)]
+        if self.run.world.size > 1 and not (config.process_group.backend or dist.is_xccl_available()):
+            reasons.append(
+                f"torch {torch.__version__} was built without XCCL, which carries tensors between its GPUs\n"
+                "install a torch that has it (2.8 and later), or train in one process: accel launch -n 1"
+            )
+        return reasons
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
@@ -64,24 +72,11 @@ class XpuDevice:
             lacking.add("float64")
         return able - lacking
 
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        if not dist.is_xccl_available():
-            raise ConfigError(
-                f"torch {torch.__version__} was built without XCCL, which carries tensors between its GPUs\n"
-                "install a torch that has it (2.8 and later), or train in one process: accel launch -n 1"
-            )
-        return {device.type: "xccl"}
-
-    @implements(hooks.set_affinity)
-    def set_affinity(self, world: World) -> None:
-        if not self.config.numa_affinity:
-            return
+    def _pin(self, index: int) -> None:
+        """Pin this process to the CPUs nearest its GPU."""
         if not hasattr(os, "sched_setaffinity"):
             logger.warning("CPU affinity is left as it is: this operating system has none")
             return
-        device: Any = self.run.device
-        index = world.local_rank if device.index is None else device.index
         uuid = torch.xpu.get_device_properties(index).uuid
         # CPUs that the process may not use already (taskset, a container's limit) stay out.
         near = machine.cpus_near(bytes(getattr(uuid, "bytes", uuid))) & os.sched_getaffinity(0)

@@ -143,8 +143,8 @@ class MovingAverages:
         self.average_of(unit).forget_weights()
         return model
 
-    @implements(hooks.transform_optimizer)
-    def transform_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit: Unit, optimizer: Optimizer) -> Optimizer:
         average = self.average_of(unit)
 
         def refuse_inside(*step: Any) -> None:
@@ -179,8 +179,8 @@ class MovingAverages:
             number = next((n for n, each in enumerate(unit.optimizers) if each is optimizer), 0)
             self.average_of(unit).note_step(number)
 
-    @implements(hooks.parameters_averaged)
-    def parameters_averaged(self, unit: Unit) -> None:
+    @implements(hooks.average_parameters)
+    def average_parameters(self, unit: Unit) -> None:
         self.average_of(unit).share()
 
     # -- checkpoints -----------------------------------------------------------------------------

@@ -69,15 +69,6 @@ class UntiesWeights(SimulatedDevice):
         return model
 
 
-class FlattensBatches(SimulatedDevice):
-    @implements(hooks.move)
-    def move(self, tree, device, non_blocking):
-        moved = self.below.move(tree, device, non_blocking)
-        if isinstance(moved, dict):
-            return {key: tuple(value) if isinstance(value, tuple) else value for key, value in moved.items()}
-        return moved
-
-
 class ForgetsSeeds(SimulatedDevice):
     @implements(hooks.seed)
     def seed(self, seed, topology):
@@ -140,26 +131,13 @@ class WaitsForSensors(SimulatedDevice):
         return self.below.device_health(device)
 
 
-class NarrowsFloats(SimulatedDevice):
-    @implements(hooks.move)
-    def move(self, tree, device, non_blocking):
-        if isinstance(tree, torch.Tensor) and tree.dtype == torch.float64:
-            tree = tree.float()
-        return self.below.move(tree, device, non_blocking)
-
-
-class RecordsTheUnknown(SimulatedDevice):
-    @implements(hooks.profiler_activities)
-    def profiler_activities(self):
-        return ["warp"]
-
-
 class WaitsForItself(SimulatedDevice):
-    """Waits for each batch that it moves."""
+    """Waits for each batch."""
 
-    @implements(hooks.move)
-    def move(self, tree, device, non_blocking):
-        return self.below.move(tree, device, False)
+    @implements(hooks.place_batch)
+    def place_batch(self, unit, batch, device):
+        torch.get_device_module(device).synchronize()
+        return batch
 
 
 class FailsToReport(SimulatedDevice):

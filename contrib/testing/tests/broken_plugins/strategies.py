@@ -86,10 +86,6 @@ class DividesTwice(Averages):
 class DividesLoopsTwice(Averages):
     """Runs whole windows rightly, and divides a loop's own losses once more."""
 
-    @implements(hooks.owns)
-    def owns(self, config):
-        return ["schedule"]
-
     @implements(hooks.backward)
     def backward(self, unit, loss, boundary, options):
         self.below.backward(unit, loss / unit.window.size, boundary, options)
@@ -105,15 +101,17 @@ class DividesLoopsTwice(Averages):
 
 
 class ClipsAtOne(Averages):
-    @implements(hooks.clip_grad_norm)
-    def clip_grad_norm(self, unit, parameters, max_norm, norm_type):
-        return self.below.clip_grad_norm(unit, parameters, 1.0, norm_type)
+    @implements(hooks.clip_gradients)
+    def clip_gradients(self, unit, parameters, limit, norm_type):
+        limit = limit if norm_type is None else 1.0
+        return self.below.clip_gradients(unit, parameters, limit, norm_type)
 
 
 class ClipsValuesLoosely(Averages):
-    @implements(hooks.clip_grad_value)
-    def clip_grad_value(self, unit, parameters, value):
-        self.below.clip_grad_value(unit, parameters, 2 * value)
+    @implements(hooks.clip_gradients)
+    def clip_gradients(self, unit, parameters, limit, norm_type):
+        limit = 2 * limit if norm_type is None else limit
+        return self.below.clip_gradients(unit, parameters, limit, norm_type)
 
 
 class NeverUnscales(Averages):
@@ -314,7 +312,8 @@ class ClipsLocally(Averages):
 class KeepsItsWeights(Averages):
     @implements(hooks.average_parameters)
     def average_parameters(self, unit):
-        return None
+        for parameter in unit.named_parameters().values():
+            parameter.data.add_(self.run.world.rank)
 
 
 class GathersUnsaid(Averages):

@@ -65,6 +65,7 @@ ABSENT = device(
     "absent",
     probe=lambda: "this machine has no such device",
     torch_device="absent",
+    communication_backend="absentccl",
     implementation="unusual_plugins.absent:Absent",
 )
 EARLY = device("early", launch_environment="unusual_plugins.light:launch_environment")

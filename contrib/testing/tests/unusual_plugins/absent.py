@@ -16,7 +16,3 @@ class Absent:
     @implements(hooks.select_device)
     def select_device(self, world):
         return torch.device("absent", 0)
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device):
-        return {"absent": "absentccl"}

@@ -8,7 +8,7 @@ def clip_before_reducing() -> None:
 
     def clip_norm(unit, parameters, max_norm, norm_type):
         return (
-            unit.steps.clip_grad_norm(unit, parameters, max_norm, norm_type) if unit.window.boundary else None
+            unit.steps.clip_gradients(unit, parameters, max_norm, norm_type) if unit.window.boundary else None
         )
 
     step.clip_norm = clip_norm

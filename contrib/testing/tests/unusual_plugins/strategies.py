@@ -61,10 +61,6 @@ class Scheduled(Pair):
 
     scheduling = False
 
-    @implements(hooks.owns)
-    def owns(self, config):
-        return ["schedule"]
-
     @implements(hooks.wrap_model)
     def wrap_model(self, unit, model):
         model.register_forward_pre_hook(self.refuse_others)

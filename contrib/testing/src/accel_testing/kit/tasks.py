@@ -118,7 +118,7 @@ def sharing(arguments: Mapping[str, Any]) -> tuple[int, bool]:
 
 def owns_schedule(accelerator: Accelerator) -> bool:
     """Tell if a loop has only `forward_backward`: the strategy owns the schedule."""
-    return "schedule" in accelerator.run.hooks.owns(accelerator.run.config)
+    return accelerator.run.hooks.implementations("forward_backward")[-1].plugin != "base"
 
 
 def learn(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import time
 import warnings
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import DataLoaderConfiguration, set_seed
+from accel_core import DataLoaderConfiguration, ops, set_seed
 from accel_testing.kit.tasks import make
 
 __all__ = [
@@ -20,7 +21,6 @@ __all__ = [
     "floats",
     "health",
     "memory",
-    "moved",
     "placed",
     "profiled",
     "random_streams",
@@ -48,29 +48,6 @@ def chosen(arguments: Mapping[str, Any]) -> dict[str, Any]:
         "indexed": device.type == "cpu" or device.index is not None,
         "computes": (torch.ones(3, device=device) * 2).sum().item(),
         "capabilities": sorted(hooks.capabilities(device)),
-    }
-    accelerator.end_training()
-    return found
-
-
-def moved(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Move a nested batch, and compare types, devices and values."""
-    accelerator = make(arguments)
-    batch = {
-        "pair": Pair(torch.arange(3.0), [torch.ones(2, dtype=torch.int64)]),
-        "text": "as it is",
-        "none": None,
-    }
-    result = accelerator.run.hooks.move(batch, accelerator.device, False)
-    pair = result["pair"]
-    # By position: the check of types is to tell that it is a plain tuple.
-    first, second = pair
-    found = {
-        "types": [type(result).__name__, type(pair).__name__, type(second).__name__],
-        "devices": [first.device.type, second[0].device.type],
-        "values": [first.cpu().tolist(), second[0].cpu().tolist()],
-        "rest": [result["text"], result["none"]],
-        "type": accelerator.device.type,
     }
     accelerator.end_training()
     return found
@@ -164,10 +141,9 @@ def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     hooks, device = accelerator.run.hooks, accelerator.device
     stats = [dict(hooks.memory_stats(device))]
     tensor = torch.ones(1_000_000, device=device)
-    hooks.synchronize(device)
     stats.append(dict(hooks.memory_stats(device)))
     del tensor
-    hooks.empty_cache()
+    gc.collect()
     stats.append(dict(hooks.memory_stats(device)))
     found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
     accelerator.end_training()
@@ -198,9 +174,7 @@ def specs(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Send float64 to the device, and compute there."""
     accelerator = make(arguments)
-    there = accelerator.run.hooks.move(
-        torch.full((2,), 1 / 3, dtype=torch.float64), accelerator.device, False
-    )
+    there = ops.send_to_device(torch.full((2,), 1 / 3, dtype=torch.float64), accelerator.device)
     found = {"dtype": str(there.dtype), "sum": there.sum().item()}
     accelerator.end_training()
     return found
@@ -229,10 +203,7 @@ def float8(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def services(arguments: Mapping[str, Any]) -> list[str]:
     """Call every service; the answers are the device's affair."""
     accelerator = make(arguments)
-    hooks, run = accelerator.run.hooks, accelerator.run
-    hooks.synchronize(run.device)
-    hooks.empty_cache()
-    hooks.set_affinity(run.world)
+    hooks = accelerator.run.hooks
     report = [f"{key}={value}" for key, value in hooks.environment_report().items()]
     accelerator.free_memory()
     accelerator.end_training()

@@ -39,15 +39,6 @@ def test_capabilities_are_words_the_card_offers(run: Run, stack: TestedStack) ->
     assert set(found["capabilities"]) <= stack.offers, "a chip can do less than its card offers, not more"
 
 
-@concerns("device", "strategy", "extension")
-def test_batches_move_with_their_structure(run: Run) -> None:
-    (found,) = run(tasks.moved)
-    assert found["types"] == ["dict", "Pair", "list"]
-    assert found["devices"] == [found["type"]] * 2
-    assert found["values"] == [[0.0, 1.0, 2.0], [1, 1]]
-    assert found["rest"] == ["as it is", None]
-
-
 @concerns("device", "precision", "strategy", "extension")
 def test_models_are_placed_whole(run: Run) -> None:
     (found,) = run(tasks.placed)
@@ -144,8 +135,3 @@ def test_the_host_does_not_wait_for_the_device_in_a_step(run: Run, stack: Tested
     if lacking:
         pytest.skip(f"a step without a strategy: {' and '.join(sorted(lacking))} would be lacking")
     assert run(tasks.waits) == [""]
-
-
-def test_the_profiler_records_the_device(run: Run) -> None:
-    (names,) = run(tasks.profiled)
-    assert "aten::add" in names

@@ -25,6 +25,7 @@ CARD: Final = Card(
     api_version=API_VERSION,
     offers={"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"},
     torch_device="sim",
+    communication_backend="simccl",
     implementation="accel_testing.simulated.plugin:SimulatedDevice",
 )
 

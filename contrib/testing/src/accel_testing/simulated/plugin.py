@@ -41,7 +41,3 @@ class SimulatedDevice:
     @implements(hooks.device_health)
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
         return {"temperature": 40, "power": 20.0, "clock": 1000, "busy": 0.5, "throttled": ["made_up"]}
-
-    @implements(hooks.communication_backend)
-    def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-        return {"sim": "simccl"}

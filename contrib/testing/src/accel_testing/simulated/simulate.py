@@ -9,22 +9,14 @@ from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as dist
 
-from accel_core import discover, hooks, implements
+from accel_core import discover
 from accel_testing.simulated.device import simulate
 
-if TYPE_CHECKING:
-    from accel_core import Run
-
 __all__ = ["simulate_plugin", "simulated_type"]
-
-_simulated: dict[str, Any] = {}
-_HERE: Final = __name__
 
 
 def simulated_type(kind: str) -> str:
@@ -57,25 +49,7 @@ def simulate_plugin(plugin: str, communication: str, stand_in: str | None) -> No
         alone = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
         nodes = {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
         os.environ.update(alone | nodes)
-    _simulated.update(path=card.implementation, names={communication: simulated})
     # Probe and verify would look for the hardware, which nobody can simulate_plugin to have.
-    there = {"probe": None, "verify": None, "torch_device": kind}
-    for name, value in {**there, "implementation": f"{_HERE}:built"}.items():
+    there = {"probe": None, "verify": None, "torch_device": kind, "communication_backend": simulated}
+    for name, value in there.items():
         object.__setattr__(card, name, value)
-
-
-def built(config: Any, run: Run) -> Any:
-    """Build the plugin, with a communication backend that torch accepts."""
-    module, _, name = _simulated["path"].partition(":")
-    implementation = getattr(importlib.import_module(module), name)
-    names: Mapping[str, str] = _simulated["names"]
-
-    class Simulated(implementation):  # type: ignore[misc, valid-type]
-        @implements(hooks.communication_backend)
-        def communication_backend(self, device: torch.device) -> Mapping[str, str]:
-            above = super()
-            answer = getattr(above, "communication_backend", self.below.communication_backend)(device)
-            return {kind: names.get(name, name) for kind, name in answer.items()}
-
-    Simulated.__name__ = Simulated.__qualname__ = implementation.__name__
-    return Simulated(config, run)
