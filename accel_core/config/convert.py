@@ -128,8 +128,8 @@ def _structure(raw: Any, kind: Any) -> Any:
         return raw  # most values are of their type, and need no cattrs, whose import takes 35 ms
     if members(kind):
         return _member(raw, kind)
-    held = shape(kind)  # text is a list of its letters to cattrs
-    if held and not isinstance(raw, Mapping if held is Mapping else (list, tuple, AbstractSet)):
+    container = shape(kind)  # text is a list of its letters to cattrs
+    if container and not isinstance(raw, Mapping if container is Mapping else (list, tuple, AbstractSet)):
         raise _mismatch(raw, kind)
     from cattrs import BaseValidationError, StructureHandlerNotFoundError, transform_error
 

@@ -47,8 +47,8 @@ class Resolved:
     config: RunConfig
     file: str | None = None
     """The file that was read, as the user named it."""
-    sections: Mapping[Path, Any]
-    """Path of each section with settings -> its config object; () is the config itself."""
+    sections: dict[Path, Any]
+    """Path of each section that was built -> its config object; () is the config itself."""
     _table: Table
 
     @property
@@ -86,10 +86,10 @@ class Resolved:
         """(dotted path, value as JSON, origin) of each option; secrets are masked."""
         values = plain(self.config, masks=True)
         for path, value in flat(values | values.pop("plugins")):
-            given = path
-            while given and given not in self.origins:  # a mapping that is one option has one origin
-                given = given.rpartition(".")[0]
-            yield path, value, self.origins.get(given, "default")
+            option = path
+            while option and option not in self.origins:  # a mapping that is one option has one origin
+                option = option.rpartition(".")[0]
+            yield path, value, self.origins.get(option, "default")
 
     def unknown_plugins(self) -> Iterator[str]:
         """Write a line for each plugin name that no installed plugin of its slot has."""
@@ -99,42 +99,35 @@ class Resolved:
                 origin = self.settings[path].origin if path in self.settings else ""
                 yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
 
-    def plugin_config(self, record: Record, alias: str | None = None) -> Any:
-        """Return the config of a plugin or a named strategy; None without options.
+    def plugin_config(self, record: Record, alias: str = "") -> Any:
+        """Return the config of a plugin, or of a strategy by its alias; None without options.
 
         Raises:
             ConfigError: a required option is missing.
             PluginError: its config class cannot be used.
         """
-        path = ("strategies", alias) if alias else (record.name,)
+        path = ("strategies", alias) if alias in self.config.strategies else (record.name,)
         if path not in self.sections and (cls := load_class(record)):
-            return _Builder(self._table).section(cls, path)
+            builder = _Builder(self._table)
+            built = builder.build(cls, path)
+            raise_problems(builder.problems)
+            self.sections[path] = built
         return self.sections.get(path)
 
-    def with_proposals(self, selected: Sequence[str]) -> Resolved:
-        """Return the config with the proposals of these plugins or named strategies.
+    def with_proposals(self, selected: Mapping[str, Record]) -> Resolved:
+        """Return the config with what the configs of these plugins propose.
+
+        selected: name or alias -> plugin.
 
         Raises:
             ConfigError: two propose different values, or one contradicts another source.
         """
         proposals = [
             Setting(tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}")
-            for name, config in self._configs(selected)
-            for proposal in getattr(config, "propose", lambda _: ())(self.config)
+            for name, record in selected.items()
+            for proposal in getattr(self.plugin_config(record, name), "propose", lambda _: ())(self.config)
         ]
-        if not proposals:
-            return self
-        return _resolved(self._table.with_proposals(proposals), self.file)
-
-    def _configs(self, selected: Sequence[str]) -> Iterator[tuple[str, object]]:
-        """(name, config) of each used config; a plugin may be used by its aliases only."""
-        plugins = {alias: options["plugin"] for alias, options in self.config.strategies.items()}
-        for name in dict.fromkeys(selected):
-            aliases = [alias for alias, plugin in plugins.items() if name in (alias, plugin)]
-            yield from ((alias, self.sections.get(("strategies", alias))) for alias in aliases)
-            record = self._table.sections.discovery.get(name)
-            if record is not None and (not aliases or self.config.strategy == name):
-                yield name, self.plugin_config(record)
+        return _resolved(self._table.with_proposals(proposals), self.file) if proposals else self
 
     def worker_config(self) -> str:
         """JSON text for a launcher's workers, instead of file, environment and flags."""
@@ -187,8 +180,8 @@ def load(
         settings += sources.from_flags(flags)
         table.problems += misspelt_variables(environment)
     arguments = sources.from_python(python or {}, objects)
-    given = [*sources.from_presets(presets or {}), *settings, *variables, *arguments]
-    return _resolved(table.read(sorted(given, key=lambda it: STRENGTH.index(it.source))), name)
+    settings += [*sources.from_presets(presets or {}), *variables, *arguments]
+    return _resolved(table.read(sorted(settings, key=lambda it: STRENGTH.index(it.source))), name)
 
 
 def outside() -> dict[str, str]:
@@ -249,12 +242,6 @@ class _Builder:
         config: RunConfig = self.build(RunConfig, (), strategies=options, plugins=plugins)
         return config
 
-    def section(self, cls: type, path: Path) -> Any:
-        """Build one section that has no settings; raise ConfigError where it needs some."""
-        built = self.build(cls, path)
-        raise_problems(self.problems)
-        return built
-
     def build(self, cls: type, path: Path, **values: Any) -> Any:
         """Build a section's object, or return Python's own if it has all the settings."""
         for name, option in options_of(cls).items():
@@ -266,14 +253,14 @@ class _Builder:
                 values[name] = self.build(option.section, inner)
             elif option.default is NOTHING:
                 self._refuse(path, f"required key missing; set it in section {dotted(path)}", inner)
-        given = self.table.objects.get(path)
+        original = self.table.objects.get(path)
         try:
-            built = (cls if given is None else type(given))(**values)
+            built = (cls if original is None else type(original))(**values)
         except (TypeError, ValueError) as error:  # a check of the class itself, over several options
             if not self.problems:
                 self._refuse(path, str(error), path)
-            return given
-        self.built[path] = given if built == given else built
+            return original
+        self.built[path] = original if built == original else built
         return self.built[path]
 
     def _refuse(self, section: Path, message: str, path: Path) -> None:

@@ -41,11 +41,11 @@ class Table:
 
     def read(self, settings: Iterable[Setting]) -> Table:
         """Put settings into the table, the weakest source first."""
-        found = [part for setting in settings for part in self._spelt(setting)]
-        for setting in found:  # before any is placed: another source may name the plugin of an alias
+        parts = [part for setting in settings for part in self._spelt(setting)]
+        for setting in parts:  # before any is placed: another source may name the plugin of an alias
             if setting.path[0] == "strategies" and setting.path[2:] == ("plugin",):
                 self.strategies[setting.path[1]] = setting
-        for setting in found:
+        for setting in parts:
             self._place(setting)
         self.settings |= {alias: self.settings[it] for alias, it in ALIASES.items() if it in self.settings}
         return self

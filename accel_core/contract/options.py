@@ -196,10 +196,10 @@ def changed(config: object, also: frozenset[str] = frozenset()) -> dict[str, Any
 
     also: names of options that count wherever they are not None.
     """
-    held = [(it, getattr(config, it.attribute)) for it in options_of(type(config)).values()]
+    values = [(it, getattr(config, it.attribute)) for it in options_of(type(config)).values()]
     return {
         it.name: value
-        for it, value in held
+        for it, value in values
         if value != it.default_for(config) or (it.name in also and value is not None)
     }
 

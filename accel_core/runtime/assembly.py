@@ -95,9 +95,7 @@ class Assembly:
         card, record = chosen.card, chosen.record
         if card.hookspecs is not None:
             self._manager.add_package_specs(card.name, load(record, card.hookspecs))
-        config = self._run.resolved.plugin_config(
-            record, alias if alias in self._run.config.strategies else None
-        )
+        config = self._run.resolved.plugin_config(record, alias)
         self.configs[alias], self.cards[alias] = config, card
         plugin = implementation(record)(config, self._run)
         plugin.below = self._manager.hooks_of(self._lower).below_layer(LAYERS[record.slot])

@@ -33,7 +33,10 @@ def decide(
     """
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, processes, discovery)
-    decided = resolved.with_proposals([chosen.name for chosen in stack.members()])
+    others = {it.name: it for it in stack.members() if it.record.slot != "strategy"}
+    decided = resolved.with_proposals(
+        {name: it.record for name, it in {**others, **stack.strategies}.items()}
+    )
     if decided.config.mixed_precision != resolved.config.mixed_precision:
         stack = choose(decided, processes, discovery)
     return decided, stack

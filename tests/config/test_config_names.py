@@ -22,7 +22,8 @@ def test_where_nothing_is_given_nothing_is_imported_to_read_it(tmp_path, run_com
     code = (
         "import sys; from accel_core.config.resolve import load;"
         "from accel_core.plugins.discovery import discover;"
-        "found = load(discovery=discover(), environment={}); found.with_proposals(['single']);"
+        "known = discover(); found = load(discovery=known, environment={});"
+        "found.with_proposals({'single': known.get('single')});"
         "print(sorted({'cattrs', 'torch', 'yaml'} & set(sys.modules)))"
     )
     done = run_command([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
-from config_toys import Policy, RivalConfig, ShardConfig
+from config_toys import TOYS, Policy, RivalConfig, ShardConfig
 
 from accel_core import (
     ConfigError,
@@ -18,6 +18,11 @@ from accel_core import (
     ProjectConfiguration,
     RunConfig,
 )
+
+
+def chosen(*names):
+    """The plugins that a run has chosen, by name."""
+    return {name: TOYS.get(name) for name in names}
 
 
 def test_an_object_of_core_configures_its_section(resolve):
@@ -179,30 +184,32 @@ def test_a_plugin_nobody_configured_has_its_defaults(resolve, toys):
 
 
 def test_proposals_become_values_whose_origin_is_their_reason(resolve):
-    found = resolve("shard: {stage: 3}\n").with_proposals(["shard"])
+    found = resolve("shard: {stage: 3}\n").with_proposals(chosen("shard"))
     assert found.config.accumulation.adjust_scheduler is False
     assert found.origins["accumulation.adjust_scheduler"] == "shard: stage 3 steps schedulers itself"
 
 
 def test_a_proposal_of_what_somebody_set_leaves_the_origin_as_it_is(resolve):
     yaml = "shard: {stage: 3}\naccumulation: {adjust_scheduler: false}\n"
-    found = resolve(yaml).with_proposals(["shard"])
+    found = resolve(yaml).with_proposals(chosen("shard"))
     assert found.origins["accumulation.adjust_scheduler"] == "accel.yaml:2:16"
 
 
 def test_only_chosen_plugins_propose(resolve):
-    found = resolve("shard: {stage: 3}\n").with_proposals(["plain"])
+    found = resolve("shard: {stage: 3}\n").with_proposals(chosen("plain"))
     assert found.config.accumulation.adjust_scheduler is True
 
 
 def test_a_named_strategy_proposes_by_its_own_options(resolve):
-    found = resolve("strategies: {a: {plugin: shard, stage: 3}}\nstrategy: a\n").with_proposals(["shard"])
+    found = resolve("strategies: {a: {plugin: shard, stage: 3}}\nstrategy: a\n").with_proposals(
+        {"a": TOYS.get("shard")}
+    )
     assert found.origins["accumulation.adjust_scheduler"] == "a: stage 3 steps schedulers itself"
 
 
 def test_values_are_read_once_though_a_plugin_proposes(resolve):
     found = resolve("shard: {stage: 3}", python={"rng_types": iter(["generator"])})
-    again = found.with_proposals(["shard"])
+    again = found.with_proposals(chosen("shard"))
     assert again is not found
     assert again.config.rng_types == ("generator",)
 
@@ -211,13 +218,15 @@ def test_two_different_proposals_for_an_option_are_an_error_naming_both(resolve)
     with pytest.raises(
         ConfigError, match=r"rival-one: rival-one needs them: .*wants True, but it is False by shard:"
     ):
-        resolve("shard: {stage: 3}\n", objects=[RivalConfig(level=1)]).with_proposals(["shard", "rival-one"])
+        resolve("shard: {stage: 3}\n", objects=[RivalConfig(level=1)]).with_proposals(
+            chosen("shard", "rival-one")
+        )
 
 
 def test_a_proposal_contradicting_what_somebody_set_is_an_error(resolve):
     yaml = "shard: {stage: 3}\naccumulation: {adjust_scheduler: true}\n"
     with pytest.raises(ConfigError, match=r"wants False, but it is True by accel.yaml:2:16"):
-        resolve(yaml).with_proposals(["shard"])
+        resolve(yaml).with_proposals(chosen("shard"))
 
 
 def test_the_digest_tells_configs_apart_but_not_machines(resolve):
