@@ -44,10 +44,6 @@ class MismatchError(ValueError):
     """A value is not of its option's type; the message says which type was expected."""
 
 
-class PartError(MismatchError):
-    """A part of a list or mapping is not of its type."""
-
-
 def convert_option(raw: Any, option: Option) -> Any:
     """Convert the value of an option; raise ValueError where the option does not take it."""
     value = convert(raw, option.kind)
@@ -126,36 +122,40 @@ def _read(raw: Any, read: Callable[[str], Any]) -> Any:
 def _structure(raw: Any, kind: Any) -> Any:
     if kind in (Any, object) or type(raw) is kind or (is_union(kind) and type(raw) in get_args(kind)):
         return raw  # most values are of their type, and need no cattrs, whose import takes 35 ms
-    if members(kind):
-        return _member(raw, kind)
-    container = shape(kind)  # text is a list of its letters to cattrs
-    if container and not isinstance(raw, Mapping if container is Mapping else (list, tuple, AbstractSet)):
-        raise _mismatch(raw, kind)
     from cattrs import BaseValidationError, StructureHandlerNotFoundError, transform_error
 
     try:
         return _converter().structure(raw, kind)
     except BaseValidationError as error:
-        parts = [line.rpartition(" @ ") for line in transform_error(error, "", lambda it, _: str(it))]
-        raise PartError("; ".join(f"{path}: {text}".removeprefix(": ") for text, _, path in parts)) from None
+        lines = [line.replace(" @ ", " at ") for line in transform_error(error, "", lambda it, _: str(it))]
+        raise MismatchError("; ".join(lines).removesuffix(" at ")) from None
     except StructureHandlerNotFoundError:
         raise MismatchError("can be given in Python only") from None
+    except (TypeError, ValueError, AttributeError):  # a leaf, a union, what has no items
+        raise _mismatch(raw, kind) from None
 
 
 @cache
 def _converter() -> Converter:
     from cattrs import Converter
+    from cattrs.strategies import configure_union_passthrough
 
     made = Converter()
     for kind in _LEAVES:
         made.register_structure_hook(kind, _leaf)
     made.register_structure_hook_func(lambda kind: kind is object, lambda raw, _: raw)
-    made.register_structure_hook_func(lambda kind: bool(members(kind)), _member)
-    made.register_structure_hook_func(is_union, _union)
+    made.register_structure_hook_func(is_literal, _literal)
+    configure_union_passthrough(bool | int | float | str | None, made)
+    lists = made.copy()  # to cattrs text is a list of letters
+    made.register_structure_hook_func(
+        lambda kind: shape(kind) is list, lambda raw, kind: lists.structure(_list(raw), kind)
+    )
     return made
 
 
 def _leaf(raw: Any, kind: Any) -> Any:
+    if kind not in _LEAVES:  # an enum whose members are text or numbers
+        return kind(raw)
     _, accepts, make = _LEAVES[kind]
     value = _value(raw)
     if isinstance(value, accepts) and (kind is bool or not isinstance(value, bool)):
@@ -164,23 +164,16 @@ def _leaf(raw: Any, kind: Any) -> Any:
     raise _mismatch(raw, kind)
 
 
-def _member(raw: Any, kind: Any) -> Any:
-    for member in members(kind):
-        if raw is member or (type(raw) is type(_value(member)) and raw == _value(member)):
-            return member
-    raise _mismatch(raw, kind)
+def _literal(raw: Any, kind: Any) -> Any:
+    if (type(raw), raw) not in [(type(member), member) for member in get_args(kind)]:  # True is not 1
+        raise _mismatch(raw, kind)
+    return raw
 
 
-def _union(raw: Any, kind: Any) -> Any:
-    problem = None
-    for member in get_args(kind):
-        try:
-            return _structure(raw, member)
-        except PartError as error:  # the type fits, but for a part
-            problem = problem or error
-        except MismatchError:
-            pass
-    raise problem or _mismatch(raw, kind)
+def _list(raw: Any) -> Any:
+    if not isinstance(raw, (list, tuple, AbstractSet)):
+        raise TypeError(f"expected array, got {raw!r}")
+    return raw
 
 
 def _mismatch(raw: Any, kind: Any) -> MismatchError:
@@ -223,9 +216,14 @@ def is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, types.UnionType)
 
 
+def is_literal(kind: Any) -> bool:
+    """Tell if the type is `Literal[...]`."""
+    return get_origin(kind) is Literal
+
+
 def members(kind: Any) -> list[Any]:
     """Return the values of a Literal or an enum; empty for other types."""
-    if get_origin(kind) is Literal:
+    if is_literal(kind):
         return list(get_args(kind))
     return list(kind) if isinstance(kind, type) and issubclass(kind, Enum) else []
 

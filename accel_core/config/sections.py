@@ -47,9 +47,7 @@ class Sections:
 
     def spell(self, word: str) -> str:
         """Read a plugin's name from a variable or flag, which cannot spell hyphens."""
-        if word in CORE or word in self.discovery.names:
-            return word
-        return next((name for name in self.discovery.names if name.replace("-", "_") == word), word)
+        return {name.replace("-", "_"): name for name in self.discovery.names}.get(word, word)
 
     def configured_by(self, config: object) -> str | None:
         """Find the section that an object of this class, or of a subclass, configures."""

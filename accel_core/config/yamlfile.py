@@ -30,10 +30,8 @@ class Document:
     def value(self, node: Any, path: Path = ()) -> Any:
         """Return the value of a node; raise MarkedYAMLError where it has a tag."""
         if node.tag != f"tag:yaml.org,2002:{_TAGS[type(node)]}":
-            raise yaml.MarkedYAMLError(
-                problem=f"it has the tag {node.tag!r}; write the value without it",
-                problem_mark=node.start_mark,
-            )
+            message = f"the tag {node.tag!r} has no meaning here; leave it out"
+            raise yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
         if isinstance(node, yaml.MappingNode):
             return self._mapping(node, path)
         if isinstance(node, yaml.SequenceNode):
@@ -55,10 +53,7 @@ class Document:
                 if key.value in lines:
                     self._refuse(mark, inner, f"given again; it is already on line {lines[key.value]}")
                 lines[key.value], self.places[inner] = mark.line + 1, self.at(mark)
-                try:
-                    values[key.value] = self.value(value, inner)
-                except yaml.MarkedYAMLError as error:
-                    self._refuse(error.problem_mark, inner, f"cannot be read: {error.problem}")
+                values[key.value] = self.value(value, inner)
         return values
 
     def _refuse(self, mark: yaml.Mark | None, path: Path, message: str) -> None:

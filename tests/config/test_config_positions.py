@@ -72,8 +72,8 @@ def test_what_is_no_mapping_is_said_with_its_place(resolve, yaml, expected):
 
 def test_a_python_tag_is_refused_and_runs_nothing(resolve, tmp_path):
     (line,) = mistakes(resolve, f"device: !!python/object/apply:os.mkdir [{tmp_path}/made]\n")
-    assert line.startswith("accel.yaml:1:9: device: cannot be read: it has the tag ")
-    assert "os.mkdir'; write the value without it" in line
+    assert line.startswith("accel.yaml:1:9: cannot be read: the tag ")
+    assert "os.mkdir' has no meaning here; leave it out" in line
     assert not (tmp_path / "made").exists()
 
 
@@ -96,7 +96,7 @@ def test_merge_keys_give_the_values_of_the_anchor_and_own_keys_win(resolve):
 
 def test_a_list_names_the_item_that_is_wrong(resolve):
     (line,) = mistakes(resolve, "log_with: [a, [b]]\n")
-    assert line == "accel.yaml:1:1: log_with: [1]: expected string, got ['b']"
+    assert line == "accel.yaml:1:1: log_with: expected string, got ['b'] at [1]"
 
 
 def test_a_section_within_a_section_has_its_own_positions(resolve):
@@ -117,9 +117,9 @@ def test_a_check_of_the_class_itself_is_a_line_too(resolve):
     assert mistakes(resolve, yaml) == ("accel.yaml:3:3: shard: stage 1 has nothing to offload",)
 
 
-def test_a_value_that_cannot_be_read_is_one_mistake_not_two(resolve):
+def test_a_tag_is_a_mistake_with_its_place(resolve):
     assert mistakes(resolve, "device: !secret x\n") == (
-        "accel.yaml:1:9: device: cannot be read: it has the tag '!secret'; write the value without it",
+        "accel.yaml:1:9: cannot be read: the tag '!secret' has no meaning here; leave it out",
     )
 
 

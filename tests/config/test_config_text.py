@@ -89,8 +89,8 @@ def test_brackets_stay_in_the_items_of_a_list(resolve, text, items):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("[0.1 0.2]", r"\[0\]: expected number, got '0.1 0.2'"),
-        ("[0.1,x]", r"\[1\]: expected number, got 'x'"),
+        ("[0.1 0.2]", r"expected number, got '0.1 0.2' at \[0\]"),
+        ("[0.1,x]", r"expected number, got 'x' at \[1\]"),
         (",", "expected array"),
     ],
 )

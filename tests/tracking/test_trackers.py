@@ -388,7 +388,7 @@ def test_a_tracker_that_is_not_installed_is_an_error(tracked):
 
 
 def test_what_is_no_tracker_is_an_error(tracked):
-    with pytest.raises(ConfigError, match=r"log_with=...\): log_with: \[0\]: expected string, got 3"):
+    with pytest.raises(ConfigError, match=r"log_with=...\): log_with: expected string, got 3 at \[0\]"):
         tracked([3])
 
 
