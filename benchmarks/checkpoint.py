@@ -9,7 +9,7 @@ state on a GPU. `python checkpoint.py NAME:CASE` is one contender, which saves w
 * memory: anonymous memory that saving has added when training goes on. kept: what is left of it in the end,
   once `free_memory` has given it back.
 * read: reading the bytes of the saved data once, raw; loading verifies and then reads them.
-* replicas: checksums of all tensors, as accel-report's extension `replicas` compares them every few steps.
+* replicas: checksums of all tensors, as accel-monitor's extension `replicas` compares them every few steps.
 * speed: of a loop in the main thread, while the rest is written, over its speed alone.
 """
 
@@ -54,7 +54,7 @@ def measure(peers: str | None, count: int = 5) -> list[Row]:
         limit = "≤ 800 ms" if case == "small" else f"≤ {2 * read:.0f} ms (the bytes read twice, raw)"
         rows.append(Row(f"loading, {what}", raw, theirs, None, ours, limit, "ms"))
         rows.append(
-            Row(f"accel-report's checksums of replicas, {what}", copy, None, None, checksums, "", "ms")
+            Row(f"accel-monitor's checksums of replicas, {what}", copy, None, None, checksums, "", "ms")
         )
         limit = f"≤ {staged:.0f} MB (one staged copy); {kept:.0f} after `free_memory`"
         rows.append(Row(f"memory that saving adds, {what}", None, None, None, memory, limit, "MB"))
@@ -258,7 +258,7 @@ def contend(name: str, case: str, folder: Path) -> None:
         return timed(copy_all) * 1e3
 
     def replicas() -> float:
-        from accel_report.replicas import checksum
+        from accel_monitor.replicas import checksum
 
         checksum(sources)
         return timed(lambda: checksum(sources)) * 1e3

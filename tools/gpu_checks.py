@@ -188,8 +188,8 @@ def saved_among_kernels(device: str) -> str:
 
 
 def device_checksums(device: str) -> str:
-    """Check that accel-report's checksums of replicas equal those of the CPU."""
-    from accel_report.replicas import sums
+    """Check that accel-monitor's checksums of replicas equal those of the CPU."""
+    from accel_monitor.replicas import sums
 
     run = accelerator(device)
     for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.bool):

@@ -45,7 +45,7 @@ PLUGINS = {
         "trackio",
         "wandb",
     },
-    "accel-report": {"replicas", "report", "watch"},
+    "accel-monitor": {"replicas", "report", "watch"},
     "accel-slurm": {"slurm"},
     "accel-mpi": {"mpi"},
     "accel-ray": {"ray"},

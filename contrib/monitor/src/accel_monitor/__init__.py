@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_report.card import ReplicasConfig
+    from accel_monitor.card import ReplicasConfig
 
 __all__ = ["ReplicasConfig"]
 __version__ = "0.1.0"
@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
-        raise AttributeError(f"module 'accel_report' has no attribute {name!r}", name=name)
-    from accel_report import card
+        raise AttributeError(f"module 'accel_monitor' has no attribute {name!r}", name=name)
+    from accel_monitor import card
 
     return getattr(card, name)

@@ -10,10 +10,10 @@ from importlib.resources import files
 from string import Template
 from typing import Any, Final
 
-from accel_report.columns import Curve
-from accel_report.facts import about, differences, notes, paces, traces
-from accel_report.pictures import mesh_picture, schedule_picture
-from accel_report.records import Record
+from accel_monitor.columns import Curve
+from accel_monitor.facts import about, differences, notes, paces, traces
+from accel_monitor.pictures import mesh_picture, schedule_picture
+from accel_monitor.records import Record
 
 __all__ = ["page"]
 
@@ -41,7 +41,7 @@ def page(records: Sequence[Record]) -> str:
 
 
 def _file(name: str) -> str:
-    return (files("accel_report") / "page" / name).read_text("utf-8")
+    return (files("accel_monitor") / "page" / name).read_text("utf-8")
 
 
 # -- the data of the curves ---------------------------------------------------------------------------

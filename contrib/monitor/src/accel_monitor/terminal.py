@@ -13,10 +13,10 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from accel_report.columns import Curve
-from accel_report.curve import curve, means, spark
-from accel_report.facts import about, differences, duration, folder_of, memory_text, notes, paces, rate
-from accel_report.records import Record
+from accel_monitor.columns import Curve
+from accel_monitor.curve import curve, means, spark
+from accel_monitor.facts import about, differences, duration, folder_of, memory_text, notes, paces, rate
+from accel_monitor.records import Record
 
 __all__ = [
     "console",

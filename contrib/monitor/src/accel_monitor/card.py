@@ -13,7 +13,7 @@ REPORT = Card(
     slot="command",
     summary="Show what runs did: a summary here, or a page with curves.",
     api_version="1.0",
-    implementation="accel_report.commands:report",
+    implementation="accel_monitor.commands:report",
 )
 
 WATCH = Card(
@@ -21,7 +21,7 @@ WATCH = Card(
     slot="command",
     summary="Show a run while it trains, from its record.",
     api_version="1.0",
-    implementation="accel_report.commands:watch",
+    implementation="accel_monitor.commands:watch",
 )
 
 
@@ -37,6 +37,6 @@ REPLICAS = Card(
     slot="extension",
     summary="Compares what several ranks hold alike, by checksums, and names what has drifted apart.",
     api_version="1.0",
-    config="accel_report.card:ReplicasConfig",
-    implementation="accel_report.replicas:Replicas",
+    config="accel_monitor.card:ReplicasConfig",
+    implementation="accel_monitor.replicas:Replicas",
 )

@@ -14,9 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_core import AccelError
-from accel_report.facts import duration, rate
-from accel_report.records import Record, Tail, find, not_a_record
-from accel_report.terminal import (
+from accel_monitor.facts import duration, rate
+from accel_monitor.records import Record, Tail, find, not_a_record
+from accel_monitor.terminal import (
     console,
     events,
     loss_of,

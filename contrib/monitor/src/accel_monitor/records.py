@@ -12,7 +12,7 @@ from typing import Any, Final
 from attrs import Factory, define
 
 from accel_core import AccelError
-from accel_report.columns import Curve, Curves, flat
+from accel_monitor.columns import Curve, Curves, flat
 
 __all__ = ["Record", "Tail", "find", "not_a_record", "read"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
-from report_job import train
+from monitor_job import train
 
 from accel_testing import ProcessError
 

@@ -1,4 +1,4 @@
-"""What test_report_replicas does in processes of its own. Returns plain values, which the test compares."""
+"""What test_monitor_replicas does in processes of its own. Returns plain values, which the test compares."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, AccelError, LocalSGD
-from accel_report import ReplicasConfig
+from accel_monitor import ReplicasConfig
 
 
 def train(what: str, steps: int = 6, every: int = 2, strategy: str = "ddp") -> list[str]:
@@ -78,7 +78,7 @@ def on_a_device() -> bool:
     from accel_testing.simulated.device import simulate
 
     simulate("sim")
-    from accel_report.replicas import checksum, sums
+    from accel_monitor.replicas import checksum, sums
 
     here = [torch.arange(35.0).view(5, 7).t(), torch.ones(3, dtype=torch.uint8), torch.empty(0)]
     there = [each.to("sim") for each in here]

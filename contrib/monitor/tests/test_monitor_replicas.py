@@ -10,9 +10,9 @@ import replicas_job
 import torch
 
 from accel_core import Accelerator
-from accel_report import ReplicasConfig
-from accel_report import replicas as module
-from accel_report.replicas import checksum, sums
+from accel_monitor import ReplicasConfig
+from accel_monitor import replicas as module
+from accel_monitor.replicas import checksum, sums
 
 DTYPES = [
     *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2, torch.float8_e4m3fn),

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from accel_report.columns import Curve
-from accel_report.records import Record
+from accel_monitor.columns import Curve
+from accel_monitor.records import Record
 
 __all__ = ["about", "differences", "duration", "folder_of", "memory_text", "notes", "paces", "rate", "traces"]
 

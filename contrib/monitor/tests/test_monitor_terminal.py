@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from accel_report.records import Record
-from accel_report.terminal import losses, summary
-from accel_report.watching import Newest, frame, line
+from accel_monitor.records import Record
+from accel_monitor.terminal import losses, summary
+from accel_monitor.watching import Newest, frame, line
 from accel_testing.patience import patience
 
 ACCEL = [sys.executable, "-m", "accel_core"]
@@ -112,10 +112,9 @@ def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed, run_comman
 
 def begin(start_command, folder):
     """Start a run in another process: 30 steps of at least 0.1 s."""
-    code = (
-        f"import pathlib, report_job; report_job.train(pathlib.Path({str(folder)!r}), None, False, 0.1, 0.1)"
-    )
+    job = f"monitor_job.train(pathlib.Path({str(folder)!r}), None, False, 0.1, 0.1)"
     path = str(Path(__file__).parent)
+    code = f"import pathlib, monitor_job; {job}"
     return start_command([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
 
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from accel_report.curve import curve, spark
-from accel_report.pictures import gpipe, mesh_picture, one_f_one_b, schedule_picture
+from accel_monitor.curve import curve, spark
+from accel_monitor.pictures import gpipe, mesh_picture, one_f_one_b, schedule_picture
 
 
 def test_ranks_lie_in_the_mesh_as_torch_counts_them():

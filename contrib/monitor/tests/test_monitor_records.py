@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from accel_core import AccelError
-from accel_report.facts import about, differences, notes, paces
-from accel_report.records import Record, Tail, find, read
+from accel_monitor.facts import about, differences, notes, paces
+from accel_monitor.records import Record, Tail, find, read
 
 LONG = 20_000
 

@@ -22,7 +22,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 
     RUN is the project_dir of a run (its latest record), or a file of its folder records.
     """
-    from accel_report.records import find, read
+    from accel_monitor.records import find, read
 
     records = read(runs)
     for run, record in zip(runs, records, strict=True):
@@ -30,12 +30,12 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
         if others:
             click.echo(f"{run}: {others} other record(s) there; shown is {record.path.name}", err=True)
     if output is None:
-        from accel_report.terminal import console, summary
+        from accel_monitor.terminal import console, summary
 
         screen = console()
         screen.print(summary(records, screen.width))
         return
-    from accel_report.page import page
+    from accel_monitor.page import page
 
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -60,6 +60,6 @@ def watch(run: Path, steps: int | None, once: bool) -> None:
 
     RUN is the project_dir of a run of any process or machine. Without a terminal: a line a minute.
     """
-    from accel_report.watching import watch_run
+    from accel_monitor.watching import watch_run
 
     watch_run(run, steps=steps, once=once)

@@ -14,10 +14,10 @@ from click.testing import CliRunner
 
 from accel_core.contract.world import COLLECTIVES
 from accel_core.runtime import record, sampling
-from accel_report.columns import Curve, Point
-from accel_report.commands import report
-from accel_report.page import _curve, page
-from accel_report.records import Record
+from accel_monitor.columns import Curve, Point
+from accel_monitor.commands import report
+from accel_monitor.page import _curve, page
+from accel_monitor.records import Record
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 SETTINGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--dump-dom")
@@ -251,7 +251,7 @@ def long_run():
 def test_each_part_of_a_step_that_the_record_names_has_a_bar_and_a_colour():
     source = inspect.getsource(sampling) + inspect.getsource(record)
     parts = {*re.findall(r'[.]mark[(]"(\w+)"[)]', source), COLLECTIVES}
-    page = resources.files("accel_report").joinpath("page")
+    page = resources.files("accel_monitor").joinpath("page")
     script, style = (page.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
 
     assert parts >= {"data", "forward", "backward", "optimizer"}
