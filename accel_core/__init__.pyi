@@ -38,6 +38,7 @@ from accel_core.contract.job import SubmittedJob as SubmittedJob
 from accel_core.contract.mesh import Mesh as Mesh
 from accel_core.contract.mesh import MeshDim as MeshDim
 from accel_core.contract.mesh import arrange as arrange
+from accel_core.contract.options import masked as masked
 from accel_core.contract.options import option as option
 from accel_core.contract.state import Entry as Entry
 from accel_core.contract.state import Leaf as Leaf
@@ -56,6 +57,7 @@ from accel_core.contract.world import Topology as Topology
 from accel_core.contract.world import World as World
 from accel_core.data.loader import PreparedLoader as PreparedLoader
 from accel_core.data.skipping import skip_first_batches as skip_first_batches
+from accel_core.defaults.lines import LineFile as LineFile
 from accel_core.defaults.precision import get_grad_scaler as get_grad_scaler
 from accel_core.defaults.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_core.distributed.logging import MultiProcessAdapter as MultiProcessAdapter
@@ -63,6 +65,7 @@ from accel_core.distributed.logging import get_logger as get_logger
 from accel_core.distributed.mailbox import StoreMailbox as StoreMailbox
 from accel_core.distributed.progress import progress as progress
 from accel_core.distributed.progress import show_progress as show_progress
+from accel_core.distributed.stderr import tell as tell
 from accel_core.distributed.random import set_seed as set_seed
 from accel_core.distributed.random import synchronize_rng_state as synchronize_rng_state
 from accel_core.errors import AccelError as AccelError
@@ -79,6 +82,7 @@ from accel_core.plugins.discovery import discover as discover
 from accel_core.plugins.discovery import plugin_status as plugin_status
 from accel_core.plugins.catalog import install_hint as install_hint
 from accel_core.plugins.catalog import catalog_entry as catalog_entry
+from accel_core.runtime.explain import explain as explain
 from accel_core.runtime.run import Run as Run
 from accel_core.runtime.tracking import GeneralTracker as GeneralTracker
 from accel_core.storage.commit import commits as commits

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,13 @@ settings.register_profile(
     "sure", derandomize=True, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("sure")
+
+
+@pytest.fixture(autouse=True)
+def _core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the extension that joins each run where it is installed."""
+    if find_spec("accel_monitor"):
+        monkeypatch.setenv("ACCEL_PLUGINS_BLOCK", "monitor")
 
 
 @pytest.fixture

@@ -368,30 +368,6 @@ class Accelerator(Ranks, Training, States):
         """
         self.run.trackers.log(values, step, log_kwargs or {})
 
-    def metrics(
-        self, *, flops_per_sample: float | None = None, flops_per_item: float | None = None
-    ) -> dict[str, float]:
-        """Return speed and memory of the last sampled step, as values to log.
-
-        Not collective. It waits for nothing: a device's sample comes a step or more after it was taken.
-
-        Args:
-            flops_per_sample: FLOPs of the model's forward and backward for one sample of a batch.
-            flops_per_item: the same for one of the `items` of `accumulate`, such as a token.
-
-        Returns on the main process, as far as they are known: `seconds` of a step (the mean since the
-        sample before), `samples_per_second` and `items_per_second` of all ranks, `data_seconds`,
-        `forward_seconds` and so on of the sampled step, `memory_allocated` and so on in bytes. `mfu`: the
-        FLOPs a second over those that all devices can do (`device_specs`) in the run's precision, or in the
-        parameters' only dtype if that is "no"; nothing where the FLOPs, the rate or the peak is not known.
-        Empty before the first sample, and on other ranks.
-
-        Raises:
-            AccelError: the run keeps no record of itself: it has no project folder; or both FLOPs are given.
-        """
-        counts = {"samples_per_second": flops_per_sample, "items_per_second": flops_per_item}
-        return self.run.record.metrics(counts)
-
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Return a tracker, or with `unwrap` the object that it wraps.
 

@@ -74,4 +74,4 @@ class _Ready:
             folder.mkdir(parents=True, exist_ok=True)
             path = folder / f"profile_{self.run.world.rank}{f'_{cycle}' * bool(cycle)}.json"
             recorder.export_chrome_trace(str(path))
-            self.run.record.note_profile(path)
+            self.run.hooks.noted("profile", str(path.absolute()))

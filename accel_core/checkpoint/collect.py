@@ -90,10 +90,17 @@ def settle(state: State, notes: Sequence[Any], rank: int) -> None:
     notes: of all ranks.
 
     Raises:
-        CheckpointError: ranks have different metrics. On all of them.
+        CheckpointError: ranks have different metrics, or registered more or fewer objects. On all of them.
     """
     digests, numbers = zip(*notes, strict=True)
     require_alike(numbers)
+    registered = [len(told) - 1 for told in digests]
+    if len({*registered}) > 1:
+        listed = "\n".join(f"  rank {other}: {count}" for other, count in enumerate(registered))
+        raise CheckpointError(
+            f"save_state: ranks have registered different numbers of objects\n{listed}\n"
+            "call register_for_checkpointing on all ranks alike"
+        )
     if digests[rank][0] != digests[0][0]:
         state.own["units"] = state.shared["units"]
     for number, thing in enumerate(state.shared["registered"], 1) if rank == 0 else ():

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from accel_core.distributed.watch import assemble
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -100,9 +99,6 @@ class CheckpointSession:
 
         run, series = self.run, self.series
         run.require_alive()
-        if not alone:
-            objects = len(run.registered)
-            assemble(run, "save_state", f"{objects} registered object(s)" if objects else "")
         if self._saver is None or isinstance(self._saver.comm, Alone) is not alone:
             self.wait()
             self._saver = Saver(Alone() if alone else self.comm)
@@ -201,7 +197,6 @@ class CheckpointSession:
 
         run, project = self.run, self.run.config.project
         run.require_alive()
-        assemble(run, "load_state")
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
         search = Search(self.series, where, project.keep_best if best else None, missing_ok)
         with without_collecting_garbage():  # until `load` has dropped what it made

@@ -13,8 +13,7 @@ from accel_core.checkpoint.extra import extra_state, left_out
 from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
-from accel_core.distributed.together import run_on_all_ranks
-from accel_core.distributed.watch import assemble
+from accel_core.distributed.together import agree_on_call, run_on_all_ranks
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -134,7 +133,7 @@ def save_model(
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)
 
-    assemble(run, "save_model")
+    agree_on_call(run, "save_model")
     run_on_all_ranks(run.collectives("control"), "save_model: write", write)
 
 

@@ -122,7 +122,10 @@ class Card:
     api_version: str = field(validator=_version)
     """The contract this was written for, "major.minor" of `API_VERSION`."""
     priority: int | None = None
-    """For `auto`: native 0, first-party 100. None: only when named."""
+    """For `auto`: native 0, first-party 100. None: only when named.
+
+    An extension with a priority joins each run where it is installed.
+    """
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     also: tuple[str, ...] = field(default=(), validator=_also)

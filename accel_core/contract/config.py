@@ -163,9 +163,6 @@ class ProjectConfiguration(Remembering):
     )
     iteration: int = option(0, minimum=0, help="Number of the next saved state.")
     save_on_each_node: bool = option(False, help="Write checkpoints on each node: disks are not shared.")
-    record_every: int = option(
-        10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
-    )
     keep_best: str | None = option(
         None,
         only_with="automatic_checkpoint_naming",

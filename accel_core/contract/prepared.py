@@ -50,8 +50,6 @@ class PreparedObjects:
         self.parameters = ParameterIndex()
         self.optimizers: list[tuple[Optimizer, Any]] = []
         """(the user's optimizer, what `prepare` returned for it)."""
-        self.counted: Optimizer | None = None
-        """The inner optimizer of the first of these: its steps are the run's steps."""
         self.schedulers: list[tuple[Any, Any]] = []
         """(the user's scheduler, what `prepare` returned for it)."""
         self.loaders: list[Any] = []
@@ -154,7 +152,6 @@ class PreparedObjects:
         for other in merged:
             self.units.remove(other)
         self.optimizers.extend(optimizers)
-        self.counted = self.optimizers[0][1].optimizer if self.optimizers else None
         self.trained = [trained for trained in self.units if trained.optimizers]
 
     def add_results(self, objects: Iterable[Any], loaders: Mapping[int, Any]) -> list[Any]:
@@ -183,7 +180,7 @@ class PreparedObjects:
         """Forget all objects."""
         for held in (self.units, self.optimizers, self.schedulers, self.loaders, self.ordered):
             held.clear()
-        self.trained, self.counted = [], None
+        self.trained = []
         self.parameters.clear()
 
 

@@ -9,7 +9,7 @@ from accel_core.contract.unit import UnitRun
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from accel_core.contract.prepared import PreparedObjects
     from accel_core.contract.unit import Unit
@@ -42,9 +42,6 @@ class Run(UnitRun, Protocol):
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
         """Return a unit without objects, its hooks resolved for its strategy."""
-
-    def use_step(self, step: Callable[..., bool]) -> None:
-        """Have optimizers call this at a boundary."""
 
     def use_strategy(self, alias: str) -> None:
         """Have later calls of `prepare` that name no strategy use this one."""

@@ -73,11 +73,9 @@ class UnitRun(Protocol):
     """All that the run has prepared (`PreparedObjects`)."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""
-    step: Callable[..., bool]
-    """Called as (unit, optimizer, closure) for an optimizer's `step` at a boundary."""
+    observe_collective: Callable[[str, bool], None] | None
+    """The hook `collective`; None where no plugin follows it."""
     trackers: Any
-    record: Any
-    """The record that the run keeps of itself."""
     apart: list[nn.Module]
     stack: Stack
     """The chosen plugins."""

@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
 """Operation for which this thread uses collectives; its `str` names it in errors."""
-COLLECTIVES: Final = "collectives"
-"""Name, in the time of a sampled step, of what such operations took."""
 
 LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 """Variables of launchers: the number of ranks on the node."""

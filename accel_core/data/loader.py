@@ -261,8 +261,10 @@ class PreparedLoader(DataLoader[Any]):
         return progress, batches
 
     def _timed(self, batches: Iterator[Any], progress: Progress) -> Any:
-        done = progress.start // self._plan.units_per_round - self._skipped
-        return self._run.record.reads(batches, self, done)
+        observe = self._run.hooks.step("read_batches")
+        if observe is None:
+            return batches
+        return observe(batches, self, progress.start // self._plan.units_per_round - self._skipped)
 
     def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
         """Return this reader's batches, rounds if it reads for all, None if it does not read.

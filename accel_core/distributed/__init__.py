@@ -7,7 +7,6 @@ Files, each above those that it uses:
         nested           walk structures of tensors
         packing          tensors as one run of bytes
       process_group    torch's groups: made, counted, and named in errors
-    watch            ranks that wait name the ranks that they wait for
     random, streams  seeds and generators of ranks, random streams of split units
     logging          loggers that know their rank
     progress         what is under way, where people wait for it

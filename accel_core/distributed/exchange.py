@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from accel_core.contract.arguments import whole_number
-from accel_core.contract.world import COLLECTIVES, current_operation
+from accel_core.contract.world import current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
@@ -283,10 +283,10 @@ def collective_call(
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
     enabled, before = torch.is_grad_enabled(), current_operation.get()
     collecting = gc.isenabled()
-    sampler = run.record.sampler if call.size > 1 else None  # alone, nobody waits
+    observe = run.observe_collective if call.size > 1 else None  # alone, nobody waits
     try:
-        if sampler is not None:
-            sampler.mark("")
+        if observe is not None:
+            observe(operation, False)
         gc.disable()
         torch._C._set_grad_enabled(False)
         current_operation.set(call)
@@ -300,8 +300,8 @@ def collective_call(
                 torch._C._set_grad_enabled(enabled)
             finally:
                 current_operation.set(before)
-                if sampler is not None:
-                    sampler.mark(COLLECTIVES)
+                if observe is not None:
+                    observe(operation, True)
 
 
 def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:

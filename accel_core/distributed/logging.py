@@ -65,7 +65,7 @@ class MultiProcessAdapter(_Adapter):
                 text = f"[RANK {rank}] {msg}"
                 self.logger.log(level, text, *args, **more)
                 if level >= logging.WARNING:
-                    _put_on_record(str(msg), args)
+                    _tell_observers(str(msg), args)
             for run in runs:
                 run.collectives("control").barrier()
 
@@ -77,6 +77,6 @@ class MultiProcessAdapter(_Adapter):
             self.warning(msg, *args, **{**kwargs, "stacklevel": kwargs.get("stacklevel", 1) + 1})
 
 
-def _put_on_record(msg: str, args: tuple[object, ...]) -> None:
+def _tell_observers(msg: str, args: tuple[object, ...]) -> None:
     for run in live():
-        run.record.warn(msg % args if args else msg)
+        run.hooks.noted("warning", msg % args if args else msg)

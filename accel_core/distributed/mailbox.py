@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
 
-from accel_core.distributed.watch import timeout_of
+from accel_core.distributed.process_group import timeout_of
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store

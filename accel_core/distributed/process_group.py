@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import time
 import weakref
@@ -19,8 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from accel_core.contract.world import current_operation
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.distributed.threads import let_threads_finish
-from accel_core.distributed.watch import places
-from accel_core.errors import CollectiveError, ConfigError, LaunchError
+from accel_core.errors import CollectiveError, ConfigError, LaunchError, module_that_raised
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -39,6 +39,11 @@ WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
 """Variables by which launchers pass the address of the rendezvous."""
 GRACE_SECONDS: Final = 2.0
 """Time for other ranks to notice that a collective failed."""
+
+LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
+"""Words with which torch's backends report that they lost another rank."""
+WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
+"""Modules whose functions wait for other ranks, or for devices that do."""
 
 # Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
 # find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
@@ -271,16 +276,10 @@ class TorchCollectives:
         """
         operation = str(current_operation.get()) or operation
         ranks = dist.get_process_group_ranks(self.group)
-        end_silent(_get_default_store(), FAILING_SECONDS)
-        try:
-            waiting = _waiting(operation, ranks)
-            seen = places(rank for rank in ranks if rank not in waiting)
-        except RuntimeError:  # the store went down with the rank that served it
-            waiting, seen = {rank: operation for rank in ranks if rank}, {}
+        waiting = _waiting(operation, ranks)
         name = operation.partition(" of ")[0]  # shapes may differ: they are not compared yet
         absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != name]
         elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
-        elsewhere += [f"  rank {rank}: {where}\n" for rank, where in seen.items()]
         listed = ", ".join(map(str, absent))
         happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)}, which did not come"
         return CollectiveError(
@@ -293,16 +292,44 @@ class TorchCollectives:
         )
 
 
+def lost_peer(world: World, operation: str, error: RuntimeError) -> CollectiveError | None:
+    """Translate an error of torch's own collectives.
+
+    Returns None for an error that is not a lost connection.
+    """
+    first_line = str(error).partition("\n")[0]
+    if world.store is None or not LOST.search(first_line):
+        return None
+    if not module_that_raised(error).startswith(WAITING):
+        return None
+    waiting = _waiting(operation, range(world.size))
+    lost = ", ".join(f"rank {rank}" for rank in range(world.size) if rank not in waiting)
+    return CollectiveError(
+        f"{operation}: rank {world.rank} lost {lost or 'the others'}\n{first_line}\n"
+        "look at what those ranks did: they died, hang, or took another branch",
+        operation=operation,
+    )
+
+
+def timeout_of(run: Run) -> float:
+    """Return the seconds that a collective of the run may wait."""
+    return (run.config.process_group.timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
+
+
 def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
     """Write that this rank waits in `operation`, and read the others' notes."""
+    end_silent(_get_default_store(), FAILING_SECONDS)
     store = PrefixStore("accel/waiting", _get_default_store())
-    store.set(str(dist.get_rank()), operation)
     deadline = time.monotonic() + GRACE_SECONDS
     noted: list[int] = []
-    while len(noted) < len(ranks) and time.monotonic() < deadline:
-        noted = [rank for rank in ranks if store.check([str(rank)])]
-        time.sleep(0.05)
-    return {rank: store.get(str(rank)).decode() for rank in noted}
+    try:
+        store.set(str(dist.get_rank()), operation)
+        while len(noted) < len(ranks) and time.monotonic() < deadline:
+            noted = [rank for rank in ranks if store.check([str(rank)])]
+            time.sleep(0.05)
+        return {rank: store.get(str(rank)).decode() for rank in noted}
+    except RuntimeError:  # the store went down with the rank that served it
+        return {rank: operation for rank in ranks if rank}
 
 
 def _shape(tensor: Tensor) -> str:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from accel_core.distributed.exchange import collective_call
-from accel_core.distributed.watch import lost_peer
+from accel_core.distributed.process_group import lost_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from accel_core.contract.world import current_operation
 from accel_core.distributed.mailbox import StoreMailbox
@@ -30,7 +30,7 @@ class RunComm:
         self._control = run.collectives("control")
         self._mailbox = StoreMailbox.of(run)
         self.rank = run.world.rank
-        self.nodes: Sequence[int] = self._control.all_gather_object(run.world.node_rank)
+        self.nodes: Sequence[int] = self.together("save_state or load_state", lambda: run.world.node_rank)
 
     def together(self, step: str, action: Callable[[], T]) -> list[T]:
         """See `gather_from_all_ranks`."""
@@ -43,6 +43,22 @@ class RunComm:
     def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[None]:
         """Show it on the main process."""
         return show_progress(text, measure)
+
+
+def agree_on_call(run: Run, operation: str, brings: str = "", models: Sequence[str] = ()) -> None:
+    """Return once every rank makes the same call. Collective.
+
+    brings: what must be equal on all ranks, in words. models: words that may differ, but not in order only.
+
+    Raises:
+        CollectiveError: ranks call another operation or bring something else, or one did not come.
+    """
+    if run.world.size == 1:
+        return
+    call = f"{operation} of {brings}" if brings else operation
+    brought = gather_from_all_ranks(run.collectives("control"), call, lambda: tuple(models))
+    if len({(*sorted(each),) for each in brought}) < len({*brought}):
+        _refuse_difference(operation, [f"{call}, {', '.join(each)}" for each in brought])
 
 
 def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
@@ -98,8 +114,10 @@ def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], 
 
 def _compare_steps(steps: Sequence[str]) -> None:
     if len(set(steps)) > 1:
-        listed = "\n".join(f"  rank {rank}: {step}" for rank, step in enumerate(steps))
-        raise CollectiveError(
-            f"{steps[0]}: the ranks are at different steps\n{listed}\ncall it on all ranks alike",
-            operation=steps[0],
-        )
+        _refuse_difference(steps[0].partition(" of ")[0], steps)
+
+
+def _refuse_difference(operation: str, calls: Sequence[str]) -> NoReturn:
+    listed = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
+    remedy = "call it on all ranks alike, with models in one order"
+    raise CollectiveError(f"{operation}: ranks make different calls\n{listed}\n{remedy}", operation=operation)

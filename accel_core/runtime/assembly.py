@@ -80,7 +80,6 @@ class Assembly:
             self._make(chosen, chosen.name)
         for tracker in trackers:  # of the user's own, which no package provides
             self._add(tracker, name=tracker.name, slot="tracker", origin="log_with")
-        self._add(run.record, name="run_record", slot="tracker", origin="accel-core")
         self._common = tuple(self._manager.layers)
 
     def hooks_of(self, alias: str) -> Hooks:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,8 +12,8 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.utils.data import get_worker_info
 
 from accel_core.config.convert import flat
-from accel_core.distributed import watch
-from accel_core.distributed.process_group import shared
+from accel_core.distributed.process_group import shared, timeout_of
+from accel_core.distributed.silence import end_silent
 from accel_core.errors import AccelError, ConfigError
 
 if TYPE_CHECKING:
@@ -53,8 +52,7 @@ def join_world(run: Run) -> tuple[int, World]:
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
     store: Any = _get_default_store()  # torch's stub lacks `clone`
     world = evolve(run.world, store=PrefixStore(prefix, store.clone()))
-    serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    watch.start(PrefixStore(prefix, store.clone()), run, world, serves=serves)
+    end_silent(store, timeout_of(run))
     return group, world
 
 
@@ -75,7 +73,6 @@ def leave_world(run: Run) -> None:
     """Leave the process group; the last run that used it ends it, if a run made it."""
     run.forget_groups()  # of one process too: what has been made would answer yet
     if run.world.size > 1:
-        watch.stop()
         shared.leave(run.group)
 
 

@@ -23,8 +23,8 @@ from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
 from accel_core.contract.world import Collectives, World
+from accel_core.distributed.process_group import lost_peer
 from accel_core.distributed.stderr import tell
-from accel_core.distributed.watch import lost_peer
 from accel_core.errors import AccelError, CollectiveError, ConfigError
 from accel_core.plugins.discovery import discover
 from accel_core.plugins.tasks import refuse_lone_task, task_here
@@ -39,10 +39,8 @@ from accel_core.runtime.assembly import (
 from accel_core.runtime.exit import end_at_exit, end_runs
 from accel_core.runtime.join import agree_on_run, backends_of, join_world, leave_world
 from accel_core.runtime.preemption import StopSignals
-from accel_core.runtime.record import RunRecord
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
-from accel_core.training.step import step as apply_step
 
 if TYPE_CHECKING:
     import torch
@@ -114,8 +112,6 @@ class Run:
         """Micro-batches of the windows of units made from now on."""
         self.checkpoints = CheckpointSession(self)
         self.stop_signals = StopSignals(self)
-        self.step: Callable[..., bool] = apply_step
-        """The call of an optimizer's `step` at a boundary."""
         self.environment: list[str] = []
         self.ended = False
         try:
@@ -131,7 +127,6 @@ class Run:
     def _join(self, trackers: Sequence[GeneralTracker]) -> None:
         """Plugins, the device and the process group."""
         self.run_id = self.world.run_id or uuid.uuid4().hex
-        self.record = RunRecord(self)
         self._assembly = assembly = Assembly(self, trackers)
         self.plugins, self.configs, self.cards = assembly.plugins, assembly.configs, assembly.cards
         self.hooks: Hooks = self._assembly.hooks_of(self.stack.default)
@@ -140,6 +135,7 @@ class Run:
         self.device: torch.device = self.hooks.select_device(self.world)
         check_device(self)
         self.mark_step = mark = self.hooks.step("mark_step")
+        self.observe_collective = self.hooks.step("collective")
         self.after_backward = [] if mark is None else [lambda _: mark("backward")]
         if self.world.size > 1:
             self.group, self.world = join_world(self)
@@ -269,10 +265,6 @@ class Run:
         """Change the config from now on: of steps and of objects prepared later."""
         self.config = evolve(self.config, **changes)
         self.prepared.renew_trained()  # each `accumulate` that was made before reads the config anew
-
-    def use_step(self, step: Callable[..., bool]) -> None:
-        """Have optimizers call this at a boundary."""
-        self.step = step
 
     def use_device(self, device: torch.device) -> None:
         """Put what is prepared from now on onto this device."""

@@ -5,7 +5,7 @@ A plugin that is asked for by name is taken, or fails loudly. `auto` gives reaso
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from attrs import evolve
@@ -58,6 +58,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     device = chooser.device(config.device)
     extensions = [chooser.named("extension", name, "extensions") for name in dict.fromkeys(config.extensions)]
     extensions += [given for given in chooser.by_object("extension") if given.name not in config.extensions]
+    extensions += chooser.joining(chosen.name for chosen in extensions)
     default = config.strategy
     if default not in aliases:
         offered = frozenset[str]().union(*(plugin.card.offers for plugin in (device, *extensions)))
@@ -154,6 +155,13 @@ class _Chooser(NamedTuple):
             yield from (Chosen(record, "log_with has all") for record in usable)
         else:
             yield from (self.named("tracker", name, "log_with") for name in dict.fromkeys(names))
+
+    def joining(self, others: Iterable[str]) -> list[Chosen]:
+        """Extensions with a priority, which join each run where they are installed."""
+        usable, taken = self.discovery.usable("extension"), {*others}
+        return [
+            Chosen(record, "auto: it joins every run") for _, record in usable if record.name not in taken
+        ]
 
     def by_object(self, slot: Slot) -> list[Chosen]:
         """Plugins that are asked for by a config object given in Python."""

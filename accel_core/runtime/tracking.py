@@ -116,6 +116,7 @@ class Trackers:
         """Settings that each was started with, also where another could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
+        self._observers: list[Callable[..., None]] = []
 
     def start(self, project: Any, config: Any, options: Options) -> None:
         """Open the project in each tracker of this rank."""
@@ -130,7 +131,7 @@ class Trackers:
         settings = masked(_settings(config))
         beginning = self._here("tracking_started")
         asked = {hook.plugin: repr((project, settings, options.get(hook.plugin))) for hook in beginning}
-        others = [name for name, begun in self._begun.items() if begun != asked[name]]
+        others = [name for name, begun in self._begun.items() if name in self.names and begun != asked[name]]
         if self._loggers or others:
             what = f": {', '.join(others)}, with another project, config or options" if others else ""
             raise AccelError(
@@ -143,7 +144,9 @@ class Trackers:
             if hook.plugin not in self._begun:  # a second call goes on after the one that failed
                 hook.call(project, _read(settings), options.get(hook.plugin, {}))
                 self._begun[hook.plugin] = asked[hook.plugin]
-        self._loggers = [(hook.plugin, hook.call) for hook in self._here("log")]
+        loggers = self._here("log")
+        self._loggers = [(hook.plugin, hook.call) for hook in loggers if hook.plugin in self.names]
+        self._observers = [hook.call for hook in loggers if hook.plugin not in self.names]
 
     def _own(self, name: str, tracker: Any) -> None:
         """Have a tracker of the user's own; the first end of two runs would finish it."""
@@ -175,16 +178,16 @@ class Trackers:
                 "give a mapping: log({'loss': loss})"
             )
         step = _plain_step(step)
-        if not self._loggers or self.run.ended or self.has_finished:
-            self._require_start()
-            self.run.record.log(values, step)  # with no tracker to read it, nothing waits for the device
-            return
+        self._require_start()
+        for observe in self._observers:
+            observe(values, step, {})
+        if not self._loggers:
+            return  # with no tracker to read them, nothing waits for the device
         if options:
             self._check_options(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
-        self.run.record.log(read, step)
         refused: list[tuple[str, Exception]] = []
         for name, log in self._loggers:
             try:

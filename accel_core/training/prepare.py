@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from accel_core.data.loader import prepare_loader
-from accel_core.distributed.watch import assemble
+from accel_core.distributed.together import agree_on_call
 from accel_core.errors import ConfigError
 from accel_core.training.build import build_unit
 from accel_core.training.plan import plan_prepare
@@ -49,11 +49,9 @@ def prepare(
     }
     if run.world.size > 1:  # words of long datasets take time
         brings += filter(None, (loader.data_in_words for loader in loaders.values()))
-    assemble(run, "prepare", ", ".join(brings), alike)
+    agree_on_call(run, "prepare", ", ".join(brings), alike)
     for group in plan.groups:
         build_unit(group, plan, prepared)
-        if prepared.trained:
-            run.record.begin_unit()
     for scheduler, optimizer in plan.schedules:
         proxy = prepare_scheduler(scheduler, prepared.proxy_of(optimizer))
         prepared.schedulers.append((scheduler, proxy))

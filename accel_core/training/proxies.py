@@ -36,7 +36,7 @@ class PreparedOptimizer(Optimizer):
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
-            self.__dict__["applied"] = unit.run.step(unit, self.optimizer, closure)
+            self.__dict__["applied"] = step.step(unit, self.optimizer, closure)
         elif closure is not None and unit.window.size > 1:
             step.check_closure(unit)
         elif unit.window.awaits_backward:

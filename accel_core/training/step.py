@@ -46,10 +46,15 @@ def run_window(
     before = window.snapshot()
     try:
         window.begin_whole(extent)
+        observe = unit.run.observe_collective
+        if observe is not None:
+            observe("forward_backward", False)
         with torch.no_grad() if forward_only else nullcontext():
             output: StepOutput = unit.steps.forward_backward(
                 unit, iter(batches), forward_loss, microbatches, forward_only
             )
+        if observe is not None:
+            observe("forward_backward", True)
         trained = not forward_only
     except RuntimeError as error:
         tell_lost(unit.run, "forward_backward", error)
@@ -87,6 +92,9 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
             each.changes.check()
         each.window.note_backward()
         each.step_state.open(each.optimizers, partial=each.steps.no_sync is not None and _is_partial(each))
+    observe = run.observe_collective
+    if observe is not None:
+        observe("backward", False)
     try:
         if owner is None or owner.steps.backward is None:
             loss.backward(**options)
@@ -95,6 +103,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     except RuntimeError as error:
         _explain(run, loss, error)
         raise
+    if observe is not None:
+        observe("backward", True)
     for call in run.after_backward:
         call(units)
 
@@ -312,19 +322,19 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
         window.note_backward()
     if closure is not None:
         check_closure(unit)
+    applied = True
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
-        state.phases.pop(optimizer, None)  # last: a closure computes gradients
-        return True
-    try:
-        finish(unit, optimizer)
-        applied: bool = unit.hooks.optimizer_step(unit, optimizer, closure)
-    except RuntimeError as error:
-        tell_lost(unit.run, "step", error)
-        raise
-    state.phases.pop(optimizer, None)
-    if unit.changes is not None:
-        unit.changes.note_step()
+    else:
+        try:
+            finish(unit, optimizer)
+            applied = unit.hooks.optimizer_step(unit, optimizer, closure)
+        except RuntimeError as error:
+            tell_lost(unit.run, "step", error)
+            raise
+        if unit.changes is not None:
+            unit.changes.note_step()
+    state.phases.pop(optimizer, None)  # after the step: a closure computes gradients
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
     if unit.run.mark_step is not None:

@@ -53,7 +53,7 @@ class StepState:
 
         reduces: ranks reduce gradients, in each backward or at a window's end.
         """
-        finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, steps.after_step, mark_step)
+        finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, mark_step)
         in_backward = reduces and steps.no_sync is not None
         return cls(needs_finish=in_backward or any(hook is not None for hook in finishing))
 

@@ -46,7 +46,6 @@ class Job:
             project_dir=str(folder),
             automatic_checkpoint_naming=self.numbered,
             total_limit=1,
-            record_every=0,
         )
         self.accelerator = Accelerator(device="cpu", project_config=project)
         model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64))

@@ -27,7 +27,7 @@ class Job:
     def __init__(self, rows: bool = False, **options: object) -> None:
         options.setdefault("automatic_checkpoint_naming", True)
         options.setdefault("save_on_each_node", True)
-        config = ProjectConfiguration(project_dir=".", record_every=0, **options)
+        config = ProjectConfiguration(project_dir=".", **options)
         torch.manual_seed(0)
         self.accelerator = Accelerator(device="cpu", project_config=config)
         self.module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))

@@ -33,7 +33,7 @@ def job(tmp_path):
     jobs = []
 
     def make(keep_best="val_loss", total_limit=1, **options):
-        jobs.append(Job(tmp_path, keep_best=keep_best, total_limit=total_limit, record_every=0, **options))
+        jobs.append(Job(tmp_path, keep_best=keep_best, total_limit=total_limit, **options))
         return jobs[-1]
 
     yield make
@@ -184,7 +184,7 @@ def test_a_name_may_have_a_colon(job, tmp_path):
 
 
 def save_on_two(folder, values):
-    accelerator = Job(folder, keep_best="val_loss", total_limit=1, record_every=0).accelerator
+    accelerator = Job(folder, keep_best="val_loss", total_limit=1).accelerator
     for both in values:
         accelerator.save_state(metrics={"val_loss": both[accelerator.process_index]})
     accelerator.end_training()

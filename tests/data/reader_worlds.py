@@ -74,7 +74,6 @@ class Told:
 def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_types=("generator",), **data):
     """One fake run for each reader. Readers must iterate in step, reader 0 first."""
     told, steps = [], {"wrap_dataloader": wrap}
-    sampler = SimpleNamespace(mark=lambda ended: None)
 
     def run(reader):
         control = Told(reader, readers, told)
@@ -87,7 +86,7 @@ def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_
             mark_step=mark_step,
             units=[],
             active_loaders=[],
-            record=SimpleNamespace(reads=lambda batches, loader, done: batches, sampler=sampler),
+            observe_collective=None,
             collectives=lambda dim="world": control,
         )
 

@@ -46,7 +46,7 @@ def alone():
         device=torch.device("cpu"),
         topology=Topology(),
         active_loaders=[],
-        record=SimpleNamespace(sampler=None),
+        observe_collective=None,
         collectives=lambda dim="world": Alone(),
     )
 

@@ -19,7 +19,7 @@ from torch.amp import autocast_mode
 from torch.utils.data import DataLoader, TensorDataset
 
 import accel_core
-from accel_core import Accelerator, CheckpointError, LocalSGD, ProjectConfiguration, skip_first_batches
+from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
 from accel_core.contract.world import current_operation
 from accel_core.distributed.together import gather_from_all_ranks
 from accel_core.storage.save import Saver
@@ -37,9 +37,8 @@ class Script:
     def __init__(self, folder: Path) -> None:
         torch.manual_seed(0)
         self.folder = folder
-        project = ProjectConfiguration(project_dir=str(folder / "project"), record_every=1)
         self.accelerator = Accelerator(
-            cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16", project_config=project
+            cpu=True, gradient_accumulation_steps=2, mixed_precision="bf16", project_dir=folder / "project"
         )
         module = nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.2), nn.Linear(4, 1))
         optimizer = torch.optim.SGD(module.parameters(), 0.1)

@@ -219,7 +219,7 @@ def test_the_config_object_of_an_extension_chooses_it(toy_plugin, monkeypatch):
     toy_plugin("around", "extension", source=source)
     import toy_around
 
-    discovery = discover(environment={})
+    discovery = discover()
     for names in ([], ["around"]):
         given = {"python": {"extensions": names, "device": "cpu"}, "objects": [toy_around.Options()]}
         resolved = load(**given, discovery=discovery, environment={}, directory="/nonexistent")

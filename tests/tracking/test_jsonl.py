@@ -169,7 +169,7 @@ def log_twice(accelerator):
 
 
 def test_settings_that_a_full_disk_kept_back_come_with_the_next_values(tmp_path, monkeypatch):
-    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=0)
+    project = ProjectConfiguration(project_dir=str(tmp_path))
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_config=project)
     accelerator.init_trackers("project", {"lr": 0.1})
     monkeypatch.setattr(accelerator.run, "run_id", "another")
@@ -190,7 +190,7 @@ def test_settings_that_a_full_disk_kept_back_come_with_the_next_values(tmp_path,
 
 @pytest.mark.parametrize("written", [None, 3])
 def test_a_full_disk_costs_values_and_a_warning_but_not_the_training(tmp_path, monkeypatch, written):
-    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=0)
+    project = ProjectConfiguration(project_dir=str(tmp_path))
     accelerator = Accelerator(cpu=True, log_with="jsonl", project_config=project)
     accelerator.init_trackers("project")
 

@@ -3,8 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
 
 from accel_core.contract.spec import concatenate, merge, spec
 
@@ -39,8 +39,32 @@ def tracking_started(project: str, config: Mapping[str, Any], options: Mapping[s
 def log(values: Mapping[str, Any], step: int | None, options: Mapping[str, Any]) -> None:
     """Log for `accelerator.log`, or raise for values that cannot be logged.
 
-    `values`: mappings may be nested; tensors of one element have become numbers. `options`: the entry of
-    `log_kwargs` under the plugin's name.
+    `values`: mappings may be nested. For trackers, tensors of one element have become numbers; an extension
+    gets the tensors, so that it need not wait for the device. `options`: the entry of `log_kwargs` under the
+    plugin's name.
+    """
+
+
+@spec("observer")
+def noted(kind: Literal["warning", "profile"], text: str) -> None:
+    """Note a warning of `get_logger`, or the path of a trace that `accelerator.profile()` has written."""
+
+
+@spec("wrapper")
+def read_batches(batches: Iterator[Any], loader: Any, done: int) -> Iterator[Any]:
+    """Return the same batches, to follow how a prepared loader is read.
+
+    Called for each iteration, with the batches of this rank. `loader`: what `prepare` returned. `done`:
+    batches of its epoch that were read before.
+    """
+
+
+@spec("observer")
+def collective(operation: str, ended: bool) -> None:
+    """Note that this rank begins, or has ended, a call in which ranks may wait for each other.
+
+    operation: "backward" or "forward_backward", in any world; in a world of several also gather, reduce and
+    the like. Called in each step, so that it may take microseconds only, and must not raise.
     """
 
 

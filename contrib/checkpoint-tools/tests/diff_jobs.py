@@ -56,7 +56,7 @@ def _prepared(project, strategy, plugins=()):
     accelerator = Accelerator(
         strategy=strategy,
         plugins=plugins,
-        project_config=ProjectConfiguration(project_dir=project, record_every=0),
+        project_config=ProjectConfiguration(project_dir=project),
     )
     set_seed(3)
     model = Net()

@@ -356,8 +356,8 @@ def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_a
         assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
 
 
-def test_the_record_stays_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL__PROJECT__RECORD_EVERY", "7")
+def test_what_a_variable_says_stays_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCEL__PROJECT__ITERATION", "7")
     accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
     accelerator.prepare(torch.nn.Linear(1, 1))
     accelerator.project_configuration = ProjectConfiguration(
@@ -366,7 +366,7 @@ def test_the_record_stays_in_the_config_over_saves_and_loads(tmp_path, monkeypat
     for act in (accelerator.save_state, accelerator.load_state):
         act()
         project = accelerator.run.config.project
-        assert (project.record_every, project.total_limit) == (7, 3)
+        assert (project.iteration, project.total_limit) == (7, 3)
     accelerator.end_training()
 
 

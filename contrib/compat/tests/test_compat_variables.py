@@ -11,7 +11,6 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import FullyShardedDataParallelPlugin, TorchDynamoPlugin
 from accelerate.utils.environment import override_numa_affinity
 from peers import said
-from torch import nn
 
 from accel_compat import runs
 from accel_core import PluginError
@@ -130,14 +129,6 @@ def test_a_wrong_value_names_its_variable(variables, name, value):
     variables(**{name: value})
     with pytest.raises(ValueError, match=rf"the variable {name}.*{value}"):
         Accelerator()
-
-
-def test_a_project_folder_has_no_records_unless_a_file_asks_for_them(variables, tmp_path):
-    variables()
-    Accelerator(project_dir=str(tmp_path / "plain")).prepare(nn.Linear(1, 1))
-    assert not (tmp_path / "plain" / "records").exists()
-    variables("project: {record_every: 1}\n")
-    assert Accelerator(project_dir=str(tmp_path / "asked")).run.config.project.record_every == 1
 
 
 @pytest.mark.parametrize("steps", [{}, {"gradient_accumulation_steps": 2}])

@@ -11,19 +11,17 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, ProfileKwargs, ProjectConfiguration, get_logger
-from accel_core.distributed import watch
-from accel_core.runtime import pace, sampling
+from accel_core import Accelerator, ProfileKwargs, get_logger
+from accel_monitor import MonitorConfig, hangs, pace, sampling
 
 STEPS = 30
 
 
 def train(folder, die_at=None, resume=False, lr=0.1, slow=0.0):
     """Train on what looks like digits, log each loss, save at step 10; return the losses by step."""
-    sampling.CLOSE, pace.PUBLISH_SECONDS, watch.LOOK_SECONDS = 0.0, 0.0, 0.02
+    sampling.CLOSE, pace.PUBLISH_SECONDS, hangs.LOOK_SECONDS = 0.0, 0.0, 0.02
     torch.manual_seed(0)
-    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    accelerator = Accelerator(cpu=True, project_dir=folder, plugins=[MonitorConfig(every=1)])
     model = nn.Sequential(nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     images, labels = torch.rand(800, 64), torch.randint(10, (800,))

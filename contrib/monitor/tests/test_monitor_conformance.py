@@ -8,6 +8,6 @@ import pytest
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", ["report", "watch", "replicas"])
+@pytest.mark.parametrize("name", ["report", "watch", "monitor", "replicas"])
 def test_it_conforms(tmp_path: Path, name: str, conform) -> None:
     assert conform(tmp_path, name).skipped == set()

@@ -12,8 +12,7 @@ from importlib import resources
 import pytest
 from click.testing import CliRunner
 
-from accel_core.contract.world import COLLECTIVES
-from accel_core.runtime import record, sampling
+from accel_monitor import monitor, sampling
 from accel_monitor.columns import Curve, Point
 from accel_monitor.commands import report
 from accel_monitor.page import _curve, page
@@ -48,7 +47,7 @@ control("log").checked = true;
 control("axis").value = "t";
 control("controls").dispatchEvent(new Event("input"));
 document.querySelector("#legend button").click();
-found.after = document.querySelector(".plot[data-name='loss']").data.length;
+found.after = document.querySelector(".plot[data-name='logged loss']").data.length;
 const place = document.createElement("pre");
 place.id = "found";
 place.textContent = JSON.stringify(found);
@@ -195,7 +194,7 @@ def test_a_browser_draws_each_logged_loss_without_an_error_and_readably(
     first, second = found["drawn"]["logged loss"]
     assert second["y"] == list(whole[1].values())
     assert first["x"] == second["x"] == list(range(1, 31))
-    assert {"loss", "lr", "grad_norm", "samples_per_second", "items_per_second"} <= set(found["drawn"])
+    assert {"lr", "samples_per_second", "items_per_second"} <= set(found["drawn"])
     assert found["after"] == 2  # one run, as it is and smoothed
 
     assert (contrast(found["ground"], "rgb(0, 0, 0)") < 2) == is_dark
@@ -216,7 +215,7 @@ def test_a_long_run_is_drawn_as_means_among_extremes_with_marks_that_can_be_told
     assert max(peaks["y"]) == 9.0
     assert len(means["y"]) == len(peaks["y"])
     assert max(means["y"]) < 3
-    assert len(found["drawn"]["loss"]) == 1  # a short one is as it is
+    assert len(found["drawn"]["lr"]) == 1  # a short one is as it is
     assert found["ranges"]["lr"] == pytest.approx([0.0005, 0.0015])
     assert found["ranges"]["seconds"][0] == 0
     assert found["shapes"] == [4500]  # the restart, and none of so many checkpoints
@@ -239,7 +238,6 @@ def long_run():
                 "kind": "step",
                 "time": 1.0 + step,
                 "step": step,
-                "loss": 1.0,
                 "lr": 0.001,
                 "seconds": 0.1 + step / 1e6,
             }
@@ -249,8 +247,13 @@ def long_run():
 
 
 def test_each_part_of_a_step_that_the_record_names_has_a_bar_and_a_colour():
-    source = inspect.getsource(sampling) + inspect.getsource(record)
-    parts = {*re.findall(r'[.]mark[(]"(\w+)"[)]', source), COLLECTIVES}
+    source = inspect.getsource(sampling) + inspect.getsource(monitor)
+    parts = {
+        *re.findall(r'[.]mark[(]"(\w+)"[)]', source),
+        *sampling.BEGUN,
+        *sampling.BEGUN.values(),
+        sampling.WAITS,
+    }
     page = resources.files("accel_monitor").joinpath("page")
     script, style = (page.joinpath(name).read_text(encoding="utf-8") for name in ("page.js", "page.css"))
 

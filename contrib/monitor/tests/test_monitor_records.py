@@ -50,7 +50,7 @@ def test_a_run_that_was_killed_and_resumed_has_one_curve_of_each_step_once(resum
     logged = dict(values(record, "logged loss"))
     assert list(logged) == list(range(1, 31))
     assert {step: logged[step] for step in after} == after
-    assert [step for step, _ in values(record, "loss")] == list(range(1, 31))
+    assert [step for step, _ in values(record, "lr")] == list(range(1, 31))
     assert len(record.starts) == 2
     assert record.redone >= 5
     assert record.ended
@@ -77,21 +77,21 @@ def test_a_record_names_its_profiles_and_the_steps_of_its_warnings(resumed):
 
 def test_later_values_win_after_a_state_was_loaded_again():
     record = record_of(
-        sample(1, loss=3.0), sample(2, loss=2.0), sample(3, loss=9.0), {"kind": "restart", "step": 1}
+        sample(1, lr=3.0), sample(2, lr=2.0), sample(3, lr=9.0), {"kind": "restart", "step": 1}
     )
-    record.add({"time": 110.0, **sample(2, loss=1.0)})
+    record.add({"time": 110.0, **sample(2, lr=1.0)})
 
-    assert values(record, "loss") == [(1, 3.0), (2, 1.0)]
+    assert values(record, "lr") == [(1, 3.0), (2, 1.0)]
     assert record.redone == 2
     (note,) = notes(record)
     assert "went on from step 1: 2 line(s)" in note
 
 
 def test_a_cut_last_line_is_left_out_and_said(tmp_path):
-    write(tmp_path, "a.jsonl", sample(1, loss=3.0), rest='{"time": 1, "kind": "st')
+    write(tmp_path, "a.jsonl", sample(1, lr=3.0), rest='{"time": 1, "kind": "st')
     (record,) = read([tmp_path])
 
-    assert values(record, "loss") == [(1, 3.0)]
+    assert values(record, "lr") == [(1, 3.0)]
     assert "1 line(s) of the record are cut" in notes(record)[0]
 
 
@@ -100,20 +100,20 @@ def test_a_line_that_is_still_being_written_waits(tmp_path):
     tail = Tail(path)
     assert tail.read().sample == {}
     with path.open("a") as file:
-        file.write('"step": 1, "loss": 3.0}\n')
+        file.write('"step": 1, "lr": 3.0}\n')
 
-    assert values(tail.read(), "loss") == [(1, 3.0)]
+    assert values(tail.read(), "lr") == [(1, 3.0)]
     assert tail.record.torn == 0
 
 
 def test_values_that_are_not_finite_are_kept_and_counted():
-    record = record_of(sample(1, loss="NaN"), sample(2, loss="Infinity"), sample(3, loss=1.0))
+    record = record_of(sample(1, lr="NaN"), sample(2, lr="Infinity"), sample(3, lr=1.0))
 
-    (_, nan), (_, infinite), last = values(record, "loss")
+    (_, nan), (_, infinite), last = values(record, "lr")
     assert math.isnan(nan)
     assert infinite == math.inf
     assert last == (3, 1.0)
-    assert "not finite are gaps in the curves: 2 of loss, the first at step 1." in notes(record)[0]
+    assert "not finite are gaps in the curves: 2 of lr, the first at step 1." in notes(record)[0]
 
 
 def test_logged_values_are_drawn_over_the_step_that_the_program_gave():
@@ -166,13 +166,13 @@ def test_time_in_steps_that_are_done_again_was_spent():
 
 
 def test_a_clock_that_was_set_back_turns_no_time_around():
-    record = record_of(sample(1, loss=3.0, split={"forward": 1.0}))  # ends at 101
+    record = record_of(sample(1, lr=3.0, split={"forward": 1.0}))  # ends at 101
     record.add({"time": 40.0, "kind": "run", "step": 1})  # on another machine
-    record.add({"time": 42.0, **sample(2, loss=2.0, split={"forward": 1.0})})
+    record.add({"time": 42.0, **sample(2, lr=2.0, split={"forward": 1.0})})
     record.add({"time": 200.0, "kind": "run", "step": 2})  # on the first
-    record.add({"time": 201.0, **sample(3, loss=1.0, split={"forward": 1.0})})
+    record.add({"time": 201.0, **sample(3, lr=1.0, split={"forward": 1.0})})
 
-    assert [point.time for point in record.curves()["loss"]] == [101.0, 103.0, 201.0]
+    assert [point.time for point in record.curves()["lr"]] == [101.0, 103.0, 201.0]
     assert record.time_by_phase() == pytest.approx({"forward": 3.0, "between": 1.0})
     assert "a clock went back by 1 min 01 s" in notes(record)[0]
 
@@ -247,8 +247,8 @@ def test_time_between_two_processes_of_a_run_is_nobodys():
 
 
 def test_a_folder_means_its_latest_record_and_a_file_itself(tmp_path):
-    old = write(tmp_path, "a.jsonl", sample(1, loss=1.0))
-    new = write(tmp_path, "b.jsonl", sample(1, loss=2.0))
+    old = write(tmp_path, "a.jsonl", sample(1, lr=1.0))
+    new = write(tmp_path, "b.jsonl", sample(1, lr=2.0))
     old.touch()
 
     assert find(tmp_path) == [new, old]

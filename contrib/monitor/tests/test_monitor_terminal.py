@@ -106,7 +106,7 @@ def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed, run_comman
 
     assert code == 0
     (only,) = output.splitlines()
-    assert "step 30, loss " in only
+    assert "step 30, logged loss " in only
     assert "items/s" in only
 
 
@@ -229,7 +229,7 @@ def test_no_text_of_a_record_moves_the_cursor(name):
 def test_a_loss_that_was_never_finite_is_not_called_absent():
     record = Record(Path("a.jsonl"), "a")
     record.add({"kind": "run", "time": 1.0, "step": 0})
-    record.add({"kind": "step", "time": 2.0, "step": 1, "loss": "NaN"})
+    record.add({"kind": "log", "time": 2.0, "step": 1, "given": 1, "values": {"loss": "NaN"}})
 
     screen = Console(width=80)
     with screen.capture() as shown:
@@ -242,14 +242,15 @@ def test_the_scale_is_that_of_the_curve_which_is_drawn():
     record = Record(Path("a.jsonl"), "a")
     record.add({"kind": "run", "time": 1.0, "step": 0})
     for step in range(1, 2000):
-        record.add({"kind": "step", "time": 2.0, "step": step, "loss": step % 2 * 2.0})
+        values = {"loss": step % 2 * 2.0}
+        record.add({"kind": "log", "time": 2.0, "step": step, "given": step, "values": values})
 
     screen = Console(width=80)
     with screen.capture() as shown:
         screen.print(losses(record, 80, 4))
     title, top, *_, bottom = shown.get().rstrip().splitlines()
 
-    assert title == "loss: 2 -> 2, steps 1 to 1999"
+    assert title == "logged loss: 2 -> 2, steps 1 to 1999"
     assert 0.8 < float(bottom.split()[0]) <= float(top.split()[0]) < 1.2
     assert len(top) <= 80
 
@@ -259,7 +260,7 @@ def test_a_narrow_terminal_is_no_error(width):
     record = Record(Path("a.jsonl"), "a")
     record.add({"kind": "run", "time": 1.0, "step": 0})
     for step in range(1, 30):
-        record.add({"kind": "step", "time": 2.0, "step": step, "loss": 1.0 / step, "seconds": 1.0})
+        record.add({"kind": "step", "time": 2.0, "step": step, "lr": 1.0 / step, "seconds": 1.0})
 
     screen = Console(width=width)
     with screen.capture():

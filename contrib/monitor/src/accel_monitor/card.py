@@ -6,7 +6,7 @@ from attrs import frozen
 
 from accel_core import Card, KwargsHandler, option
 
-__all__ = ["REPLICAS", "REPORT", "WATCH", "ReplicasConfig"]
+__all__ = ["MONITOR", "REPLICAS", "REPORT", "WATCH", "MonitorConfig", "ReplicasConfig"]
 
 REPORT = Card(
     name="report",
@@ -22,6 +22,26 @@ WATCH = Card(
     summary="Show a run while it trains, from its record.",
     api_version="1.0",
     implementation="accel_monitor.commands:watch",
+)
+
+
+@frozen(kw_only=True)
+class MonitorConfig(KwargsHandler):
+    """Options of the record of a run. Section `monitor`."""
+
+    every: int = option(
+        10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
+    )
+
+
+MONITOR = Card(
+    name="monitor",
+    slot="extension",
+    summary="Records a run in its project folder, and names ranks that others wait for.",
+    api_version="1.0",
+    priority=100,
+    config="accel_monitor.card:MonitorConfig",
+    implementation="accel_monitor.monitor:Monitor",
 )
 
 

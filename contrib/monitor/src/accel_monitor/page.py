@@ -185,9 +185,7 @@ def _place(warning: Mapping[str, Any]) -> str:
 
 def _title(name: str) -> str:
     titles = {
-        "loss": "loss of the main process, sampled",
         "lr": "learning rate",
-        "grad_norm": "gradient norm",
         "samples_per_second": "samples a second",
         "items_per_second": "items a second, such as tokens",
         "seconds": "seconds of a step",

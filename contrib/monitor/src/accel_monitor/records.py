@@ -18,7 +18,7 @@ __all__ = ["Record", "Tail", "find", "not_a_record", "read"]
 
 FOLDER: Final = "records"
 """In a project's folder."""
-MEASURED: Final = ("loss", "lr", "grad_norm", "samples_per_second", "items_per_second", "seconds")
+MEASURED: Final = ("lr", "samples_per_second", "items_per_second", "seconds")
 """Curves of a sample, in the order in which they are shown."""
 CHUNK_BYTES: Final = 1 << 24
 Line = dict[str, Any]
@@ -152,12 +152,11 @@ class Record:
 
     def _add_sample(self, line: Line) -> None:
         step, split, seconds = line["step"], line.get("split", {}), line.get("seconds")
-        several = {f"loss of {unit}": value for unit, value in line.get("losses", {}).items()}
         sensors = {
             f"device {name}": bool(value) if isinstance(value, list) else value  # reasons, or none
             for name, value in line.get("health", {}).items()
         }
-        for name, value in {**{name: line.get(name) for name in MEASURED}, **several, **sensors}.items():
+        for name, value in {**{name: line.get(name) for name in MEASURED}, **sensors}.items():
             self._measured.put(name, line, step, value)
         for name, value in line.get("memory", {}).items():
             self.memory.put(name, line, step, value)
@@ -245,7 +244,7 @@ def find(run: Path) -> list[Path]:
             return records
     raise AccelError(
         f"{run}: no record of a run is there (a folder {FOLDER} with files START-RUN.jsonl)\n"
-        "give the project_dir of a run, or a file of its records; record_every=0 turns them off"
+        "give the project_dir of a run, or a file of its records; monitor.every=0 turns them off"
     )
 
 

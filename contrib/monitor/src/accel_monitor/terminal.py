@@ -110,7 +110,6 @@ def rates(record: Record, width: int) -> RenderableType:
     """Return a small curve of each other measured value, with its last one."""
     words = {
         "lr": "learning rate",
-        "grad_norm": "gradient norm",
         "samples_per_second": "samples a second",
         "items_per_second": "items a second",
         "seconds": "seconds of a step",

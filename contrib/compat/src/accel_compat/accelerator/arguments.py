@@ -49,7 +49,6 @@ _BACKENDS: Final = {"ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": MSAMPRe
 BACKEND: Final = "ACCELERATE_FP8_BACKEND"
 MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-NO_RECORD: Final = {"project.record_every": (0, "accel-compat: Accelerate's project folders have no records")}
 CONFIGS: Final[Mapping[str, type]] = {
     "dataloader_config": DataLoaderConfiguration,
     "project_config": ProjectConfiguration,
@@ -130,7 +129,7 @@ def read(given: dict[str, Any]) -> Asked:
         "kwargs_handlers": handlers,
         **chosen.core(),
     }
-    core["presets"] = {**NO_RECORD, **core.get("presets", {}), **_variables(None if compiled else dynamo)}
+    core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
     by_te = is_fp8 and any(type(each).__name__ == "TransformerEngineConfig" for each in handlers)
     return Asked(core, kept, accumulation, chosen.deepspeed, "fp8-te" if by_te else None)
 

@@ -118,7 +118,7 @@ class DataLoaderConfiguration(Translated):
     """Options of prepared dataloaders."""
 
 
-@fields_of("accel_core:ProjectConfiguration", without=("record_every",), logging_dir=None)
+@fields_of("accel_core:ProjectConfiguration", logging_dir=None)
 class ProjectConfiguration(Translated):
     """Folders of a run."""
 

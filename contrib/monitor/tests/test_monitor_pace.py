@@ -16,10 +16,8 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 from torch.utils.data import DataLoader, Dataset
 
-from accel_core import Accelerator, ProjectConfiguration
-from accel_core.contract.world import World
-from accel_core.distributed import watch
-from accel_core.runtime import pace, sampling
+from accel_core import Accelerator, World
+from accel_monitor import MonitorConfig, hangs, metrics, pace, sampling
 
 SLOW = 0.2
 
@@ -42,16 +40,16 @@ def train(folder, what, phases):
     Return metrics() at the end, the watch's threads after it, and what was said of slow ranks.
     """
     with redirect_stderr(io.StringIO()) as log:
-        metrics = _train(folder, what, phases)
+        found = _train(folder, what, phases)
     threads = [thread.name for thread in threading.enumerate() if thread.name == "accel-watch"]
-    return metrics, threads, [line for line in log.getvalue().splitlines() if "slow" in line]
+    return found, threads, [line for line in log.getvalue().splitlines() if "slow" in line]
 
 
 def _train(folder, what, phases):
-    sampling.CLOSE, watch.LOOK_SECONDS, pace.PUBLISH_SECONDS = 0.0, 0.1, 0.5
+    sampling.CLOSE, hangs.LOOK_SECONDS, pace.PUBLISH_SECONDS = 0.0, 0.1, 0.5
     pace.LATE_SECONDS = SLOW / 2  # a busy machine delays steps by more than 5 ms
-    project = ProjectConfiguration(project_dir=str(folder), record_every=2)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    monitor = MonitorConfig(every=2)
+    accelerator = Accelerator(cpu=True, project_dir=folder, plugins=[monitor])
     phase, last = 0, 20
 
     def pause(where):
@@ -62,7 +60,7 @@ def _train(folder, what, phases):
     optimizer.register_step_pre_hook(lambda *_: time.sleep(pause("optimizer")))
     loader = DataLoader(Rows(lambda: pause("data")), 1)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    own = accelerator.run.record._pace
+    own = accelerator.run.plugins["monitor"]._pace
     for inputs in loader:
         outputs = model(inputs)
         time.sleep(pause("forward"))
@@ -74,9 +72,9 @@ def _train(folder, what, phases):
         last -= phase >= phases  # some steps more, in which the record takes it
         if not last:
             break
-    metrics = accelerator.metrics()
+    found = metrics(accelerator)
     accelerator.end_training()
-    return metrics
+    return found
 
 
 def lines_of(folder):
@@ -136,7 +134,6 @@ def ranks(monkeypatch):
         for rank in sorted(owns, reverse=True):
             if rank not in paces:
                 paces[rank] = pace.Pace(World(rank=rank, size=len(owns)))
-                paces[rank]._key = "pace"
             if owns[rank] is None:
                 paces[rank].ended = True
             else:
@@ -213,7 +210,7 @@ def test_a_rank_that_publishes_after_a_comparison_is_in_it_and_late_once(ranks):
 def test_one_long_batch_of_slow_steps_is_left_out_by_the_median_as_well():
     store, (first, second) = HashStore(), (pace.Pace(World(rank=rank, size=2)) for rank in range(2))
     for each in (second, first):
-        each._key, each._at = "pace", -pace.PUBLISH_SECONDS
+        each._at = -pace.PUBLISH_SECONDS
     for own in (0.9, 0.1, 0.1):
         assert store.num_keys() == 0, "a median of less would be the long batch"
         for each, seconds in ((second, own), (first, 0.1)):
@@ -223,9 +220,9 @@ def test_one_long_batch_of_slow_steps_is_left_out_by_the_median_as_well():
 
 
 def test_a_world_of_one_has_no_thread_and_no_pace(tmp_path):
-    project = ProjectConfiguration(project_dir=str(tmp_path), record_every=1)
-    accelerator = Accelerator(cpu=True, project_config=project)
-    assert accelerator.run.record._pace is None
+    monitor = MonitorConfig(every=1)
+    accelerator = Accelerator(cpu=True, project_dir=tmp_path, plugins=[monitor])
+    assert accelerator.run.plugins["monitor"]._pace is None
     assert "accel-watch" not in [thread.name for thread in threading.enumerate()]
     accelerator.end_training()
 
@@ -248,8 +245,8 @@ class PausedSGD(torch.optim.SGD):
 
 def gather_while_rank_1_is_slow(folder, where):
     sampling.CLOSE = 0.0
-    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
-    accelerator = Accelerator(cpu=True, project_config=project)
+    monitor = MonitorConfig(every=1)
+    accelerator = Accelerator(cpu=True, project_dir=folder, plugins=[monitor])
     model = Paused(3, 1)
     optimizer = PausedSGD(model.parameters(), lr=0.1)
     if accelerator.process_index == 1:
@@ -279,8 +276,8 @@ def test_waiting_for_a_slow_rank_in_a_gather_is_not_ones_own_time(tmp_path, wher
 
 def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
     sampling.CLOSE, pace.PUBLISH_SECONDS = 0.0, float("inf")
-    project = ProjectConfiguration(project_dir=str(folder), record_every=1)
-    accelerator = Accelerator(device="cpu", strategy="fsdp", project_config=project)
+    monitor = MonitorConfig(every=1)
+    accelerator = Accelerator(device="cpu", strategy="fsdp", project_dir=folder, plugins=[monitor])
     model = nn.Linear(3, 1)
     optimizer = PausedSGD(model.parameters(), lr=0.1)
     optimizer.seconds = float(accelerator.process_index)
@@ -288,7 +285,7 @@ def own_time_while_the_optimizer_of_rank_1_is_slow(folder):
     for _ in range(5):
         accelerator.backward(model(torch.ones(1, 3)).mean())
         optimizer.step()
-    own = sum(sample["own"] for sample in accelerator.run.record._pace._samples)
+    own = sum(sample["own"] for sample in accelerator.run.plugins["monitor"]._pace._samples)
     accelerator.end_training()
     return own
 

@@ -6,10 +6,12 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.errors import AccelError
+from accel_core import AccelError
 
 if TYPE_CHECKING:
-    from accel_core.contract.run import Run
+    from accel_core import Run
+
+__all__ = ["utilization"]
 
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
 """Dtypes of the hook `device_specs`, by words of `mixed_precision`."""

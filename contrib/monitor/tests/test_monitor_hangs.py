@@ -13,9 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from accel_core import Accelerator, InitProcessGroupKwargs
-from accel_core.distributed import watch
-from accel_core.errors import CollectiveError
+from accel_core import Accelerator, CollectiveError, InitProcessGroupKwargs
+from accel_monitor import hangs
 
 pytestmark = pytest.mark.needs("accel-ddp")
 TIMEOUT = 8
@@ -49,7 +48,7 @@ def reduce_by_torch_alone(accelerator, model):
 
 def job(folder, wait, hang):
     """Rank 1 hangs, rank 0 waits for it; return the error of rank 0, and what was said meanwhile."""
-    watch.LOOK_SECONDS = 0.5
+    hangs.LOOK_SECONDS = 0.5
     timeout = InitProcessGroupKwargs(timeout=TIMEOUT)
     accelerator = Accelerator(cpu=True, project_dir=folder, kwargs_handlers=[timeout])
     model = accelerator.prepare(nn.Linear(2, 1))
@@ -72,9 +71,9 @@ def job(folder, wait, hang):
 @pytest.mark.parametrize(
     ("wait", "hang", "message"),
     [
-        (gather, sleep_for_long, "  rank 1: at test_hangs.py:"),
-        pytest.param(train, compute_for_ever, "backward: rank 0 lost rank 1 (at test_hangs.py:", marks=MORE),
-        pytest.param(train, wait_in_a_plain_collective, "backward: rank 0 lost rank 1 (", marks=MORE),
+        (gather, sleep_for_long, "rank 0 waited for rank(s) 1 of 2, which did not come"),
+        pytest.param(train, compute_for_ever, "backward: rank 0 lost rank 1\n", marks=MORE),
+        pytest.param(train, wait_in_a_plain_collective, "backward: rank 0 lost rank 1\n", marks=MORE),
         pytest.param(reduce_by_torch_alone, sleep_for_long, "", marks=MORE),
     ],
 )
@@ -88,13 +87,35 @@ def test_each_rank_writes_its_stacks_and_the_message_has_the_place(
     if hang is wait_in_a_plain_collective:  # either of the two may speak
         said += also_said
     (line,) = [line for line in said.splitlines() if "makes no progress" in line]
-    assert re.match(r"accel: rank [01] \(.*test_hangs.py:\d+\) makes no", line)
-    assert re.search(r"elsewhere: rank [01] \(.*test_hangs.py:\d+\);", line)
+    assert re.match(r"accel: rank [01] \(.*test_monitor_hangs.py:\d+\) makes no", line)
+    assert re.search(r"elsewhere: rank [01] \(.*test_monitor_hangs.py:\d+\);", line)
     assert line.endswith(f"; stacks of all ranks: {tmp_path / 'hangs'}")
     first, second = ((tmp_path / "hangs" / f"rank-{rank}.txt").read_text() for rank in (0, 1))
     assert f"in {wait.__name__}" in first
     assert f"in {hang.__name__}" in second
     assert "thread accel-watch" in second
+
+
+def part(folder):
+    """Rank 0 saves while rank 1 gathers; return what was said before their time is out."""
+    hangs.LOOK_SECONDS, hangs.TELL_SECONDS = 0.2, 1.0
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+    accelerator.prepare(nn.Linear(2, 1))
+    with redirect_stderr(io.StringIO()) as log, suppress(CollectiveError):
+        if accelerator.process_index == 0:
+            accelerator.save_state(folder)
+        else:
+            accelerator.gather(torch.ones(1))
+    return log.getvalue()
+
+
+def test_ranks_that_wait_in_different_calls_are_told_so(tmp_path, run_processes):
+    said = "".join(run_processes(part, str(tmp_path / "saved")))
+
+    place = r"test_monitor_hangs\.py:\d+"
+    saves = rf"accel: rank 0 has waited \d+ s in save_state for rank 1 \(in gather, {place}\)"
+    gathers = rf"accel: rank 1 has waited \d+ s in gather for rank 0 \(in save_state, {place}\)"
+    assert re.search(f"{saves}|{gathers}", said)
 
 
 def hold_the_lock_of_python(until):

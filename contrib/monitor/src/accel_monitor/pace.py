@@ -13,16 +13,16 @@ import platform
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from itertools import count
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.distributed import watch
-from accel_core.distributed.stderr import tell
+from accel_core import tell
 
 if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
-    from accel_core.contract.world import World
+    from accel_core import World
+
+__all__ = ["Pace"]
 
 PUBLISH_SECONDS: Final = 10.0
 SAMPLES: Final = 3
@@ -47,13 +47,11 @@ MOST: Final = 16
 """Ranks in the record, the slowest first."""
 ABSENT: Final = "-"
 
-_made = count()
-
 
 class Pace:
     """The pace of this rank, and on rank 0 of all.
 
-    All ranks make theirs in the same order. On rank 0 the record takes `slowest`, the last comparison, and
+    On rank 0 the record takes `slowest`, the last comparison, and
     `said`, a text for each change.
     """
 
@@ -62,7 +60,7 @@ class Pace:
         self.said: deque[str] = deque()
         self.ended = False
         self._rank, self._ranks = world.rank, range(world.size)
-        self._key = f"pace/{next(_made)}"
+        self._key = "pace"
         self._samples: deque[Mapping[str, Any]] = deque(maxlen=MOST_SAMPLES)
         self._memory: Mapping[str, int] = {}
         self._at = time.monotonic()
@@ -71,7 +69,6 @@ class Pace:
         """Rank -> its last publication, and whether it has been compared twice."""
         self._late: dict[int, int] = {}
         self._slow: set[int] = set()
-        watch.also(self.publish)
 
     def note(self, sample: Mapping[str, Any]) -> None:
         """Keep a sample of a step for the next publication."""

@@ -11,7 +11,9 @@ from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
-from accel_core.distributed.stderr import tell
+from accel_core import tell
+
+__all__ = ["remove_stacks", "write_stacks"]
 
 
 def write_stacks(folder: Path | None, rank: int, where: str) -> bool:
