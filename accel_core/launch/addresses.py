@@ -93,41 +93,29 @@ def show_waiting(text: str | Callable[[], str]) -> AbstractContextManager[None]:
 def address_towards(host: str, port: int) -> str | None:
     """Return the address by which other nodes know this one; None if unknown."""
     with suppress(OSError):
-        places = {place[0]: place[4] for place in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)}
-        for family in (socket.AF_INET, socket.AF_INET6):
-            with suppress(OSError, KeyError), socket.socket(family, socket.SOCK_DGRAM) as probe:
-                probe.connect(places[family])
+        for family, *_, place in sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)):
+            with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(place)
                 address: str = probe.getsockname()[0]
                 return address
     return None
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the interface that leads to the other nodes; None if unknown.
-
-    Linux only.
-    """
+    """Return the interface that leads to the other nodes; None if unknown, and outside of Linux."""
     address = address_towards(host, port)
     if sys.platform != "linux" or address is None:
         return None
     if ":" in address:
-        return _interface_of_ipv6(address)
+        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+        rows = [line.split() for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines()]
+        return next((row[-1] for row in rows if row[0] == packed), None)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with suppress(OSError):  # an interface without an IPv4 address
-                packed = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24]
-                if packed == socket.inet_aton(address):
+                found = fcntl.ioctl(probe, SIOCGIFADDR, name.encode().ljust(40, b"\0"))[20:24]
+                if found == socket.inet_aton(address):
                     return name
-    return None
-
-
-def _interface_of_ipv6(address: str) -> str | None:
-    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-    with suppress(OSError):
-        for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines():
-            number, *_, name = line.split()
-            if number == packed:
-                return name
     return None

@@ -142,3 +142,37 @@ def test_a_host_that_comes_back_trains_on_with_the_others_from_the_last_checkpoi
 
     assert [host.ends() for host in hosts] == [0, 0], hosts[0].said() + hosts[1].said()
     assert 0 < done(tmp_path)["began"] < done(tmp_path)["ended"] == 200
+
+
+JOINS = """
+import os, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while True:
+        dist.all_reduce(torch.ones(1))
+        Path("met").touch()
+elif dist.get_world_size() == 1:
+    Path("alone").touch()
+    time.sleep(600)  # until the launcher starts the ranks again, with those of the host that joins
+dist.all_reduce(torch.ones(1))
+print("together", flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_host_that_was_lost_joins_those_that_went_on_without_it(hosts, tmp_path):
+    (tmp_path / "joins.py").write_text(JOINS)
+    words = ("--max-restarts", "3", "--min-nodes", "1", "joins.py")
+    for host in hosts:
+        host.launch(*words)
+    wait_for((tmp_path / "met").exists, hosts[0].said)
+
+    hosts[1].dies()
+    wait_for((tmp_path / "alone").exists, hosts[0].said)
+    hosts[1].launch(*words)
+
+    assert [host.ends() for host in hosts] == [0, 0], hosts[0].said() + hosts[1].said()
+    assert all("together\n" in host.said() for host in hosts)
