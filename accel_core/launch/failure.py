@@ -5,13 +5,12 @@ from __future__ import annotations
 import signal
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from accel_core.errors import LaunchError
 from accel_core.launch.signals import ENDING_SECONDS
-
-if TYPE_CHECKING:
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
@@ -40,8 +39,6 @@ def noted_failures(files: Mapping[tuple[int, int], Path]) -> dict[int, ProcessFa
 
     files: (rank, local rank) -> the worker's error file.
     """
-    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-
     found = {
         rank: ProcessFailure(local_rank=local, pid=0, exitcode=1, error_file=str(file))
         for (rank, local), file in files.items()

@@ -95,10 +95,12 @@ def _run(
         discovery = discover()
         refuse_lone_task(task_here(discovery), discovery, job.nodes)
         place = rendezvous_address(job)
-        gc.disable()  # it would search torch while that is imported, and find nothing
-        try:
-            from accel_core.launch.attempts import run_attempts
-        finally:
+        does_nothing_else = isinstance(entrypoint, str)
+        if does_nothing_else:
+            gc.disable()  # it would search torch while that is imported, and find nothing
+        from accel_core.launch.attempts import run_attempts
+
+        if does_nothing_else:
             gc.freeze()
             gc.enable()
         if "LOGLEVEL" not in os.environ:
