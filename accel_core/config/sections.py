@@ -47,6 +47,8 @@ class Sections:
 
     def spell(self, word: str) -> str:
         """Read a plugin's name from a variable or flag, which cannot spell hyphens."""
+        if word in CORE or "_" not in word:
+            return word
         return {name.replace("-", "_"): name for name in self.discovery.names}.get(word, word)
 
     def configured_by(self, config: object) -> str | None:

@@ -42,9 +42,9 @@ class Table:
     def read(self, settings: Iterable[Setting]) -> Table:
         """Put settings into the table, the weakest source first."""
         parts = [part for setting in settings for part in self._spelt(setting)]
-        for setting in parts:  # before any is placed: another source may name the plugin of an alias
-            if setting.path[0] == "strategies" and setting.path[2:] == ("plugin",):
-                self.strategies[setting.path[1]] = setting
+        # Before any is placed: another source may name the plugin of an alias.
+        named = [it for it in parts if it.path[0] == "strategies" and it.path[2:] == ("plugin",)]
+        self.strategies |= {setting.path[1]: setting for setting in named}
         for setting in parts:
             self._place(setting)
         self.settings |= {alias: self.settings[it] for alias, it in ALIASES.items() if it in self.settings}
@@ -60,8 +60,7 @@ class Table:
     # -- from a setting to an option -----------------------------------------------------------------
 
     def _refuse(self, setting: Setting, message: str, path: Path | None = None) -> None:
-        problem = ConfigProblem(setting.origin, setting.path if path is None else path, message)
-        self.problems.append(problem)
+        self.problems.append(ConfigProblem(setting.origin, path or setting.path, message))
 
     def _spelt(self, setting: Setting) -> Iterator[Setting]:
         """Put a setting under its section's name; split `strategies` into single options."""
@@ -139,8 +138,7 @@ class Table:
         elif option.section:
             self._place_in(path, option.section, setting)
         elif setting.path != path:
-            message = f"has no keys of its own; give it whole, not {dotted(setting.path)}"
-            self._refuse(setting, message, path)
+            self._refuse(setting, f"has no keys of its own; give it whole, not {dotted(setting.path)}", path)
         else:
             self._set(setting, option)
 
