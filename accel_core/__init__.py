@@ -29,6 +29,7 @@ _PUBLIC: Final = {
     "contract.job": "Allocation Job SubmittedJob",
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "masked option",
+    "contract.spec": "merge spec",
     "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
     "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",

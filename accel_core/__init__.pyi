@@ -40,6 +40,8 @@ from accel_core.contract.mesh import MeshDim as MeshDim
 from accel_core.contract.mesh import arrange as arrange
 from accel_core.contract.options import masked as masked
 from accel_core.contract.options import option as option
+from accel_core.contract.spec import merge as merge
+from accel_core.contract.spec import spec as spec
 from accel_core.contract.state import Entry as Entry
 from accel_core.contract.state import Leaf as Leaf
 from accel_core.contract.state import OptimizerState as OptimizerState

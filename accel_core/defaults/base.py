@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from accel_core.contract.hooks import Point
     from accel_core.contract.mesh import MeshDim
     from accel_core.contract.run import Run
-    from accel_core.contract.state import Json
     from accel_core.contract.unit import Unit
     from accel_core.contract.world import World
 
@@ -284,14 +283,6 @@ class Base(BaseState):
             cached = stats["reserved"] - stats["allocated"] if "reserved" in stats else 0
             stats["free"] = free + cached
         return stats
-
-    @implements(hooks.device_specs)
-    def device_specs(self, device: torch.device) -> Mapping[str, Json]:
-        return {}
-
-    @implements(hooks.device_health)
-    def device_health(self, device: torch.device) -> Mapping[str, Json]:
-        return {}
 
 
 def _placing_hook(module: nn.Module) -> str | None:

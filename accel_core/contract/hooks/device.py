@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from accel_core.contract.state import Json
     from accel_core.contract.world import Topology, World
 
 Point = Literal["batch", "backward", "step", "host_read", "state"]
@@ -75,27 +74,6 @@ def set_rng_state(streams: Mapping[str, Tensor]) -> None:
 
 
 # -- what a device says of itself --------------------------------------------------------------------
-
-
-@spec("owner")
-def device_specs(device: torch.device) -> Mapping[str, Json]:
-    """Return the peaks of this chip as its vendor states them; empty if unknown.
-
-    flops: dtype (float64, float32, bfloat16, float16 or float8) -> FLOP/s of dense matrix products, as the
-    process is set up now. memory: bytes. bandwidth: bytes/s of that memory. source: the vendor's paper that
-    has them. Leave out a figure that the vendor does not state. base: empty.
-    """
-
-
-@spec("owner")
-def device_health(device: torch.device) -> Mapping[str, Json]:
-    """Return the current readings of the chip's sensors; empty if it has none.
-
-    temperature: degrees Celsius. power: watts. clock: MHz. busy: share of the last sampling interval in
-    which the chip computed. throttled: reasons why its clock is reduced. memory_errors: uncorrected ones
-    since its driver started. Leave out unknown readings. For the run's record, on its main process, once
-    per second at most: it must neither wait nor raise. base: empty.
-    """
 
 
 @spec("everyone", merge)

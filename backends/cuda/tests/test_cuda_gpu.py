@@ -161,7 +161,7 @@ def memory() -> dict[str, int]:
 def sensors() -> dict[str, Any]:
     run = Accelerator()
     health.WAIT = 20
-    return dict(run.run.hooks.device_health(run.device))
+    return dict(run.run.hooks["monitor.device_health"](run.device))
 
 
 def pinned() -> set[int]:

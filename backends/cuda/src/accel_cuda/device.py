@@ -115,7 +115,7 @@ class CudaDevice:
         since = {"bf16": (8, 0), "fp8": (8, 9)}
         return able - {word for word, first in since.items() if chip < first}
 
-    @implements(hooks.device_specs)
+    @implements("monitor.device_specs")
     def device_specs(self, device: torch.device) -> Mapping[str, Any]:
         about = torch.cuda.get_device_properties(device)
         chip = find_chip(about.name, about.total_memory, about.multi_processor_count)
@@ -126,7 +126,7 @@ class CudaDevice:
             found["flops"].pop("float16", None)
         return found
 
-    @implements(hooks.device_health)
+    @implements("monitor.device_health")
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
         return self._health.setdefault(device, Health(device)).read()
 

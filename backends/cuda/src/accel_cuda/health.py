@@ -37,7 +37,7 @@ Sensors = Mapping[str, Callable[[], Any]]
 
 
 class Health:
-    """Read the sensors of one GPU in a thread, for the hook `device_health`.
+    """Read the sensors of one GPU in a thread, for the hook `monitor.device_health`.
 
     A sensor that the GPU lacks is left out. One that fails, and an answer that comes late, are left out with
     one warning; training goes on.

@@ -120,7 +120,7 @@ def find_chip(name: str, memory: int, units: int) -> Chip | None:
 
 
 def specs(chip: Chip, uses_tf32: bool | None) -> dict[str, Any]:
-    """Return the row in the form of the hook `device_specs`.
+    """Return the row in the form of the hook `monitor.device_specs`.
 
     uses_tf32: whether products of float32 matrices do. None: some do, so that float32 has no one figure.
     """

@@ -40,6 +40,7 @@ MONITOR = Card(
     summary="Records a run in its project folder, and names ranks that others wait for.",
     api_version="1.0",
     priority=100,
+    hookspecs="accel_monitor.device_hooks",
     config="accel_monitor.card:MonitorConfig",
     implementation="accel_monitor.monitor:Monitor",
 )

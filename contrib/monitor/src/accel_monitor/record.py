@@ -117,7 +117,7 @@ class RecordFile:
             "restarts": run.world.restart_count,
             "host": platform.node(),
             "device": {"type": run.device.type, "name": name},
-            "device_specs": dict(run.hooks.device_specs(run.device)),
+            "device_specs": dict(run.hooks["monitor.device_specs"](run.device)),
             "mesh": None if run.mesh is None else {dim.name: dim.size for dim in run.mesh.dims},
         }
 

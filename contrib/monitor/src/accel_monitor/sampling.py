@@ -138,8 +138,9 @@ class Sampler:
             values["skipped"] = True
         if now - self._looked >= MEMORY_SECONDS:
             self._looked, values["memory"] = now, self._memory()
-            if not self.run.world.rank and (health := dict(self.run.hooks.device_health(self.run.device))):
-                values["health"] = health
+            health = {} if self.run.world.rank else self.run.hooks["monitor.device_health"](self.run.device)
+            if health:
+                values["health"] = dict(health)
         together = None if unit.window.items is None else self.copied(unit.window.items[1])
         marks, self.marks = self.marks or [], None
 

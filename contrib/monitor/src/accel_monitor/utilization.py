@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 __all__ = ["utilization"]
 
 DTYPES: Final = {"bf16": "bfloat16", "fp16": "float16", "fp8": "float8"}
-"""Dtypes of the hook `device_specs`, by words of `mixed_precision`."""
+"""Dtypes of the hook `monitor.device_specs`, by words of `mixed_precision`."""
 
 
 def utilization(run: Run, sample: Mapping[str, Any], flops: Mapping[str, float | None]) -> float | None:
@@ -33,7 +33,7 @@ def utilization(run: Run, sample: Mapping[str, Any], flops: Mapping[str, float |
     done = next((sample[name] * count for name, count in flops.items() if count and sample.get(name)), None)
     if done is None:
         return None
-    peaks: Any = run.hooks.device_specs(run.device).get("flops", {})
+    peaks: Any = run.hooks["monitor.device_specs"](run.device).get("flops", {})
     peak = peaks.get(_dtype(run))
     # A plugin that drives several devices in a process has them all in its mesh.
     devices = max(run.world.size, math.prod(dim.size for dim in run.mesh.dims) if run.mesh else 1)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 
 import torch
@@ -104,31 +103,6 @@ class ForgetsWhatIsHeld(SimulatedDevice):
     def memory_stats(self, device):
         stats = self.below.memory_stats(device)
         return {**stats, "free": stats["total"]}
-
-
-class StatesTeraflops(SimulatedDevice):
-    @implements(hooks.device_specs)
-    def device_specs(self, device):
-        return {**self.below.device_specs(device), "flops": {"float32": 67.0}, "source": "a data sheet"}
-
-
-class GuessesPeaks(SimulatedDevice):
-    @implements(hooks.device_specs)
-    def device_specs(self, device):
-        return {"flops": {"float32": 67e12}}
-
-
-class BusyInPercent(SimulatedDevice):
-    @implements(hooks.device_health)
-    def device_health(self, device):
-        return {**self.below.device_health(device), "busy": 50}
-
-
-class WaitsForSensors(SimulatedDevice):
-    @implements(hooks.device_health)
-    def device_health(self, device):
-        time.sleep(0.3)
-        return self.below.device_health(device)
 
 
 class WaitsForItself(SimulatedDevice):

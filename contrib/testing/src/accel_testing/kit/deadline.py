@@ -1,7 +1,7 @@
 """Deadlines of the checks, all from one: the seconds that a world of processes may take.
 
-`--accel-deadline` sets that one, which the machine's patience multiplies. Only two limits are fixed, because
-the contract promises them: 5 ms for a probe, and 0.1 s for a look at a device's sensors.
+`--accel-deadline` sets that one, which the machine's patience multiplies. Only one limit is fixed, because
+the contract promises it: 5 ms for a probe.
 """
 
 from __future__ import annotations

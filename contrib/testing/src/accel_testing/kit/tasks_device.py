@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import time
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -19,7 +17,6 @@ from accel_testing.kit.tasks import make
 __all__ = [
     "chosen",
     "floats",
-    "health",
     "memory",
     "placed",
     "profiled",
@@ -27,7 +24,6 @@ __all__ = [
     "seeded",
     "seeded_streams",
     "services",
-    "specs",
     "waits",
 ]
 
@@ -147,27 +143,6 @@ def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     stats.append(dict(hooks.memory_stats(device)))
     found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
     accelerator.end_training()
-    return found
-
-
-def health(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the device's sensors tell, and the least seconds it took."""
-    accelerator = make(arguments)
-    text, seconds = "", []
-    for _ in range(5):
-        began = time.perf_counter()
-        text = json.dumps(dict(accelerator.run.hooks.device_health(accelerator.device)))
-        seconds.append(time.perf_counter() - began)
-    accelerator.end_training()
-    return {"told": json.loads(text), "seconds": min(seconds)}
-
-
-def specs(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the peaks of the chip, as JSON has them."""
-    accelerator = make(arguments)
-    text = json.dumps(dict(accelerator.run.hooks.device_specs(accelerator.device)))
-    accelerator.end_training()
-    found: dict[str, Any] = json.loads(text)
     return found
 
 

@@ -18,11 +18,6 @@ pytestmark = concerns("device", "extension")
 
 Run = Callable[..., list[Any]]
 MEGABYTES_4 = 4_000_000
-LEAST_PEAK = 1e9
-"""FLOP/s, bytes and bytes/s that any accelerator exceeds."""
-HOTTEST = 150
-LONGEST_LOOK = 0.1
-"""Seconds, for the best of several; patience does not multiply a promise."""
 
 
 def test_the_run_is_on_the_cards_device(run: Run, stack: TestedStack) -> None:
@@ -83,31 +78,6 @@ def test_memory_is_reported_in_bytes(run: Run) -> None:
         assert held.get("peak", held["allocated"]) >= held["allocated"]
     if {"total", "free", "allocated"} <= held.keys():
         assert held["free"] <= held["total"] - held["allocated"]
-
-
-def test_peaks_are_in_their_units_and_have_a_source(run: Run) -> None:
-    (specs,) = run(tasks.specs)
-    flops = specs.get("flops", {})
-    figures = [*flops.values(), *(specs[key] for key in ("memory", "bandwidth") if key in specs)]
-    assert specs.keys() <= {"flops", "memory", "bandwidth", "source"}
-    assert flops.keys() <= {"float64", "float32", "bfloat16", "float16", "float8"}
-    assert not specs or specs.get("source"), "a figure without a source is a guess"
-    assert all(type(value) in (int, float) and value >= LEAST_PEAK for value in figures), (
-        "units are FLOP/s, bytes and bytes/s, not TFLOP/s or GB"
-    )
-
-
-def test_sensors_tell_in_their_units_without_a_wait(run: Run) -> None:
-    (found,) = run(tasks.health)
-    told = dict(found["told"])
-    reasons = told.pop("throttled", [])
-    assert told.keys() <= {"temperature", "power", "clock", "busy", "memory_errors"}
-    assert all(type(value) in (int, float) and value >= 0 for value in told.values())
-    assert type(reasons) is list
-    assert all(type(reason) is str for reason in reasons)
-    assert told.get("busy", 0) <= 1, "it is a part of the time, not percent"
-    assert told.get("temperature", 0) < HOTTEST, "it is in degrees Celsius"
-    assert found["seconds"] < LONGEST_LOOK, "training waits for it"
 
 
 @requires("float64")

@@ -29,7 +29,7 @@ class SimulatedDevice:
     def select_device(self, world: World) -> torch.device:
         return torch.device("sim", 0)
 
-    @implements(hooks.device_specs)
+    @implements("monitor.device_specs")
     def device_specs(self, device: torch.device) -> Mapping[str, Any]:
         return {
             "flops": {"float32": 1e12, "bfloat16": 2e12, "float16": 2e12},
@@ -38,6 +38,6 @@ class SimulatedDevice:
             "source": "accel-testing: made up",
         }
 
-    @implements(hooks.device_health)
+    @implements("monitor.device_health")
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
         return {"temperature": 40, "power": 20.0, "clock": 1000, "busy": 0.5, "throttled": ["made_up"]}
