@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, Final
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
-from accel_core.contract.arguments import whole_number
 from accel_core.contract.config import DataLoaderConfiguration
 from accel_core.contract.options import options_of
 from accel_core.errors import ConfigError
@@ -119,8 +119,6 @@ class Accelerator(Ranks, Training, States):
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
         given = dict(locals())
-        if hasattr(cpu, "__len__") or cpu not in (True, False, None):  # an array has no one truth
-            raise ConfigError(f"Accelerator(cpu={cpu!r:.80}) is neither True nor False\ngive one of them")
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
@@ -131,7 +129,7 @@ class Accelerator(Ranks, Training, States):
         settings["strategies"] = strategies
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
-        more = (*_listed("kwargs_handlers", kwargs_handlers), *_listed("plugins", plugins))
+        more = (*(kwargs_handlers or ()), *plugins)
         objects = [thing for thing in (*sections, *more) if thing is not None]
         self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
@@ -162,13 +160,10 @@ class Accelerator(Ranks, Training, States):
         return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
-    def gradient_accumulation_steps(self, steps: Any) -> None:
-        number = whole_number(steps, 1)
-        if number is None:
-            raise ConfigError(
-                f"gradient_accumulation_steps is {steps!r}\nset it to 1 or more whole micro-batches per step"
-            )
-        self.run.set_accumulation_steps(number)
+    def gradient_accumulation_steps(self, steps: int) -> None:
+        if steps < 1:
+            raise ConfigError(f"gradient_accumulation_steps must be 1 or more, got {steps}")
+        self.run.set_accumulation_steps(operator.index(steps))
 
     @property
     def project_dir(self) -> str | None:
@@ -342,8 +337,7 @@ class Accelerator(Ranks, Training, States):
 
         Raises:
             AccelError: the trackers are started already.
-            ConfigError: `init_kwargs` names a tracker that this run does not have; `config` has no names; the
-                project's name is not text.
+            ConfigError: `init_kwargs` names a tracker that this run does not have.
         """
         self.run.trackers.start(project_name, {} if config is None else config, init_kwargs or {})
 
@@ -397,8 +391,7 @@ class Accelerator(Ranks, Training, States):
             profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
 
         Raises:
-            ConfigError: `profile_handler` is something else; or torch cannot record one of its `activities`
-                here.
+            ConfigError: torch cannot record one of its `activities` here.
         """
         from accel_core.accelerator.profiler import profiling  # late: start-up need not wait for it
 
@@ -427,17 +420,3 @@ class Accelerator(Ranks, Training, States):
 _ARGUMENTS: Final = frozenset(inspect.signature(Accelerator).parameters)
 _GIVEN_WHEN_MADE: Final = _ARGUMENTS.union(options_of(DataLoaderConfiguration))
 """Names that mean nothing as attributes, but for the properties of Accelerator."""
-
-
-def _listed(name: str, given: Any) -> Sequence[object]:
-    """Return the config objects that an argument was given.
-
-    Raises:
-        ConfigError: it was given one, in no list.
-    """
-    if given is not None and not hasattr(given, "__iter__"):
-        raise ConfigError(
-            f"Accelerator({name}=...) was given {given!r:.80}, and not a list\n"
-            f"give a list: {name}=[{type(given).__name__}(...)]"
-        )
-    return given or ()

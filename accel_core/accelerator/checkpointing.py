@@ -35,21 +35,14 @@ class States:
         On all ranks, in the same order in each run.
 
         Raises:
-            CheckpointError: one of them lacks these methods, or is a class; none is registered then.
+            CheckpointError: one of them lacks these methods; none is registered then.
         """
-        unable = [
-            thing
-            for thing in objects
-            if isinstance(thing, type)
-            or not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict"))
-        ]
-        if unable:
-            first = unable[0]
-            what = f"the class {first.__name__}" if isinstance(first, type) else type(first).__name__
-            raise CheckpointError(
-                f"register_for_checkpointing: {what} cannot be saved and restored\n"
-                "give it state_dict and load_state_dict, returning and taking plain data and tensors"
-            )
+        for thing in objects:
+            if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
+                raise CheckpointError(
+                    f"register_for_checkpointing: {type(thing).__name__} cannot be saved and restored\n"
+                    "give it state_dict and load_state_dict, returning and taking plain data and tensors"
+                )
         self.run.registered.extend(objects)
 
     def save_state(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import warnings
 from contextlib import ExitStack
-from hashlib import sha256
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
-from accel_core.contract.arguments import whole_number
 from accel_core.distributed.collectives import average
-from accel_core.errors import AccelError, ConfigError
+from accel_core.errors import ConfigError
 from accel_core.plugins.discovery import offering
+from accel_core.training.accumulation import units_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -45,34 +45,21 @@ class LocalSGD:
     On all ranks, with as many steps each.
 
     Raises:
-        ConfigError: the model's strategy does not offer `local_sgd`, `data.even_batches` is off, or an
-            argument is of another kind.
+        ConfigError: the model's strategy does not offer `local_sgd`, or `data.even_batches` is off.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
-        every = whole_number(local_sgd_steps, 1)
-        if every is None:
-            raise ConfigError(f"LocalSGD: local_sgd_steps is {local_sgd_steps}\nset it to 1 or more steps")
-        if not hasattr(accelerator, "run"):
-            raise ConfigError(
-                f"LocalSGD was given {accelerator!r:.80}, and not an Accelerator\n"
-                "give the one that has prepared the model: LocalSGD(accelerator, model, steps)"
-            )
         run = accelerator.run
-        unit = run.prepared.unit_of_model(model)
-        if unit is None:
-            raise AccelError("LocalSGD: this run has not prepared the model\nprepare it, with its optimizer")
-        self.unit, self.every, self._steps = unit, every, 0
+        (self.unit,) = units_of(run, [model])
+        self.every, self._steps, self._quiet = local_sgd_steps, 0, ExitStack()
         self._ranks = run.collectives(run.topology.loss_dim)
         self.enabled = enabled and self._ranks.size > 1
-        self._quiet = ExitStack()
-        if self.enabled and "local_sgd" not in unit.offers:
+        if self.enabled and "local_sgd" not in self.unit.offers:
             raise ConfigError(
-                f"LocalSGD: ranks cannot step by themselves under strategy {unit.strategy!r}, whose card does"
-                " not offer 'local_sgd'\n"
-                f"{offering('local_sgd')}; or pass enabled=False"
+                f"LocalSGD: ranks cannot step by themselves under strategy {self.unit.strategy!r}, whose card"
+                f" does not offer 'local_sgd'\n{offering('local_sgd')}; or pass enabled=False"
             )
         if self.enabled and not run.config.data.even_batches:
             raise ConfigError(
@@ -90,12 +77,9 @@ class LocalSGD:
         if self.enabled and self.unit.window.boundary:
             self._quiet.close()  # entered anew: a strategy may have to reduce once before it can leave it out
             self._quiet.enter_context(self.unit.without_reduction())
-            self._count()
-
-    def _count(self) -> None:
-        self._steps += 1
-        if self._steps % self.every == 0:
-            self._average()
+            self._steps += 1
+            if self._steps % self.every == 0:
+                self._average()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -109,22 +93,15 @@ class LocalSGD:
         self.unit.hooks.average_parameters(self.unit)
 
     def _average_state(self) -> None:
-        """Average the state of optimizers, and take the largest of counts, which may lie on the host.
-
-        Of codes of 8 bits and their scales, which go together, neither.
-        """
-        means: list[torch.Tensor] = []
-        counts: list[torch.Tensor] = []
-        kinds: list[object] = []
-        others = False
+        """Average the state of optimizers, and take the largest of counts, which may lie on the host."""
+        means, counts, kinds, others = list[Tensor](), list[Tensor](), list[object](), False
         for parameter, key, value in self._state():
-            if type(value) is torch.Tensor and value.is_floating_point():
+            if type(value) is Tensor and value.is_floating_point():
                 (counts if value.dim() == 0 < parameter.dim() else means).append(value)
                 kinds.append((key, value.shape, value.dtype))
-            else:
+            else:  # codes of 8 bits, for example, which go with their scales
                 others = others or not isinstance(value, int | float | str | None)
-        digest = sha256(repr(kinds).encode()).digest()
-        if len(set(self._ranks.all_gather_object((digest, others)))) > 1 or others:
+        if others or len({repr(each) for each in self._ranks.all_gather_object((kinds, others))}) > 1:
             warnings.warn(
                 f"LocalSGD of {self.unit.name!r}: each rank keeps its optimizer's state, which is not"
                 " floating-point tensors, or not the same ones on all ranks\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import gc
-import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from itertools import count
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import live
 from accel_core.distributed.mailbox import StoreMailbox
 from accel_core.errors import AccelError
@@ -56,7 +54,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def find_executable_batch_size(
     function: Callable[..., Any] | None = None,
     starting_batch_size: int = 128,
-    reduce_batch_size_fn: Callable[..., int] | None = None,
+    reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
     """Decorate a function to run with half the batch size when memory runs out.
 
@@ -72,18 +70,11 @@ def find_executable_batch_size(
     Args:
         function: takes the batch size first.
         starting_batch_size: the first that is tried, 1 or more.
-        reduce_batch_size_fn: gives the next size; called with the last one where it requires an argument,
-            else with nothing. Default: half.
+        reduce_batch_size_fn: gives the next size; called with nothing. Default: half.
 
     Raises:
-        AccelError: no size fits, or ranks could not agree; or the first is no size.
+        AccelError: no size fits, or ranks could not agree.
     """
-    first = whole_number(starting_batch_size, 1)
-    if first is None:
-        raise AccelError(
-            f"find_executable_batch_size: starting_batch_size is {starting_batch_size!r}\n"
-            "give a whole number of samples, 1 or more"
-        )
     if function is None:
         return functools.partial(
             find_executable_batch_size,
@@ -94,9 +85,9 @@ def find_executable_batch_size(
     @functools.wraps(function)
     def search(*args: Any, **kwargs: Any) -> Any:
         run = next((run for run in live() if run.world.store is not None), None)
-        number, tried, size = next(_searches), list[int](), first
+        number, tried, size = next(_searches), list[int](), starting_batch_size
         reason = "memory ran out on another rank"
-        while size >= 1 and (not tried or size < tried[-1]):
+        while size >= 1:
             tried.append(size)
             _give_back()
             result, lacks = None, False
@@ -108,7 +99,7 @@ def find_executable_batch_size(
                 reason, lacks = f"{type(error).__name__}: {error}", True
             if not (lacks if run is None else _any_lacks(run, f"{number}/{len(tried)}", size, lacks=lacks)):
                 return result
-            size = _next(size, reduce_batch_size_fn)
+            size = size // 2 if reduce_batch_size_fn is None else reduce_batch_size_fn()
         raise AccelError(
             f"find_executable_batch_size: {function.__qualname__} ran out of memory with each batch size"
             f" that was tried: {', '.join(map(str, tried))}\n{reason}\n"
@@ -116,18 +107,6 @@ def find_executable_batch_size(
         )
 
     return search
-
-
-def _next(size: int, rule: Callable[..., int] | None) -> int:
-    if rule is None:
-        return size // 2
-    try:
-        parameters = list(inspect.signature(rule).parameters.values())
-    except ValueError:  # a builtin without a signature
-        parameters = []
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = any(it.default is it.empty and it.kind in positional for it in parameters)
-    return rule(size) if required else rule()
 
 
 def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:

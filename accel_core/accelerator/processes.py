@@ -10,9 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from accel_core.accelerator import ops
-from accel_core.contract.arguments import whole_number
 from accel_core.distributed.collectives import Reduction
-from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
     from accel_core.runtime.run import Run
@@ -195,32 +193,16 @@ class Ranks:
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that rank only.
-
-        Raises ConfigError if no process can have such a rank.
-        """
+        """Decorate a function to run on the process of that rank only."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
-        _require_rank("on_process: process_index", process_index)
         return _only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that local rank of each node only.
-
-        Raises ConfigError if no process can have such a rank.
-        """
+        """Decorate a function to run on the process of that local rank of each node only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
-        _require_rank("on_local_process: local_process_index", local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)
-
-
-def _require_rank(name: str, rank: Any) -> None:
-    if whole_number(rank) is None:
-        raise ConfigError(
-            f"{name} is {rank!r:.80}, so the function would run nowhere\n"
-            "give a rank, 0 or more; on_last_process runs it on the last"
-        )
 
 
 def _only(function: Callable[P, R], here: Callable[[], bool]) -> Callable[P, R | None]:

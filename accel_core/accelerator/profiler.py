@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 from torch import profiler
 
 from accel_core.contract.arguments import did_you_mean
-from accel_core.contract.config import ProfileKwargs
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
+    from accel_core.contract.config import ProfileKwargs
     from accel_core.contract.run import Run
 
 _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "with_modules")
@@ -23,11 +23,6 @@ _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "wit
 @contextmanager
 def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
     """Record what happens inside. Not collective."""
-    if not isinstance(options, ProfileKwargs):
-        raise ConfigError(
-            f"profile was given {options!r:.80}, and not ProfileKwargs\n"
-            "give ProfileKwargs(...), or nothing for the run's settings"
-        )
     names = _usual_activities(run) if options.activities is None else options.activities
     schedule = profiler.schedule(**options.schedule_option) if options.schedule_option else None
     recorder = profiler.profile(

@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.contract.arguments import whole_number
 from accel_core.data.uneven import check_unit, refuse_another
 from accel_core.defaults.precision import autocast
-from accel_core.errors import AccelError, ConfigError
+from accel_core.errors import AccelError
 from accel_core.training import step
 from accel_core.training.accumulation import Accumulation, units_of
 
@@ -24,18 +23,6 @@ if TYPE_CHECKING:
     from accel_core.contract.window import Window
     from accel_core.runtime.run import Run
     from accel_core.training.windows import CountedWindow
-
-
-class UnownedError(AccelError):
-    """Parameters to clip are not those of one unit.
-
-    Attributes:
-        units: theirs; None is among them for parameters of no unit.
-    """
-
-    def __init__(self, message: str, units: set[Unit | None]) -> None:
-        super().__init__(message)
-        self.units = units
 
 
 class Training:
@@ -125,21 +112,9 @@ class Training:
         On all ranks, with as many batches each: one small collective a window.
 
         Raises:
-            AccelError: a model is not prepared; `batches` is one tensor or dict, `size` not a whole number
-                from 1, `items` not a function, or its result negative, nan or no number; ranks have different
-                numbers of batches; or `items` inside `join_uneven_inputs` or LocalSGD.
+            AccelError: a model is not prepared; a result of `items` is negative, nan or no number; ranks have
+                different numbers of batches; or `items` inside `join_uneven_inputs` or LocalSGD.
         """
-        _require_batches("windows", batches)
-        if items is not None and not callable(items):
-            raise AccelError(
-                f"windows: items is {items!r:.80}, which cannot be called\n"
-                "give a function of a batch that returns the number of its items"
-            )
-        if size is not None and whole_number(size, 1) is None:
-            raise AccelError(
-                f"windows: size is {size!r:.80}, and a window has at least 1 micro-batch\n"
-                "leave it out for gradient_accumulation_steps"
-            )
         from accel_core.training.windows import windows  # late: start-up need not wait for it
 
         return windows(Accumulation(self.run, models), batches, items, size)
@@ -195,25 +170,10 @@ class Training:
             options: for torch: retain_graph, create_graph, inputs.
 
         Raises:
-            AccelError: the loss is no tensor of one element or requires no gradient, or `model` is needed.
+            AccelError: the loss requires no gradient, or `model` is needed.
         """
         unit = None if model is None else units_of(self.run, [model])[0]
-        try:
-            step.backward(self.run, loss, unit, options)
-        except (AttributeError, TypeError, AssertionError) as error:
-            if hasattr(loss, "backward"):
-                raise
-            raise AccelError(
-                f"backward: the loss is a {type(loss).__name__}, not a tensor\n"
-                "give what the forward computed; a model that got no labels may return None"
-            ) from error
-        except RuntimeError as error:
-            if not hasattr(loss, "numel") or loss.numel() == 1 or options.get("gradient") is not None:
-                raise
-            raise AccelError(
-                f"backward: the loss has the shape {tuple(loss.shape)}, and gradients are of one number\n"
-                "give one number, such as loss.mean()"
-            ) from error
+        step.backward(self.run, loss, unit, options)
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
@@ -230,8 +190,7 @@ class Training:
         Returns the total norm before clipping (0-dim), or None inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; `max_norm` is negative, nan or not a
-                number, `norm_type` is nan; or the strategy cannot clip so.
+            AccelError: the parameters are of several units, or of none; or the strategy cannot clip so.
         """
         unit, owned = self._owner(parameters)
         return step.clip_norm(unit, owned, max_norm, norm_type)
@@ -242,8 +201,7 @@ class Training:
         Nothing happens inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; `clip_value` is negative, nan or no
-                number; or the strategy cannot clamp them.
+            AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
         """
         unit, owned = self._owner(parameters)
         step.clip_value(unit, owned, clip_value)
@@ -265,8 +223,7 @@ class Training:
             proxies = [prepared.proxy_of(each) for each in listed]
             if None in proxies:
                 raise AccelError(
-                    "unscale_gradients: this run has not prepared the"
-                    f" {type(listed[proxies.index(None)]).__name__} it was given\n"
+                    "unscale_gradients: this run has not prepared this optimizer\n"
                     "give what accelerator.prepare(...) returned, or nothing for all optimizers"
                 )
             units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
@@ -303,21 +260,9 @@ class Training:
         gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
 
         Raises:
-            AccelError: `batches` is one tensor or dict, `microbatches` not a whole number from 1,
-                `forward_loss` not a function, or the model not prepared.
+            AccelError: the model is not prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
-        _require_batches("forward_backward", batches)
-        if not callable(forward_loss):
-            raise AccelError(
-                f"forward_backward: forward_loss is {forward_loss!r:.80}, which cannot be called\n"
-                "give a function of the model and a batch that returns the loss and anything beside it"
-            )
-        if microbatches is not None and whole_number(microbatches, 1) is None:
-            raise AccelError(
-                f"forward_backward: microbatches is {microbatches!r:.80}, and a window has at least 1\n"
-                "leave it out for gradient_accumulation_steps, or what the strategy says"
-            )
         extent = None
         if (whole := getattr(batches, "whole", None)) is not None:
             batches, microbatches, extent = whole()
@@ -348,10 +293,9 @@ class Training:
             even_batches: what prepared loaders of map-style data do inside, instead of what is configured.
 
         Raises:
-            ConfigError: their strategy cannot, or `even_batches` is not True, False or None.
-            AccelError: inside LocalSGD, or join_uneven_inputs of other models; or they are in no list.
+            ConfigError: their strategy cannot.
+            AccelError: inside LocalSGD, or join_uneven_inputs of other models.
         """
-        _require_joinable(joinables, even_batches)
         units = units_of(self.run, joinables)
         if not (self.run.config.data.even_batches if even_batches is None else even_batches):
             refuse_another(self.run, units)
@@ -367,15 +311,7 @@ class Training:
             yield
 
     def _owner(self, parameters: Tensor | Iterable[Tensor]) -> tuple[Unit, list[Any]]:
-        try:
-            listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        except TypeError as error:
-            if hasattr(parameters, "__iter__"):
-                raise
-            raise AccelError(
-                f"clipping: a {type(parameters).__name__} is not parameters\n"
-                "pass model.parameters(), or a list"
-            ) from error
+        listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.run.ended:
             self.run.require_alive()
         units = self.run.prepared.parameters.units_of(listed)
@@ -383,73 +319,22 @@ class Training:
             (unit,) = units
             if unit is not None:
                 return unit, listed
-        if not listed:
-            raise UnownedError(
-                "clipping: no parameters were given; a generator that an optimizer has read is empty\n"
-                "pass model.parameters(), or a list",
-                units,
-            )
-        here = {id(each) for unit in self.run.units for model in unit.models for each in model.parameters()}
-        if here.issuperset(map(id, listed)) and len(units - {None}) < 2:
-            raise UnownedError(
-                f"clipping: of these {len(listed)} parameters of a prepared model, some are not those that"
-                " prepare saw: what a forward gathers until its backward, or added or replaced since\n"
-                "clip after backward; prepare a changed model again",
-                units,
-            )
         names = sorted("no unit" if unit is None else unit.name for unit in units)
-        raise UnownedError(
-            f"clipping: these {len(listed)} parameters belong to {', '.join(names)};"
-            " one call clips the parameters of one prepared model\n"
-            "pass model.parameters() of a model that was prepared",
-            units,
-        )
-
-
-def _require_batches(what: str, batches: Any) -> None:
-    if isinstance(batches, (torch.Tensor, dict)):  # its rows or keys would be taken for batches
         raise AccelError(
-            f"{what}: batches is one {type(batches).__name__}, and not several batches\n"
-            "give an iterator or a list of batches, such as iter(loader) or list(batch.split(8))"
-        )
-    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
-        raise AccelError(
-            f"{what}: batches is {batches!r:.80}, which holds no batches\n"
-            "give an iterator or a list of batches, such as iter(loader)"
-        )
-
-
-def _require_joinable(joinables: Any, even_batches: Any) -> None:
-    if isinstance(joinables, torch.nn.Module) or not isinstance(joinables, Iterable):
-        raise AccelError(
-            f"join_uneven_inputs: joinables is a {type(joinables).__name__}, and not a list of models\n"
-            "give prepared models: join_uneven_inputs([model])"
-        )
-    if even_batches not in (True, False, None):
-        raise ConfigError(
-            f"join_uneven_inputs: even_batches is {even_batches!r:.80}\n"
-            "give True or False; leave it out for what is configured"
+            f"clipping: these {len(listed)} parameters belong to {', '.join(names) or 'no unit'}; one call"
+            " clips the parameters of one prepared model, after its backward\n"
+            "pass model.parameters() of a model that was prepared; prepare a changed model again"
         )
 
 
 def _for_model(
     unit: Unit, model: nn.Module, forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
-    """Return `forward_loss` for this model, checked.
-
-    Strategies call it with the unit's first model.
-    """
+    """Return `forward_loss` for this model: strategies call it with the unit's first."""
     _, number = unit.run.prepared.place_of(model)
     wrapped, first = unit.wrapped[number], unit.wrapped[0]
 
     def for_model(given: nn.Module, batch: Any) -> tuple[Tensor, Any]:
-        made: Any = forward_loss(given if wrapped is first else wrapped, batch)
-        if isinstance(made, torch.Tensor) or not hasattr(made, "__iter__"):  # a tensor of 2 could be unpacked
-            raise AccelError(
-                f"forward_backward: forward_loss returned a {type(made).__name__}, and not two values\n"
-                "return the loss and anything beside it: return loss, None"
-            )
-        loss, output = made
-        return loss, output
+        return forward_loss(given if wrapped is first else wrapped, batch)
 
     return for_model

@@ -238,7 +238,7 @@ def test_lazily_conjugated_weights_are_written_as_what_they_are(accelerator, tmp
     assert load_file(tmp_path / "model" / "model.safetensors")["p"].item() == 1 - 2j
 
 
-@pytest.mark.parametrize(("thing", "name"), [(nn.Linear, "the class Linear"), (3, "int")], ids=str)
+@pytest.mark.parametrize(("thing", "name"), [(3, "int")], ids=str)
 def test_what_cannot_be_saved_is_not_registered(thing, name):
     accelerator = Accelerator(cpu=True)
     with pytest.raises(CheckpointError, match=f"register_for_checkpointing: {name} cannot be saved"):

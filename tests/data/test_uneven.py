@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.utils.data import DataLoader
 
-from accel_core import Accelerator, AccelError, ConfigError, DataLoaderConfiguration
+from accel_core import Accelerator, DataLoaderConfiguration
 
 
 def uneven():
@@ -53,22 +52,3 @@ def zipped():
 @pytest.mark.needs("accel-ddp")
 def test_two_loaders_that_ran_out_together_leave_training_allowed(run_processes):
     assert run_processes(zipped) == [2, 1]
-
-
-@pytest.mark.parametrize("models", [None, 3, nn.Linear(1, 1), nn.Sequential(nn.Linear(1, 1))], ids=str)
-def test_models_to_join_are_given_in_a_list(models):
-    accelerator = Accelerator(cpu=True)
-    with (
-        pytest.raises(AccelError, match=r"join_uneven_inputs: joinables is a \w+, and not a list"),
-        accelerator.join_uneven_inputs(models),
-    ):
-        pass
-
-
-def test_whether_batches_are_even_inside_is_true_or_false():
-    accelerator = Accelerator(cpu=True)
-    with (
-        pytest.raises(ConfigError, match="join_uneven_inputs: even_batches is 'no'"),
-        accelerator.join_uneven_inputs([], even_batches="no"),
-    ):
-        pass

