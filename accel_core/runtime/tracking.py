@@ -5,19 +5,17 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
-import gc
 import logging
-import weakref
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from math import inf
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import Tensor
 
 from accel_core.contract import hooks
-from accel_core.contract.arguments import did_you_mean, whole_number
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.hooks import implements
 from accel_core.contract.options import masked
 from accel_core.errors import AccelError, ConfigError
@@ -42,8 +40,7 @@ class GeneralTracker:
     name: str
     main_process_only = True
     project = ""
-    _accel_started = False  # names that subclasses do not have
-    _accel_owner: Callable[[], Trackers | None] | None = None
+    _accel_started = False  # a name that subclasses do not have
 
     def start(self, **options: Any) -> None:
         """Begin, when `init_trackers` is called.
@@ -79,25 +76,15 @@ class GeneralTracker:
             self.finish()
 
 
-def split_trackers(log_with: Any) -> tuple[list[Any] | None, list[GeneralTracker]]:
+def split_trackers(
+    log_with: str | GeneralTracker | Iterable[str | GeneralTracker] | None,
+) -> tuple[list[str] | None, list[GeneralTracker]]:
     """Split `log_with` into names and trackers of the user's own.
 
     The names are None if `log_with` is None or has trackers only.
     """
-    if log_with is not None and not isinstance(log_with, (GeneralTracker, Iterable)):
-        raise ConfigError(
-            f"log_with is {log_with!r:.80}, which names no tracker\n"
-            "give names of trackers, or made objects of your own: log_with=MyTracker()"
-        )
-    given = [log_with] if isinstance(log_with, (str, GeneralTracker)) else list(log_with or ())
+    given = [log_with] if isinstance(log_with, str | GeneralTracker) else list(log_with or ())
     own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
-    for tracker in own:
-        name = getattr(tracker, "name", None)
-        if not isinstance(name, str) or not name:
-            raise ConfigError(
-                f"log_with: a tracker {type(tracker).__name__} has no name\n"
-                'give its class one, by which get_tracker and init_kwargs find it: name = "mine"'
-            )
     names = [name for name in given if not isinstance(name, GeneralTracker)]
     return None if log_with is None or (own and not names) else names, own
 
@@ -112,58 +99,30 @@ class Trackers:
         self.run = run
         self.names = tuple(names)
         self.has_finished = False
-        self._begun: dict[str, str] = {}
-        """Settings that each was started with, also where another could not be."""
+        self._begun: set[str] = set()
+        """Trackers that were started, also where another could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
         self._observers: list[Callable[..., None]] = []
 
-    def start(self, project: Any, config: Any, options: Options) -> None:
+    def start(self, project: str, config: Any, options: Options) -> None:
         """Open the project in each tracker of this rank."""
         self.run.require_alive()
         self._require_open()
-        if not isinstance(project, str) or not project or "\0" in project:
-            raise ConfigError(
-                f"init_trackers: the project's name is {project!r:.80}\n"
-                "give text under which trackers keep what is logged"
-            )
-        self._check_options(options, "init_kwargs")
-        settings = masked(_settings(config))
-        beginning = self._here("tracking_started")
-        asked = {hook.plugin: repr((project, settings, options.get(hook.plugin))) for hook in beginning}
-        others = [name for name, begun in self._begun.items() if name in self.names and begun != asked[name]]
-        if self._loggers or others:
-            what = f": {', '.join(others)}, with another project, config or options" if others else ""
+        self._check(options, "init_kwargs")
+        if self._loggers:
             raise AccelError(
-                f"init_trackers({project!r}): the trackers of this run have been started already{what}\n"
+                f"init_trackers({project!r}): the trackers of this run have been started already\n"
                 "make another Accelerator for another project, config or options"
             )
-        for name in self.names:
-            self._own(name, self.run.plugins[name])
-        for hook in beginning:
+        settings = masked(dict(config if isinstance(config, Mapping) else vars(config)))
+        for hook in self._here("tracking_started"):
             if hook.plugin not in self._begun:  # a second call goes on after the one that failed
                 hook.call(project, _read(settings), options.get(hook.plugin, {}))
-                self._begun[hook.plugin] = asked[hook.plugin]
+                self._begun.add(hook.plugin)
         loggers = self._here("log")
         self._loggers = [(hook.plugin, hook.call) for hook in loggers if hook.plugin in self.names]
         self._observers = [hook.call for hook in loggers if hook.plugin not in self.names]
-
-    def _own(self, name: str, tracker: Any) -> None:
-        """Have a tracker of the user's own; the first end of two runs would finish it."""
-        if not isinstance(tracker, GeneralTracker):
-            return
-        if self._is_anothers(tracker):
-            gc.collect()  # an Accelerator that nothing names any more, such as that of a notebook's cell
-        if self._is_anothers(tracker):
-            raise AccelError(
-                f"init_trackers: {name} is the tracker of another run, which has not ended\n"
-                "call end_training() of that Accelerator, or make this one a tracker of its own"
-            )
-        tracker._accel_owner = weakref.ref(self)
-
-    def _is_anothers(self, tracker: GeneralTracker) -> bool:
-        owner = tracker._accel_owner and tracker._accel_owner()
-        return bool(owner and owner is not self and not (owner.has_finished or owner.run.ended))
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
         """Hand the values to each tracker of this rank.
@@ -172,19 +131,14 @@ class Trackers:
             Exception: a tracker refused them; raised after all have been called. What others raised as
                 well is an error of the module's logger.
         """
-        if not isinstance(values, Mapping):
-            raise AccelError(
-                f"log: the values are {values!r:.80}, which have no names\n"
-                "give a mapping: log({'loss': loss})"
-            )
-        step = _plain_step(step)
+        step = None if step is None else operator.index(step)
         self._require_start()
         for observe in self._observers:
             observe(values, step, {})
         if not self._loggers:
             return  # with no tracker to read them, nothing waits for the device
         if options:
-            self._check_options(options, "log_kwargs")
+            self._check(options, "log_kwargs")
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
@@ -194,8 +148,8 @@ class Trackers:
                 log(_read(read), step, options.get(name, {}))
             except Exception as error:  # the others keep what one refuses
                 refused.append((name, error))
-        for name, said in refused[1:]:
-            logger.error("tracker %s refused these values as well: %r", name, said)
+        for name, error in refused[1:]:
+            logger.error("tracker %s refused these values as well: %r", name, error)
         if refused:
             raise refused[0][1]
 
@@ -217,8 +171,8 @@ class Trackers:
         """Return a tracker or its wrapped object; on other ranks one that ignores calls."""
         self._check([name], "get_tracker")
         self._require_start()
-        tracker = next((own for own in self.started if own is self.run.plugins[name]), None)
-        if tracker is None:
+        tracker = self.run.plugins[name]
+        if not any(own is tracker for own in self.started):
             return _Silence()
         return getattr(tracker, "tracker", tracker) if unwrap else tracker
 
@@ -249,16 +203,6 @@ class Trackers:
                 "call accelerator.init_trackers(project_name) first"
             )
 
-    def _check_options(self, options: Any, where: str) -> None:
-        if not isinstance(options, Mapping) or not all(
-            isinstance(each, Mapping) for each in options.values()
-        ):
-            raise ConfigError(
-                f"{where} is {options!r:.80}, and not options by the names of trackers\n"
-                f"give {where}={{'NAME': {{'OPTION': value}}}}"
-            )
-        self._check(options, where)
-
     def _check(self, named: Iterable[str], where: str) -> None:
         for name in named:
             if name not in self.names:
@@ -283,40 +227,13 @@ class _Silence:
         return self
 
 
-def _plain_step(step: Any) -> int | None:
-    if isinstance(step, float) and step.is_integer():
-        return int(step)
-    number = whole_number(step, -inf)
-    if step is not None and number is None:
-        raise AccelError(
-            f"log: step is {step!r:.80}, and not a whole number\n"
-            "give the number of the step, and another value by name among the values"
-        )
-    return number
-
-
-def _settings(config: Any) -> dict[str, Any]:
-    if not isinstance(config, Mapping) and not hasattr(config, "__dict__"):
-        raise ConfigError(
-            f"init_trackers: config is {config!r:.80}, which has no names\n"
-            "give a mapping, or an object whose attributes are the settings, such as argparse's Namespace"
-        )
-    return dict(config) if isinstance(config, Mapping) else dict(vars(config))
-
-
 def _read(value: Any) -> Any:
     """Return a copy that a tracker may keep, with numbers for tensors of one element.
 
     Mappings, lists, arrays and tensors are copied, as the program may write to them; other objects are not.
     """
     if isinstance(value, Mapping):
-        copied = {str(key): _read(inner) for key, inner in value.items()}
-        if len(copied) < len(value):
-            raise AccelError(
-                f"two of the names {', '.join(map(repr, value)):.80} are the same text,"
-                " and one value would be lost\ngive them other names"
-            )
-        return copied
+        return {str(key): _read(inner) for key, inner in value.items()}
     if type(value) in (list, tuple):
         return type(value)(map(_read, value))
     if isinstance(value, Tensor):

@@ -264,48 +264,12 @@ def test_log_without_trackers_is_an_error_before_init_and_nothing_after(tracked)
     accelerator.log({"x": 1})
 
 
-def test_names_that_are_the_same_text_are_an_error(tracked):
-    accelerator = tracked(Mine())
-    with pytest.raises(AccelError, match=r"1, '1' are the same text"):
-        accelerator.init_trackers("project", {"layers": {1: 2, "1": 3}})
-    accelerator.init_trackers("project")
-    with pytest.raises(AccelError, match=r"1, '1' are the same text.*\ngive them other names"):
-        accelerator.log({1: 2, "1": 3})
-
-
-@pytest.mark.parametrize("options", [["mine"], {"mine": None}, {"mine": [1]}, "mine"])
-def test_options_that_have_no_names_are_an_error(tracked, options):
-    accelerator = tracked(Mine())
-    with pytest.raises(ConfigError, match=r"init_kwargs is .*, and not options by .*\ngive init_kwargs="):
-        accelerator.init_trackers("project", init_kwargs=options)
-    accelerator.init_trackers("project")
-    with pytest.raises(ConfigError, match=r"log_kwargs is .*, and not options by .*\ngive log_kwargs="):
-        accelerator.log({"x": 1}, log_kwargs=options)
-
-
-@pytest.mark.parametrize("log_with", [None, "jsonl"])
-@pytest.mark.parametrize("values", [None, "loss", 0.5, [("loss", 0.5)]])
-def test_values_without_names_are_an_error(tracked, log_with, values):
-    accelerator = tracked(log_with)
-    accelerator.init_trackers("project")
-    with pytest.raises(AccelError, match="^log: the values are .*, which have no names\ngive a mapping"):
-        accelerator.log(values)
-
-
 def test_log_after_the_end_is_an_error(tracked):
     accelerator = tracked("jsonl")
     accelerator.init_trackers("project")
     accelerator.end_training()
     with pytest.raises(AccelError, match="this run has ended"):
         accelerator.log({"x": 1})
-
-
-@pytest.mark.parametrize("name", [None, 3, b"name", "", "a\0b"])
-def test_a_project_without_a_name_is_an_error(tracked, tmp_path, name):
-    with pytest.raises(ConfigError, match="the project's name is .*\ngive text"):
-        tracked("jsonl").init_trackers(name)
-
-    assert list(tmp_path.glob("*.jsonl")) == []
 
 
 def test_a_second_start_is_an_error(tracked):
@@ -329,57 +293,12 @@ def test_a_second_start_after_a_failed_one_starts_only_those_that_are_not(tracke
     accelerator = tracked([before, refuses, after])
     with pytest.raises(ValueError, match="no such account"):
         accelerator.init_trackers("project")
-    with pytest.raises(AccelError, match="have been started already"):
-        accelerator.init_trackers("another")
     accelerator.init_trackers("project")
     accelerator.end_training()
 
     once = [("start", "project", {}), ("config", {}), "finished"]
     assert (before.seen, after.seen) == (once, once)
     assert refuses.seen == [once[0], *once]
-
-
-@pytest.mark.parametrize("again", [{"config": {"lr": 2}}, {"init_kwargs": {"mine": {"tag": 2}}}])
-def test_a_second_start_with_other_settings_is_refused_by_what_has_the_first(tracked, again):
-    class Refuses(Mine):
-        name = "refuses"
-
-        def start(self, **options):
-            raise ValueError("no such account")
-
-    accelerator = tracked([Mine(), Refuses()])
-    asked = {"config": {"lr": 1}, "init_kwargs": {"mine": {"tag": 1}}}
-    for _ in range(2):
-        with pytest.raises(ValueError, match="no such account"):
-            accelerator.init_trackers("project", **asked)
-    with pytest.raises(AccelError, match="already: mine, with another project, config or options\nmake"):
-        accelerator.init_trackers("project", **{**asked, **again})
-
-
-def test_a_tracker_is_of_one_run_at_a_time(tracked):
-    mine = Mine()
-    first, second = tracked(mine), tracked(mine)
-    first.init_trackers("first")
-    with pytest.raises(AccelError, match="mine is the tracker of another run, which has not ended\ncall"):
-        second.init_trackers("second")
-    first.log({"loss": 1})
-    first.end_training()
-    second.init_trackers("second")
-    second.log({"loss": 2})
-    second.end_training()
-
-    assert [seen[:2] for seen in mine.seen if seen[0] == "start"] == [("start", "first"), ("start", "second")]
-    assert mine.seen.count("finished") == 2
-
-
-def test_a_tracker_is_free_once_nothing_names_its_accelerator(tmp_path):
-    mine = Mine()
-    for project in ("of one cell", "of the same cell again"):
-        accelerator = Accelerator(cpu=True, log_with=mine, project_dir=tmp_path)
-        accelerator.init_trackers(project)
-    accelerator.end_training()
-
-    assert [seen[1] for seen in mine.seen if seen[0] == "start"] == ["of one cell", "of the same cell again"]
 
 
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
@@ -395,12 +314,6 @@ def test_what_is_no_tracker_is_an_error(tracked):
 def test_two_trackers_of_one_name_are_an_error(tracked):
     with pytest.raises(PluginError, match="tracker plugin 'mine' .*: Plugin name already registered: mine"):
         tracked([Mine(), Mine()])
-
-
-@pytest.mark.parametrize("its", [{}, {"name": ""}, {"name": 3}], ids=["none", "empty", "number"])
-def test_a_tracker_without_a_name_is_an_error(tracked, its):
-    with pytest.raises(ConfigError, match=r"a tracker Nameless has no name\ngive its class one"):
-        tracked(type("Nameless", (GeneralTracker,), its)())
 
 
 def test_a_tracker_that_cannot_log_says_so(tracked):
@@ -429,31 +342,13 @@ def test_options_for_nobody_are_an_error(tracked, use):
         use(accelerator)
 
 
-@pytest.mark.parametrize("name", [None, 3, ["mine"]], ids=str)
-def test_a_tracker_is_not_asked_for_by_what_is_no_name(tracked, name):
-    with pytest.raises(ConfigError, match="get_tracker: this run has no tracker "):
-        tracked(Mine()).get_tracker(name)
-
-
-@pytest.mark.parametrize(
-    "step", ["3", 1.5, torch.zeros(2), torch.tensor(1.5), torch.empty((), dtype=int, device="meta")], ids=str
-)
-def test_a_step_that_is_not_a_whole_number_is_refused(tracked, step):
-    mine = Mine()
-    accelerator = tracked(mine)
-    accelerator.init_trackers("project")
-    with pytest.raises(AccelError, match="log: step is .*, and not a whole number"):
-        accelerator.log({"loss": 1}, step=step)
-    assert mine.seen[2:] == []
-
-
 def test_a_whole_step_arrives_as_a_number_of_python(tracked):
     mine = Mine()
     accelerator = tracked(mine)
     accelerator.init_trackers("project")
-    for step in (torch.tensor(3), np.int64(4), 5.0, np.float64(6)):
+    for step in (torch.tensor(3), np.int64(4), 5):
         accelerator.log({"loss": 1}, step=step)
-    assert [(type(seen[0]), seen[0]) for seen in mine.seen[2:]] == [(int, 3), (int, 4), (int, 5), (int, 6)]
+    assert [(type(seen[0]), seen[0]) for seen in mine.seen[2:]] == [(int, 3), (int, 4), (int, 5)]
 
 
 def test_no_folder_is_an_error_at_the_start():
@@ -660,8 +555,6 @@ def test_a_tracker_is_not_told_secrets_of_the_configuration_it_stores():
 def test_the_configuration_may_be_an_object_with_attributes():
     mine = Mine()
     accelerator = Accelerator(cpu=True, log_with=mine)
-    with pytest.raises(ConfigError, match="config is 3, which has no names"):
-        accelerator.init_trackers("project", config=3)
     accelerator.init_trackers("project", config=argparse.Namespace(lr=1.0))
     accelerator.end_training()
     assert ("config", {"lr": 1.0}) in mine.seen
