@@ -136,31 +136,13 @@ def _open_standard_streams() -> None:
             setattr(sys, name, os.fdopen(number, "w" if number else "r", closefd=False))
 
 
-def _stdout_fails() -> bool:
-    """Return True, with stdout on the null device, if nothing can be written to it."""
-    try:
-        print(flush=True)
-    except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python writes what is left at its end
-        return True
-    return False
-
-
 def main() -> None:
     """Run the console script; print errors of ours without a traceback."""
     _open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        try:
-            accel(prog_name="accel", windows_expand_args=False)
-        finally:
-            sys.stdout.flush()
-    except OSError as error:
-        if not _stdout_fails():
-            raise
-        print(f"accel: the output could not be written: {error}", file=sys.stderr)
-        sys.exit(1)
+        accel(prog_name="accel", windows_expand_args=False)
     except AccelError as error:
         print(f"accel: {error}", file=sys.stderr)
         sys.exit(error.exit_code if isinstance(error, LaunchError) else 1)

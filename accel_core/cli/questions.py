@@ -8,7 +8,7 @@ from typing import Any, Final
 import click
 from attrs import frozen
 
-from accel_core.cli.terminal import confirm, prompt, say
+from accel_core.cli.terminal import say
 from accel_core.config.convert import convert_option, members, plain
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import RawText
@@ -43,7 +43,7 @@ def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> 
             answers.append(_answer(path, _core_option(path), discovery, silent))
     strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
     options = Sections(discovery).class_of(strategy)
-    if options and confirm(f"Set options of {strategy}?"):
+    if options and click.confirm(f"Set options of {strategy}?"):
         for name, option in options_of(options).items():
             if not (option.python_only or option.refused or option.section):
                 answers.append(_answer(f"{strategy}.{name}", option, discovery, silent))
@@ -65,7 +65,7 @@ def _answer(path: str, option: Option, discovery: Discovery, silent: bool) -> An
     say("", f"{option.sentence}{one_of}")
     shown = "" if default is None else default
     parse = _parser(option, lambda value: _misnamed(path, value, names, discovery))
-    value = prompt(path, shown, parse)
+    value = click.prompt(path, default=shown, value_proc=parse, show_default=bool(shown))
     return Answer(path, option.sentence, plain(value), default)
 
 

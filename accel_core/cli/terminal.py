@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
-
-import click
 
 STYLES: Final = {
     "green": ("available", "ok", "yes", "usable"),
@@ -64,35 +62,6 @@ def table(rows: Sequence[Sequence[str]], *, header: bool = True) -> Iterator[str
     with console.capture() as capture:
         console.print(grid)
     yield from capture.get().splitlines()
-
-
-def prompt(name: str, default: Any, parse: Callable[[Any], Any]) -> Any:
-    """Ask for a value until `parse` takes the answer.
-
-    `parse` raises click.UsageError for an answer that it refuses.
-    """
-    if not _on_terminal():
-        return click.prompt(name, default=default, value_proc=parse, show_default=bool(default))
-    from rich.prompt import InvalidResponse, PromptBase
-    from rich.text import Text
-
-    class Question(PromptBase[Any]):
-        def process_response(self, value: str) -> Any:
-            try:
-                return parse(value.strip() or default)
-            except click.UsageError as error:
-                raise InvalidResponse(_coloured(f"failed: {error.message}")) from None
-
-    return Question(Text.assemble((name, "bold"), (f" ({default})" if default else "", "dim")))()
-
-
-def confirm(question: str) -> bool:
-    """Ask for yes or no; no by default."""
-    if not _on_terminal():
-        return click.confirm(question, default=False)
-    from rich.prompt import Confirm
-
-    return Confirm.ask(question, default=False)
 
 
 def _on_terminal() -> bool:

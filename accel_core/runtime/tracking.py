@@ -148,8 +148,8 @@ class Trackers:
                 log(_read(read), step, options.get(name, {}))
             except Exception as error:  # the others keep what one refuses
                 refused.append((name, error))
-        for name, error in refused[1:]:
-            logger.error("tracker %s refused these values as well: %r", name, error)
+        for name, said in refused[1:]:
+            logger.error("tracker %s refused these values as well: %r", name, said)
         if refused:
             raise refused[0][1]
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from generated_backends import generate_backends
 
-from accel_testing.commands import ACCEL, clean_environment
+from accel_testing.commands import clean_environment
 
 HELLO = "import click\n\n@click.command()\ndef hello():\n    print('hello from a plugin')\n"
 
@@ -62,20 +60,6 @@ def test_a_command_whose_package_is_not_installed_names_the_package(accel):
     assert ended.returncode == 1
     assert ended.stderr.startswith("accel: the command 'checkpoint' comes with accel-checkpoint-tools\n")
     assert "pip install" in ended.stderr
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no such device")
-@pytest.mark.parametrize("buffered", ["", "1"])
-@pytest.mark.parametrize("words", [["--help"], ["plugins"]], ids=" ".join)
-def test_output_that_cannot_be_written_is_said_without_a_traceback(words, buffered, run_command):
-    variables = clean_environment({"PYTHONUNBUFFERED": buffered})
-    with Path("/dev/full").open("w") as full:
-        ended = run_command([ACCEL, *words], env=variables, stdout=full, stderr=subprocess.PIPE, check=False)
-
-    assert ended.returncode == 1
-    assert re.fullmatch(
-        r"accel: the output could not be written: .* No space left .*\n", ended.stderr.decode()
-    )
 
 
 @pytest.mark.parametrize("words", [["--help"], ["plugins"], ["launch", "--help"]], ids=" ".join)

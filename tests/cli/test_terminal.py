@@ -93,8 +93,8 @@ def test_answers_are_asked_for_again_until_they_are_right(tmp_path, start_comman
 
     shown = plain(on_a_terminal(start_command, "config", "init", cwd=tmp_path, answers=answers))
 
-    assert "gradient_accumulation_steps (1): " in shown
-    assert "failed: " in shown
+    assert "gradient_accumulation_steps [1]: " in shown
+    assert "Error: " in shown
     assert "gradient_accumulation_steps: 3" in (tmp_path / "accel.yaml").read_text()
 
 
