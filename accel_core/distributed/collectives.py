@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from math import inf
-from numbers import Number
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
@@ -24,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import current
 from accel_core.distributed.exchange import CollectiveCall, collective_call, summary
 from accel_core.distributed.nested import describe, leaves, rebuild, recursively_apply, slice_tensors
@@ -149,10 +146,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor.
-        ValueError: the world has no such rank, or the tensors are on several devices.
+        ValueError: the tensors are on several devices.
     """
     with collective_call(run or current(), "world", f"broadcast from {from_process}", tensor) as call:
-        call.check_rank(from_process)
         tensors, plan = call.tensors()
         if call.size == 1:
             return tensor
@@ -180,18 +176,9 @@ def broadcast_object_list(
 
     Raises:
         CollectiveError: another rank calls something else, or `from_process` cannot pickle its items.
-        TypeError: it is not a list.
-        ValueError: the world has no such rank.
     """
     operation = f"broadcast_object_list from {from_process}"
     with collective_call(run or current(), "world", operation, object_list, objects=True) as call:
-        with call.local():
-            if not isinstance(object_list, list):
-                raise TypeError(
-                    f"broadcast_object_list: items of a {type(object_list).__name__} cannot be replaced\n"
-                    "give a list"
-                )
-        call.check_rank(from_process)
         object_list[:] = call.one_object(object_list, from_process)
         return object_list
 
@@ -210,21 +197,15 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
-        TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers; `scale` is
-            not a number.
+        TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
         ValueError: an unknown reduction; the tensors are on several devices.
     """
     run = run or current()
     if reduction not in get_args(Reduction):
-        words = ", ".join(get_args(Reduction))
-        raise ValueError(
-            f"reduce: {reduction!r} is not one of {words}\nname one of these, or leave it out for mean"
-        )
+        raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
     if reduction == "none":
         return tensor
     with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
-        with call.local():
-            scale = _number(scale, "reduce: scale", "give a number; 1.0 changes nothing")
         reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
             reduced = _reduced(call, plan, reduced, reduction)
@@ -250,54 +231,23 @@ def pad_across_processes(
 
     Raises:
         CollectiveError: the structures differ between ranks; it shows those of each rank.
-        TypeError: a leaf is not a tensor, or `dim` or `pad_index` not a number.
-        ValueError: the dtype of a tensor that is to be padded does not have the value.
+        TypeError: a leaf is not a tensor.
     """
     run = run or current()
     name = "pad_across_processes"
     with collective_call(run, run.topology.gather_dim, name, tensor, objects=True) as call:
         with call.local():
             tensors, structure = leaves(tensor, name)
-            if whole_number(dim, -inf) is None:
-                raise TypeError(f"{name}: dim is {dim!r:.80}\ngive the number of a dimension, such as 0")
-            pad_index = _number(pad_index, f"{name}: pad_index", "give the number to pad with")
         lengths = [leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in tensors]
         of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
         padded = []
-        for leaf, length, of_leaf in zip(tensors, lengths, zip(*of_ranks, strict=True), strict=True):
-            if min(of_leaf) != max(of_leaf):
-                _check_padding(pad_index, leaf.dtype)
-            if missing := max(of_leaf) - length:
-                sides = [missing, 0] if pad_first else [0, missing]
-                padded.append(pad(leaf, [0, 0] * (leaf.ndim - 1 - dim % leaf.ndim) + sides, value=pad_index))
-            else:
-                padded.append(leaf)
+        for leaf, length, longest in zip(
+            tensors, lengths, map(max, zip(*of_ranks, strict=True)), strict=True
+        ):
+            sides = [longest - length, 0] if pad_first else [0, longest - length]
+            around = [0, 0] * (leaf.ndim - 1 - dim % max(leaf.ndim, 1)) + sides
+            padded.append(pad(leaf, around, value=pad_index) if longest > length else leaf)
         return rebuild(tensor, padded)
-
-
-def _number(given: Any, name: str, remedy: str) -> Any:
-    """Return a number or a tensor of one; numpy's as Python's.
-
-    Raises:
-        TypeError: it is another value.
-    """
-    if isinstance(given, (np.generic, np.ndarray)) and given.ndim == 0:
-        given = given.tolist()  # None if numpy has masked it
-    if not (given.numel() == 1 if isinstance(given, Tensor) else isinstance(given, Number)):
-        raise TypeError(f"{name} is {given!r:.80}\n{remedy}")
-    return given
-
-
-def _check_padding(value: Any, dtype: torch.dtype) -> None:
-    """Raise where torch would pad with another value: True for -100, 1 for 1.5."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return
-    least, most = (0, 1) if dtype is torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
-    if not (least <= value <= most and value == int(value)):
-        raise ValueError(
-            f"pad_across_processes: pad_index={value} is not a value of {dtype}, and a tensor of it is"
-            " shorter on some ranks\npad that tensor by a call of its own, or convert it first"
-        )
 
 
 def wait_for_everyone(*, run: Run | None = None) -> None:
@@ -329,10 +279,8 @@ def split_between_processes(
     topology = (run or current()).topology
     lengths = {*_lengths(inputs)} if topology.readers > 1 or isinstance(inputs, Mapping) else set()
     if len(lengths) > 1:
-        raise ValueError(
-            "split_between_processes: all values of the dict must have the same length, and theirs are"
-            f" {', '.join(map(str, sorted(lengths)))}\ngive what has another length in a call of its own"
-        )
+        found = ", ".join(map(str, sorted(lengths)))
+        raise ValueError(f"split_between_processes: values of a dict must have one length, got {found}")
     if topology.readers == 1:
         yield inputs
         return
@@ -387,18 +335,8 @@ def _lengths(value: Any) -> Iterator[int]:
     if isinstance(value, Mapping):
         for inner in value.values():
             yield from _lengths(inner)
-        return
-    try:
+    else:
         yield len(value)
-    except TypeError as error:  # also of a tensor without dimensions
-        raise _unsplittable(value) from error
-
-
-def _unsplittable(value: Any) -> TypeError:
-    return TypeError(
-        f"split_between_processes: each process would get all of the {type(value).__name__}\n"
-        "give a list, a tensor or an array with a first dimension, or a dict of such"
-    )
 
 
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
@@ -407,7 +345,10 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     if hasattr(value, "select") and not isinstance(value, Tensor):  # tables, which are not sliced
         return value.select([*range(start, stop), *[len(value) - 1] * missing])
     if not isinstance(value, list | tuple | range | Tensor | np.ndarray):
-        raise _unsplittable(value)
+        raise TypeError(
+            f"split_between_processes: each process would get all of the {type(value).__name__}\n"
+            "give a list, a tensor or an array with a first dimension, or a dict of such"
+        )
     part = [*value[start:stop]] if isinstance(value, range) else value[start:stop]
     if not missing:
         return part

@@ -29,7 +29,6 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
-from accel_core.contract.arguments import whole_number
 from accel_core.contract.world import current_operation
 from accel_core.distributed.nested import describe, leaves, walk
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
@@ -96,15 +95,6 @@ class CollectiveCall:
             if self.size > 1:
                 self._compare(_REFUSED)
             raise
-
-    def check_rank(self, rank: int) -> None:
-        """Raise ValueError for a rank that the group does not have."""
-        with self.local():
-            number = whole_number(rank)
-            if number is None or number >= self.size:
-                raise ValueError(
-                    f"{self.operation}: there are ranks 0 to {self.size - 1} only\ngive one of them"
-                )
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
         """Return the structure's tensors and their plan.

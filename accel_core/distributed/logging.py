@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-from types import NoneType
 from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.run import live
@@ -28,10 +27,8 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
             environment, else what `logging` was told.
 
     Raises:
-        ConfigError: there is no such level, or the name is not text.
+        ConfigError: there is no such level.
     """
-    if not isinstance(name, (str, NoneType)):
-        raise ConfigError(f"get_logger: the name is {name!r:.80}\ngive text, such as __name__")
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCEL_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level:

@@ -1,7 +1,7 @@
 """Walk nested structures of tensors, with their types preserved.
 
 Nothing here communicates. torch.utils._pytree does not serve: it takes subclasses of dict and list, other
-mappings, attrs classes and dataclasses for leaves, and a map over a batch costs four times as much.
+mappings and dataclasses for leaves, and a map over a batch costs four times as much.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any, Final
 
-import attrs
 import torch
 from torch import Tensor
 
@@ -42,8 +41,8 @@ def recursively_apply(
 ) -> Any:
     """Apply `func(leaf, *args, **kwargs)` to each leaf that `test_type` accepts.
 
-    Structures are lists, tuples (named ones too), mappings, attrs classes and dataclasses, subclasses
-    included; each keeps its type. Other leaves stay as they are.
+    Structures are lists, tuples (named ones too), mappings and dataclasses, subclasses included; each
+    keeps its type. Other leaves stay as they are.
 
     Raises:
         TypeError: another leaf was found, and `error_on_other_type` is set.
@@ -250,13 +249,9 @@ def children_of(value: Any) -> tuple[Collection[Any], Collection[Any]] | None:
         return range(len(value)), value
     if isinstance(value, type):
         return None
-    if attrs.has(type(value)):
-        names = [attribute.name for attribute in attrs.fields(type(value))]
-    elif dataclasses.is_dataclass(value):
-        names = [field.name for field in dataclasses.fields(value)]
-    else:
+    if not dataclasses.is_dataclass(value):
         return None
-    names = [name for name in names if hasattr(value, name)]  # one that `__init__` leaves out may be unset
+    names = [field.name for field in dataclasses.fields(value)]
     return names, [getattr(value, name) for name in names]
 
 
@@ -264,14 +259,7 @@ def _like(value: Any, children: list[tuple[Any, Any]]) -> Any:
     """Copy a structure, its type included, with other children."""
     if isinstance(value, tuple):
         make = getattr(type(value), "_make", type(value))  # named tuples may have a constructor of their own
-        items = [child for _, child in children]
-        try:
-            return make(items)
-        except TypeError:  # so may other tuples
-            same = tuple.__new__(type(value), items)
-            if hasattr(value, "__dict__"):
-                same.__dict__.update(value.__dict__)
-            return same
+        return make([child for _, child in children])
     if isinstance(value, Mapping) and not isinstance(value, MutableMapping):
         return type(value)(dict(children))  # type: ignore[call-arg]
     # A shallow copy keeps everything else: a default factory, a subclass's own attributes.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 import sys
 from collections.abc import Sequence
@@ -9,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from accel_core.contract.arguments import whole_number
 from accel_core.contract.run import current, live_runs
 from accel_core.contract.world import rank_here
 from accel_core.distributed.exchange import collective_call
@@ -29,16 +29,8 @@ def set_seed(
     same data (tensor parallel ranks must: each has a part of one model). deterministic: let torch
     use deterministic algorithms only. Without a live run the world is the one that the launcher's
     variables describe.
-
-    Raises:
-        ConfigError: the seed is not a whole number, or has more than 64 bits.
     """
-    number = whole_number(seed, -(2**63))  # Python's own generator takes no number of numpy or torch
-    if number is None or number >= 2**64:
-        raise ConfigError(
-            f"set_seed: the seed is {seed!r:.80}\ngive a whole number that fits into 64 bits, such as 42"
-        )
-    seed = number
+    seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
     runs = list(live_runs)
     if run is None and len(runs) == 1:
         run = runs[0]

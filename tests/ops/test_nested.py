@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import attrs
 import pytest
 import torch
 
@@ -30,10 +29,10 @@ class Output:
     known: int = field(default=0, init=False)
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Sample:
     pixels: torch.Tensor
-    label: int = attrs.field(default=3, converter=int)
+    label: int = 3
 
 
 class Encoding(UserDict):

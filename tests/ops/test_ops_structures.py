@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import attrs
 import hypothesis.strategies as st
 import pytest
 import torch
@@ -31,7 +30,7 @@ class Output:
     hidden: Any = None
 
 
-@attrs.frozen
+@dataclass(frozen=True)
 class Sample:
     pixels: Any
     label: Any

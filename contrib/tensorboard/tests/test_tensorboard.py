@@ -123,12 +123,6 @@ def test_a_step_that_an_event_cannot_hold_is_an_error(board, step):
         board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
 
 
-@pytest.mark.parametrize("step", [0.5, "3", float("nan")])
-def test_a_step_that_is_no_whole_number_is_an_error(board, step):
-    with pytest.raises(AccelError, match="log: step is .*, and not a whole number"):
-        board(lambda accelerator: accelerator.log({"x": 1.0}, step=step))
-
-
 def test_values_that_lie_over_each_other_for_want_of_a_step_are_warned_of(board):
     def use(accelerator):
         for loss in (3, 2, 1):
