@@ -1,6 +1,6 @@
 """`gather` of a nested dict of small tensors on two gloo ranks.
 
-Plain PyTorch: one collective for all, by hand.
+Plain PyTorch: one collective into one tensor for all, by hand.
 
 `python gather.py [--peers PYTHON]` prints the rows; `python gather.py NAME` is one rank of one contender.
 """
@@ -49,12 +49,13 @@ def raw() -> Callable[[object], object]:
     from torch import distributed
 
     distributed.init_process_group("gloo")
+    gather_into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
 
     def gather(values: dict[str, dict[str, torch.Tensor]]) -> dict[str, dict[str, torch.Tensor]]:
         flat = torch.cat([tensor for group in values.values() for tensor in group.values()])
-        ranks = [torch.empty_like(flat) for _ in range(2)]
-        distributed.all_gather(ranks, flat)
-        columns = iter(torch.stack(ranks).view(2, -1, ROWS).unbind(1))
+        ranks = flat.new_empty(2 * len(flat))
+        gather_into(ranks, flat)
+        columns = iter(ranks.view(2, -1, ROWS).unbind(1))
         return {key: {name: next(columns).reshape(-1) for name in group} for key, group in values.items()}
 
     return gather

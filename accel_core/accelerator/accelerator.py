@@ -162,7 +162,7 @@ class Accelerator(Ranks, Training, States):
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
         if steps < 1:
-            raise ConfigError(f"gradient_accumulation_steps must be 1 or more, got {steps}")
+            raise ConfigError(f"gradient_accumulation_steps is {steps}\nset it to 1 or more")
         self.run.set_accumulation_steps(operator.index(steps))
 
     @property

@@ -58,8 +58,8 @@ class LocalSGD:
         self.enabled = enabled and self._ranks.size > 1
         if self.enabled and "local_sgd" not in self.unit.offers:
             raise ConfigError(
-                f"LocalSGD: ranks cannot step by themselves under strategy {self.unit.strategy!r}, whose card"
-                f" does not offer 'local_sgd'\n{offering('local_sgd')}; or pass enabled=False"
+                f"LocalSGD: ranks cannot step by themselves under strategy {self.unit.strategy!r}\n"
+                f"{offering('local_sgd')}; or pass enabled=False"
             )
         if self.enabled and not run.config.data.even_batches:
             raise ConfigError(
@@ -94,14 +94,15 @@ class LocalSGD:
 
     def _average_state(self) -> None:
         """Average the state of optimizers, and take the largest of counts, which may lie on the host."""
-        means, counts, kinds, others = list[Tensor](), list[Tensor](), list[object](), False
+        means, counts, kinds, others = list[Tensor](), list[Tensor](), [], False
         for parameter, key, value in self._state():
             if type(value) is Tensor and value.is_floating_point():
                 (counts if value.dim() == 0 < parameter.dim() else means).append(value)
                 kinds.append((key, value.shape, value.dtype))
             else:  # codes of 8 bits, for example, which go with their scales
                 others = others or not isinstance(value, int | float | str | None)
-        if others or len({repr(each) for each in self._ranks.all_gather_object((kinds, others))}) > 1:
+        found = {repr(each) for each in self._ranks.all_gather_object((kinds, others))}
+        if others or len(found) > 1:
             warnings.warn(
                 f"LocalSGD of {self.unit.name!r}: each rank keeps its optimizer's state, which is not"
                 " floating-point tensors, or not the same ones on all ranks\n"
@@ -118,5 +119,5 @@ class LocalSGD:
     def _state(self) -> Iterator[tuple[nn.Parameter, str, object]]:
         for optimizer in self.unit.optimizers:
             for parameter in (each for group in optimizer.param_groups for each in group["params"]):
-                state = optimizer.state.get(parameter, {})
-                yield from ((parameter, key, state[key]) for key in sorted(state, key=str))
+                for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+                    yield parameter, key, value

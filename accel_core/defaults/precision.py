@@ -11,16 +11,16 @@ import torch
 from torch.amp import GradScaler
 
 from accel_core.contract import hooks
-from accel_core.contract.config import AutocastKwargs
 from accel_core.contract.hooks import implements
 from accel_core.contract.run import current
-from accel_core.errors import AccelError, ConfigError
+from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from accel_core.contract.bound import Hooks
+    from accel_core.contract.config import AutocastKwargs
     from accel_core.contract.run import Run
     from accel_core.contract.state import Entry
     from accel_core.contract.unit import Unit
@@ -40,11 +40,6 @@ def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContext
 
 @contextmanager
 def _adjusted(run: Run, context: AbstractContextManager[Any], handler: AutocastKwargs) -> Iterator[None]:
-    if not isinstance(handler, AutocastKwargs):
-        raise ConfigError(
-            f"autocast was given {handler!r:.80}, and not AutocastKwargs\n"
-            "give AutocastKwargs(...), or nothing for the run's settings"
-        )
     kind = run.device.type
     with context:
         enabled = handler.enabled and torch.is_autocast_enabled(kind)

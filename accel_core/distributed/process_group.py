@@ -50,8 +50,6 @@ WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops
 _stores: dict[tuple[str | None, ...], Store] = {}
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
-_excepthooks: list[tuple[Any, Any]] = []
-"""(from before, torch's); torch puts its own on top for each group, for good."""
 
 
 class SharedGroup:
@@ -147,7 +145,6 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
                 f"process_group.backend: torch.distributed here has no backend {name!r}\ntake one of {names},"
                 " or import what registers it before the Accelerator is made"
             )
-    before = sys.excepthook
     try:
         root, key = _root_store(world, options)
         count = _groups_made[key]
@@ -168,7 +165,6 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
             "check that every rank was started, that the address is reachable and the port is free",
             rank=world.rank,
         ) from error
-    _excepthooks[:] = [(before, sys.excepthook)]
 
 
 def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, tuple[str | None, ...]]:
@@ -214,10 +210,6 @@ def destroy() -> None:
     """
     _control.clear()
     dist.destroy_process_group()
-    for before, torchs in _excepthooks:
-        if sys.excepthook is torchs:
-            sys.excepthook = before
-    _excepthooks.clear()
     let_threads_finish()
 
 

@@ -57,17 +57,6 @@ def test_one_accelerator_after_another_each_with_a_group_of_its_own(run_processe
     assert run_processes(three_in_turn) == [[2.0, 2.0, 2.0]] * 2
 
 
-def hook_of_exceptions():
-    before = sys.excepthook
-    Accelerator(cpu=True).end_training()
-    return sys.excepthook is before
-
-
-@pytest.mark.needs("accel-ddp")
-def test_a_group_that_has_ended_leaves_no_hook_for_exceptions(run_processes):
-    assert run_processes(hook_of_exceptions) == [True, True]
-
-
 def two_at_once():
     first = Accelerator(cpu=True)
     second = Accelerator(cpu=True, mixed_precision="bf16")
