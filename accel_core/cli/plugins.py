@@ -147,15 +147,26 @@ def doctor(name: str, timeout: float) -> None:
 
 def examine(name: str) -> None:
     """Import each path of a card, in the doctor's child; exit 1 at the first failure."""
-    from accel_core.contract.config import RunConfig  # late: it is slow to import, and listings need none
+    # late: they are slow to import, and listings need none
+    from accel_core.contract.config import RunConfig
+    from accel_core.plugins.tasks import ask
 
     record = _find(name)
     checks: dict[str, Callable[[], Any]] = {
+        "task": lambda: ask(record),
         "launch_environment": lambda: environment_of(record, RunConfig(), World()),
         "visible_devices": lambda: visible_devices(record, RunConfig()),
         "verify": lambda: verify(record),
     }
-    for what in ("launch_environment", "visible_devices", "config", "hookspecs", "implementation", "verify"):
+    for what in (
+        "task",
+        "launch_environment",
+        "visible_devices",
+        "config",
+        "hookspecs",
+        "implementation",
+        "verify",
+    ):
         path = getattr(record.card, what)
         if path is None:
             continue
@@ -164,8 +175,8 @@ def examine(name: str) -> None:
             load(record, path)
             answer = checks[what]() if what in checks else None
             reason = answer if what == "verify" else None
-        except PluginError as error:
-            cause = error.__cause__
+        except Exception as error:  # of the plugin's own, where core calls it
+            cause = error.__cause__ if isinstance(error, PluginError) else error
             say("failed")
             print(*(traceback.format_exception(cause) if cause else [error]), sep="\n")
             sys.exit(1)

@@ -63,11 +63,16 @@ def refuse_lone_task(task: Task | None, discovery: Discovery, nodes: int = 1) ->
     )
 
 
-def _ask(record: Record) -> Task | None:
+def ask(record: Record) -> object:
+    """Call the function `task` of a launcher's card; it may raise anything."""
     assert record.card is not None
     assert record.card.task is not None
+    return load(record, record.card.task)(os.environ)
+
+
+def _ask(record: Record) -> Task | None:
     try:
-        task = load(record, record.card.task)(os.environ)
+        task = ask(record)
     except Exception:  # a launcher that nobody chose: `accel plugins doctor` tells its fault
         return None
     return evolve(task, launcher=record.name) if isinstance(task, Task) else None
