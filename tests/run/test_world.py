@@ -180,16 +180,6 @@ def who():
     return marks
 
 
-@pytest.mark.parametrize("rank", [-1, "0", None])
-def test_a_function_for_a_rank_that_no_process_has_is_refused(rank):
-    accelerator = Accelerator(cpu=True)
-    with pytest.raises(ConfigError, match=r"process_index is .* would run nowhere\n"):
-        accelerator.on_process(process_index=rank)(print)
-    with pytest.raises(ConfigError, match=r"local_process_index is .* would run nowhere\n"):
-        accelerator.on_local_process(print, rank)
-    accelerator.end_training()
-
-
 @pytest.mark.needs("accel-ddp")
 def test_functions_and_shares_by_rank(run_processes):
     assert run_processes(who) == [["main", "local", None, None, [1, 2]], [None, None, "last", "one", [3]]]
