@@ -71,7 +71,7 @@ class Told:
         return torch.cat([self.broadcast(tensor.clone()), *[tensor] * (self.size - 1)])
 
 
-def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_types=("generator",), **data):
+def world(readers=1, *, device="cpu", wrap=None, mark_step=None, rng_types=("generator",), **data):
     """One fake run for each reader. Readers must iterate in step, reader 0 first."""
     told, steps = [], {"wrap_dataloader": wrap}
 
@@ -82,7 +82,7 @@ def world(readers=1, *, device="cpu", move=None, wrap=None, mark_step=None, rng_
             topology=Topology(reader=reader, readers=readers),
             world=SimpleNamespace(size=1),  # nobody trains here
             device=torch.device(device),
-            hooks=SimpleNamespace(move=move, step=steps.get),
+            hooks=SimpleNamespace(step=steps.get),
             mark_step=mark_step,
             units=[],
             active_loaders=[],

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from accel_core import Accelerator, DataLoaderConfiguration
+from accel_core.data import prefetch
 from accel_core.data.loader import prepare_loader
 
 
@@ -76,14 +77,15 @@ def test_a_window_may_be_handed_out_again():
         assert [(hand_out(), places(loader)) for hand_out in window] == first
 
 
-def test_batches_are_placed_as_they_are_handed_out():
+def test_batches_are_placed_as_they_are_handed_out(monkeypatch):
     moved = []
 
     def move(batch, device, non_blocking):
         moved.append(batch)
         return [-number for number in batch]
 
-    (run,) = world(device="meta", move=move)
+    monkeypatch.setattr(prefetch, "send_to_device", move)
+    (run,) = world(device="meta")
     loader = prepare_loader(numbers(4, 2)(0), run)
     with closing(loader.host_batches()) as batches:
         (first, hand_out), _ = batches
@@ -95,7 +97,7 @@ def test_batches_that_a_plugin_reads_are_placed_already():
     def wrap(batches, topology):
         return ([-number for number in batch] for batch in batches)
 
-    (run,) = world(device="meta", move=lambda batch, *_: batch, wrap=wrap)
+    (run,) = world(device="meta", wrap=wrap)
     loader = prepare_loader(numbers(4, 2, num_workers=1)(0), run)
     with closing(loader.host_batches()) as batches:
         found = [(batch, hand_out(), loader.last) for batch, hand_out in batches]

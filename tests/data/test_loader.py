@@ -23,6 +23,7 @@ from torch.utils.data import (
 
 from accel_core import ConfigError, RunConfig, skip_first_batches
 from accel_core.data import loader as loader_module
+from accel_core.data import prefetch
 from accel_core.data.loader import PreparedLoader, prepare_loader
 
 
@@ -372,14 +373,15 @@ def test_workers_are_the_users(persistent):
         assert {length for batch in expected for _, length in batch} == {108, 208}
 
 
-def test_batches_are_moved_where_the_device_is_another():
+def test_batches_are_moved_where_the_device_is_another(monkeypatch):
     moved = []
 
     def move(batch, device, non_blocking):
         moved.append((device, non_blocking))
         return [-number for number in batch]
 
-    (run,) = world(device="meta", move=move, non_blocking=True)
+    monkeypatch.setattr(prefetch, "send_to_device", move)
+    (run,) = world(device="meta", non_blocking=True)
     assert list(prepare_loader(numbers(3)(0), run)) == [[0, -1], [-2]]
     assert moved == [(torch.device("meta"), True)] * 2
     assert list(prepare_loader(numbers(3)(0), run, device_placement=False)) == [[0, 1], [2]]

@@ -43,7 +43,8 @@ def recorded(monkeypatch, data, *, workers, **options):
     monkeypatch.setattr(prefetch, "_stream", lambda _: Stream())
     computing = Stream()
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: computing)
-    (run,) = world(device="meta", move=move, **options)
+    monkeypatch.setattr(prefetch, "send_to_device", move)
+    (run,) = world(device="meta", **options)
     loader = prepare_loader(DataLoader(data, 2, num_workers=workers, collate_fn=plain), run)
     events.extend((batch, loader.last, loader.state_dict()["consumed"]) for batch in loader)
     return [event for event in events if event not in ("beside", "waits", "follows")], events
@@ -95,7 +96,8 @@ def test_memory_of_batches_waits_for_each_stream_that_has_read_them(monkeypatch,
     current = [first]
     monkeypatch.setattr(prefetch, "_stream", lambda _: aside)
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: current[0])
-    (run,) = world(device="meta", move=lambda batch, device, non_blocking: batch)
+    monkeypatch.setattr(prefetch, "send_to_device", lambda batch, device, non_blocking: batch)
+    (run,) = world(device="meta")
     loader = prepare_loader(DataLoader(Numbers(8), 2, num_workers=1, collate_fn=plain), run)
     for number, _ in enumerate(loader):
         current[0].kernels += 1
@@ -147,7 +149,7 @@ class Carrier(list):
     """What a plugin's `wrap_dataloader` may give."""
 
 
-def carried(marks=(), workers=1):
+def carried(monkeypatch, marks=(), workers=1):
     """(batches of a loader that a plugin brings to the device, what it was given, points marked)."""
     given, points = [], []
 
@@ -157,21 +159,22 @@ def carried(marks=(), workers=1):
         found.marks = frozenset(marks)
         return found
 
-    (run,) = world(device="meta", move=lambda batch, *_: batch, wrap=wrap, mark_step=points.append)
+    monkeypatch.setattr(prefetch, "send_to_device", lambda batch, device, non_blocking: batch)
+    (run,) = world(device="meta", wrap=wrap, mark_step=points.append)
     loader = prepare_loader(DataLoader(Numbers(4), 2, num_workers=workers), run)
     return [batch.tolist() for batch in loader], given, points
 
 
-def test_a_plugin_brings_the_batches_of_loaders_with_workers():
-    assert carried() == ([[0, -1], [-2, -3]], [1], ["batch", "batch"])
+def test_a_plugin_brings_the_batches_of_loaders_with_workers(monkeypatch):
+    assert carried(monkeypatch) == ([[0, -1], [-2, -3]], [1], ["batch", "batch"])
 
 
-def test_a_plugins_loader_that_marks_batches_is_left_alone():
-    assert carried(marks=["batch"])[2] == []
+def test_a_plugins_loader_that_marks_batches_is_left_alone(monkeypatch):
+    assert carried(monkeypatch, marks=["batch"])[2] == []
 
 
-def test_a_plugin_does_not_read_ahead_in_this_process():
-    assert carried(workers=0) == ([[0, 1], [2, 3]], [], ["batch", "batch"])
+def test_a_plugin_does_not_read_ahead_in_this_process(monkeypatch):
+    assert carried(monkeypatch, workers=0) == ([[0, 1], [2, 3]], [], ["batch", "batch"])
 
 
 def test_nothing_is_done_on_a_cpu():
@@ -186,7 +189,12 @@ def test_nothing_is_pinned_for_a_device_that_is_not_torchs_accelerator():
 def test_copies_of_pinned_batches_are_not_waited_for(monkeypatch):
     waits = []
     monkeypatch.setattr(loading, "can_pin", lambda device: device.type == "meta")
-    (run,) = world(device="meta", move=lambda batch, device, non_blocking: waits.append(not non_blocking))
+
+    def move(batch, device, non_blocking):
+        waits.append(not non_blocking)
+
+    monkeypatch.setattr(prefetch, "send_to_device", move)
+    (run,) = world(device="meta")
     for pinned in (True, False):
         loader = prepare_loader(DataLoader(Numbers(4), 2, pin_memory=pinned), run)
         list(loader._placement.all(iter(["batch"])))

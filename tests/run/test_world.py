@@ -16,6 +16,7 @@ import torch.distributed as dist
 from accel_core import (
     Accelerator,
     AccelError,
+    Card,
     CollectiveError,
     ConfigError,
     InitProcessGroupKwargs,
@@ -27,6 +28,7 @@ from accel_core import (
 )
 from accel_core.contract.run import current
 from accel_core.defaults.device import local_device
+from accel_core.runtime.join import backends_of
 from accel_testing.patience import patience
 from accel_testing.processes import ProcessError, reserved_port
 
@@ -280,17 +282,21 @@ def test_torchruns_placeholder_is_no_id_of_a_run():
     assert World.from_environment({**world, "TORCHELASTIC_RUN_ID": "x"}).run_id == "x"
 
 
-def under_a_named_backend():
-    del dist.Backend.default_device_backend_map["cpu"]
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="gloo")])
-    total = accelerator.reduce(torch.ones(1), "sum").item()
-    accelerator.end_training()
-    return total
-
-
-@pytest.mark.needs("accel-ddp")
-def test_a_backend_that_was_named_is_used_where_the_device_has_none(run_processes):
-    assert run_processes(under_a_named_backend) == [2.0, 2.0]
+@pytest.mark.parametrize("named", ["gloo", None])
+def test_a_backend_that_was_named_is_used_where_the_device_has_none(named):
+    run = SimpleNamespace(
+        stack=SimpleNamespace(
+            device=SimpleNamespace(card=Card(name="new", slot="device", summary="a chip", api_version="1.0"))
+        ),
+        device=torch.device("meta"),
+        world=SimpleNamespace(size=2),
+        config=SimpleNamespace(process_group=InitProcessGroupKwargs(backend=named)),
+    )
+    if named:
+        assert backends_of(run) == {"cpu": "gloo", "meta": "gloo"}
+    else:
+        with pytest.raises(ConfigError, match="no backend for meta tensors, but this run has 2 processes"):
+            backends_of(run)
 
 
 def under_a_backend_that_there_is_not():
