@@ -11,7 +11,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path as FilePath
 from typing import Any, Final
 
@@ -213,6 +213,12 @@ def _resolved(table: Table, file: str | None) -> Resolved:
     return Resolved(config=config, file=file, sections=builder.built, table=table)
 
 
+@cache
+def _usual(section: type) -> Any:
+    """Return a section without settings, which no run changes."""
+    return section()
+
+
 class _Builder:
     """Builds config objects from a table."""
 
@@ -251,6 +257,8 @@ class _Builder:
                 values[name] = setting.value
             elif option.section and inner in self._filled:
                 values[name] = self.build(option.section, inner)
+            elif option.section and getattr(option.default, "factory", None) is option.section:
+                values[name] = _usual(option.section)
             elif option.default is NOTHING:
                 self._refuse(path, f"required key missing; set it in section {dotted(path)}", inner)
         original = self.table.objects.get(path)

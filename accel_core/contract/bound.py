@@ -7,9 +7,10 @@ None, and its `tryfirst` beats our layers (docs/decisions).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
+from operator import itemgetter
 from types import CodeType
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
@@ -55,24 +56,22 @@ class Hooks:
         callers: pluggy's hooks by name. layers: plugin -> layer; equal ones stay in this order.
         """
         self._callers: Mapping[str, pluggy.HookCaller] = vars(callers)
-        self._layers = dict(sorted(layers.items(), key=lambda plugin: plugin[1]))
+        self._layers = dict(sorted(layers.items(), key=itemgetter(1)))
 
     def implementations(self, hook: str) -> list[Implementation]:
         """Return the implementations of the hook, bottom layer first; none of a package that is not here."""
-        caller = self._callers.get(hook)
+        caller, found = self._callers.get(hook), []
         if caller is None or caller.spec is None:
             return []
-        wanted, found = caller.spec.argnames, {each.plugin_name: each for each in caller.get_hookimpls()}
-        return [
-            Implementation(
-                plugin,
-                found[plugin].function
-                if found[plugin].argnames == wanted
-                else _with_parameters(hook, wanted, found[plugin].argnames, found[plugin].function),
-            )
-            for plugin in self._layers
-            if plugin in found
-        ]
+        wanted, marked = caller.spec.argnames, caller.get_hookimpls()
+        for plugin in self._layers if marked else ():
+            for each in marked:
+                if each.plugin_name == plugin:
+                    call: Callable[..., Any] = each.function
+                    if each.argnames != wanted:
+                        call = _with_parameters(hook, wanted, each.argnames, call)
+                    found.append(Implementation(plugin, call))
+        return found
 
     def below_layer(self, layer: int) -> Hooks:
         """Return the same hooks, answered by the layers below `layer`."""
@@ -83,7 +82,7 @@ class Hooks:
 
     def step(self, hook: str) -> Callable[..., Any] | None:
         """Return the callable of a hook; None if all implementations are `no_op`."""
-        called = vars(self).get(hook) or self._resolve(hook)
+        called: Callable[..., Any] = getattr(self, hook)
         return None if getattr(called, "accel_no_op", False) else called
 
     def __getitem__(self, hook: str) -> Callable[..., Any]:
@@ -93,54 +92,51 @@ class Hooks:
     def __getattr__(self, hook: str) -> Any:
         if hook.startswith("_"):
             raise AttributeError(hook)
-        called = self._resolve(hook)
-        if called is None:
-            stack = " + ".join(self._layers) or "an empty stack"
-            raise PluginError(
-                f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
-            )
-        return called
-
-    def _resolve(self, hook: str) -> Callable[..., Any] | None:
         caller = self._callers.get(hook)
         if caller is None or caller.spec is None:
             raise AttributeError(f"there is no hook {hook!r}{did_you_mean(hook, self._callers)}")
         spec: Spec = caller.spec.function.accel_spec  # type: ignore[attr-defined]
-        called = _combined(hook, spec, self.implementations(hook))
-        if called is not None:
-            vars(self)[hook] = called
+        active = found = self.implementations(hook)
+        called: Any
+        if spec.kind == "owner":
+            called = found[-1].call if found else partial(_refuse, hook, tuple(self._layers))
+        else:
+            active = []
+            for each in found:
+                if not getattr(each.call, "accel_no_op", False):
+                    active.append(each)
+            if spec.kind == "wrapper":
+                called = _wrapped(active, spec.refines)
+            elif spec.combine is not None:
+                called = _answers(hook, active, spec.combine)
+            else:
+                called = active[0].call if len(active) == 1 else _calls(active)
+        if not active:
+            called.accel_no_op = True
+        vars(self)[hook] = called
         return called
 
 
-def _combined(hook: str, spec: Spec, implementations: Sequence[Implementation]) -> Callable[..., Any] | None:
-    """Return the callable for all implementations; None of an owner hook without one."""
-    if spec.kind == "owner":
-        return implementations[-1].call if implementations else None
-    active = [each for each in implementations if not getattr(each.call, "accel_no_op", False)]
-    if spec.kind == "wrapper":
-        called = _wrapped(active, spec.refines)
-    elif spec.combine is not None:
-        called = _answers(hook, active, spec.combine)
-    else:
-        called = active[0].call if len(active) == 1 else _calls([each.call for each in active])
-    return called if active else no_op(called)
+def _refuse(hook: str, plugins: Sequence[str], *_: object, **__: object) -> NoReturn:
+    stack = " + ".join(plugins) or "an empty stack"
+    raise PluginError(
+        f"hook {hook}: no plugin of {stack} implements it\nadd one that does to the stack", hook=hook
+    )
 
 
 def _wrapped(methods: Sequence[Implementation], position: int) -> Callable[..., Any]:
-    calls = [method.call for method in methods]
-
     def refine(*arguments: Any) -> Any:
         values = list(arguments)
-        for call in calls:
+        for _, call in methods:
             values[position] = call(*values)
         return values[position]
 
     return refine
 
 
-def _calls(calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
+def _calls(methods: Sequence[Implementation]) -> Callable[..., None]:
     def call_each(*arguments: Any) -> None:
-        for call in calls:
+        for _, call in methods:
             call(*arguments)
 
     return call_each
@@ -148,8 +144,11 @@ def _calls(calls: Sequence[Callable[..., Any]]) -> Callable[..., None]:
 
 def _answers(hook: str, methods: Sequence[Implementation], combine: Combine) -> Callable[..., Any]:
     def call_and_combine(*arguments: Any) -> Any:
-        answers = [(plugin, call(*arguments)) for plugin, call in methods]
-        return combine(hook, [answer for answer in answers if answer[1] is not None])
+        answers = []
+        for plugin, call in methods:
+            if (answer := call(*arguments)) is not None:
+                answers.append((plugin, answer))
+        return combine(hook, answers)
 
     return call_and_combine
 
@@ -181,7 +180,8 @@ class Steps:
     def __init__(self, hooks: Hooks) -> None:
         for hook, caller in hooks._callers.items():
             if caller.spec is not None and caller.spec.function.accel_spec.per_step:  # type: ignore[attr-defined]
-                setattr(self, hook, hooks.step(hook))
+                called = getattr(hooks, hook)
+                setattr(self, hook, None if getattr(called, "accel_no_op", False) else called)
 
     if TYPE_CHECKING:  # the attributes are those of the specs
 

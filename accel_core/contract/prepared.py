@@ -142,7 +142,7 @@ class PreparedObjects:
         earlier parameters that have another place in the unit now -> their name there.
         """
         self.parameters.move(unit, moved)
-        self.parameters.add(unit, ((name, parameter) for parameter, name in before.items()))
+        self.parameters.add(unit, [(name, parameter) for parameter, name in before.items()])
         self.parameters.add(unit, unit.all_names())
         if unit not in self.units:
             self.units.append(unit)
@@ -161,9 +161,11 @@ class PreparedObjects:
         """
         self.loaders += [loader for loader in loaders.values() if loader not in self.loaders]
         results = [loaders[id(thing)] if id(thing) in loaders else self.form_of(thing) for thing in objects]
+        known = {id(other) for other in (*self.ordered, *self.loaders)}
         for thing in results:
-            if thing is not None and not any(thing is other for other in (*self.ordered, *self.loaders)):
+            if thing is not None and id(thing) not in known:
                 self.ordered.append(thing)
+                known.add(id(thing))
         return results
 
     def renew_trained(self) -> None:
@@ -226,7 +228,7 @@ class ParameterIndex:
     def leave_out(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether one of these trains in the unit, held by no prepared optimizer."""
         mine = [each for each in parameters if each.requires_grad and self._units.get(id(each)) is unit]
-        return not all(self._entries[id(each)].is_held for each in mine)
+        return any([not self._entries[id(each)].is_held for each in mine])  # noqa: C419  no call each
 
     def has_more(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
         """Return whether prepared optimizers train another parameter of the unit."""

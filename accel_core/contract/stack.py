@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from attrs import field, frozen
 
@@ -11,24 +11,19 @@ if TYPE_CHECKING:
     from accel_core.contract.card import Card
 
 
-class Chosen(NamedTuple):
+@frozen(init=False)
+class Chosen:
     """A plugin of the stack, and why it is in it."""
 
     record: Any
-    """Result of discovery; a chosen plugin always has a card."""
+    """Result of discovery."""
     why: str
+    name: str
+    card: Card
+    """The plugin's card; a chosen plugin always has one."""
 
-    @property
-    def name(self) -> str:
-        """The plugin's name."""
-        return str(self.record.name)
-
-    @property
-    def card(self) -> Card:
-        """The plugin's card; a chosen plugin always has one."""
-        card: Card | None = self.record.card
-        assert card is not None
-        return card
+    def __init__(self, record: Any, why: str) -> None:
+        self.__attrs_init__(record, why, record.name, record.card)
 
 
 @frozen(kw_only=True, eq=False, repr=False)
@@ -57,19 +52,15 @@ class Stack:
     @property
     def offers(self) -> frozenset[str]:
         """The capability words of the whole default stack, by its cards."""
-        return frozenset().union(*(chosen.card.offers for chosen in self._defaults))
+        return frozenset().union(*[chosen.card.offers for chosen in self._defaults])
 
     @property
     def _defaults(self) -> Sequence[Chosen]:
         return (self.device, self.strategy, self.precision, *self.extensions)
 
-    def members(self) -> Iterator[Chosen]:
-        """Every chosen plugin, bottom layer first."""
-        yield self.device
-        yield self.precision
-        yield from self.strategies.values()
-        yield from self.extensions
-        yield from self.trackers
+    def members(self) -> Sequence[Chosen]:
+        """Return every chosen plugin, bottom layer first."""
+        return (self.device, self.precision, *self.strategies.values(), *self.extensions, *self.trackers)
 
     def __str__(self) -> str:
         return " + ".join(chosen.name for chosen in self._defaults)

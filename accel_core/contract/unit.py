@@ -276,15 +276,17 @@ class Unit:
             del named[alias]
         return named
 
-    def all_names(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def all_names(self) -> list[tuple[str, nn.Parameter]]:
         """(canonical name, parameter), tied weights under each of their names."""
+        found: list[tuple[str, nn.Parameter]] = []
         for number, model in enumerate(self.models):
             named = model.named_parameters(remove_duplicate=False)
             if len(self.models) > 1 or self.renamed.get(model):
-                yield from ((self.qualify(number, name), parameter) for name, parameter in named)
+                found += [(self.qualify(number, name), parameter) for name, parameter in named]
             else:  # this runs for each parameter of each save
                 for name, parameter in named:
-                    yield own_name(model, name) if _WRAPPED(name) else name, parameter
+                    found.append((own_name(model, name) if _WRAPPED(name) else name, parameter))
+        return found
 
     # -- while it is prepared ---------------------------------------------------------------------
 
@@ -332,7 +334,10 @@ class Unit:
         if originals:
             self.record_aliases()
         return {
-            number: [(name, own_name(model, name), part) for name, part in _parts(model)]
+            number: [
+                (name, own_name(model, name) if _WRAPPED(name) else name, part)
+                for name, part in _parts(model)
+            ]
             for number, model in enumerate(self.models[first:], start=first)
         }
 
@@ -408,11 +413,13 @@ def inside(model: Any) -> Any:
     return model._modules["_orig_mod"] or model if compiled else model
 
 
-def _parts(model: nn.Module) -> Iterator[tuple[str, Tensor | nn.Module]]:
+def _parts(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
     """All named parts of the model: tensors, and modules that may hold more state."""
-    yield from model.named_modules(remove_duplicate=False)
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+    return [
+        *model.named_modules(remove_duplicate=False),
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ]
 
 
 def own_name(model: nn.Module, name: str) -> str:

@@ -129,7 +129,8 @@ class Base(BaseState):
                 f"fill it before: model.to_empty(device={str(device)!r}), then load or reset its weights;"
                 f" or, for weights that are loaded only while they are used, {offering('streamed_weights')}"
             )
-        if places := next(filter(None, map(_placing_hook, model.modules())), None):
+        hooked = [module for module in model.modules() if module._forward_pre_hooks]
+        if places := next(filter(None, map(_placing_hook, hooked)), None):
             first = next((name for name, _ in named), "the model")
             raise AccelError(
                 f"prepare: {places} places the weights of the {type(model).__name__}, {first} first, and"

@@ -45,7 +45,7 @@ class Imported(NamedTuple):
     traceback: str = ""
 
 
-@frozen(kw_only=True)
+@frozen(kw_only=True, eq=False)
 class Record:
     """A plugin that is installed, or the fault of its entry point."""
 
@@ -63,12 +63,12 @@ class Record:
     def _imported(self) -> Imported:
         return self._known or _import_card(self)
 
-    @property
+    @cached_property
     def card(self) -> Card | None:
         """The card; None of a broken plugin."""
         return self._imported.card
 
-    @property
+    @cached_property
     def fault(self) -> Status | None:
         """Status of a plugin whose probe need not be asked."""
         return self._imported.fault
@@ -123,7 +123,7 @@ class Discovery:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of all records; imports no card."""
-        return tuple(record.name for record in self.records)
+        return tuple([record.name for record in self.records])
 
     @property
     def blocked(self) -> frozenset[str]:
@@ -133,8 +133,17 @@ class Discovery:
 
     def get(self, name: str) -> Record | None:
         """Return the record of a name, if any; core's own wins a clash."""
-        records = [record for record in self.records if record.name == name]
-        return min(records, key=lambda record: record.fault == "conflict", default=None)
+        records = self._by_name.get(name, [])
+        if len(records) < 2:
+            return records[0] if records else None
+        return next((each for each in records if each.fault != "conflict"), records[0])
+
+    @cached_property
+    def _by_name(self) -> Mapping[str, list[Record]]:
+        found: dict[str, list[Record]] = {}
+        for record in self.records:
+            found.setdefault(record.name, []).append(record)
+        return found
 
     def of(self, slot: str) -> tuple[Record, ...]:
         """Return the records of one slot, highest priority first, then by name."""
@@ -220,7 +229,11 @@ def _entry_points() -> Iterator[Record]:
     # metadata.entry_points() costs 11 ms.
     seen: set[str] = set()
     for distribution in metadata.distributions():
-        entries = list(_parse(_read(distribution, "entry_points.txt")))
+        try:
+            text = distribution.read_text("entry_points.txt") or ""
+        except (OSError, ValueError):  # unreadable, or not UTF-8: nothing can be found there
+            continue
+        entries = _parse(text) if GROUP in text else ()
         if not entries:
             continue
         name, version = _identity(distribution)
@@ -232,31 +245,27 @@ def _entry_points() -> Iterator[Record]:
             yield Record(name=entry, slot=slot, distribution=name, version=version, target=target)
 
 
-def _parse(text: str) -> Iterator[tuple[str, str, str]]:
+def _parse(text: str) -> list[tuple[str, str, str]]:
     """(slot, name, target) of our entry points; malformed lines are skipped."""
-    slot = ""
-    for line in map(str.strip, text.splitlines() if GROUP in text else ()):
+    slot, found = "", []
+    for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
             group = line.strip("[] ")
             slot = group.removeprefix(GROUP) if group.startswith(GROUP) else ""
         elif slot and "=" in line and line[0] not in "#;":
             name, _, target = line.partition("=")
-            yield slot, name.strip(), target.partition("[")[0].strip()
+            found.append((slot, name.strip(), target.partition("[")[0].strip()))
+    return found
 
 
 def _identity(distribution: metadata.Distribution) -> tuple[str, str]:
     # `distribution.name` and `.version` would parse all of METADATA, README included, each.
-    text = _read(distribution, "METADATA") or _read(distribution, "PKG-INFO")
-    head = text.replace("\r\n", "\n").partition("\n\n")[0]
-    fields = dict(line.split(": ", 1) for line in head.splitlines() if ": " in line)
-    return fields.get("Name", "(a distribution without a name)").strip(), fields.get("Version", "?").strip()
-
-
-def _read(distribution: metadata.Distribution, file: str) -> str:
     try:
-        return distribution.read_text(file) or ""
-    except (OSError, ValueError):  # unreadable, or not UTF-8: nothing can be found there
-        return ""
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    except (OSError, ValueError):
+        text = ""
+    fields = dict(re.findall(r"^(Name|Version): (.*?)\r?$", text.partition("\n\n")[0], re.MULTILINE))
+    return fields.get("Name", "(a distribution without a name)").strip(), fields.get("Version", "?").strip()
 
 
 def _import_card(record: Record) -> Imported:
@@ -309,6 +318,7 @@ def _summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
 
 
+@cache
 def implementation(record: Record) -> Callable[..., Any]:
     """Return the class that the card names, or the function that makes an instance.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
+from math import inf
 from types import ModuleType
 from typing import Any, Final, NoReturn
 
@@ -65,9 +66,16 @@ class PluginManager(pluggy.PluginManager):
                 rule = "a tracker implements observers only, and an extension no owner hook"
                 raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
 
-    def hooks_of(self, plugins: Collection[str]) -> Hooks:
-        """Return the hooks of these plugins; order among equals is the order of registration."""
-        return Hooks(self.hook, {name: layer for name, layer in self.layers.items() if name in plugins})
+    def hooks_of(self, plugins: Collection[str], below: float = inf) -> Hooks:
+        """Return the hooks of these plugins, of those below a layer.
+
+        Order among equals is the order of registration.
+        """
+        layers = {}
+        for name, layer in self.layers.items():
+            if name in plugins and layer < below:
+                layers[name] = layer  # noqa: PERF403  a comprehension is a call, and each start makes several
+        return Hooks(self.hook, layers)
 
 
 def _refuse_call(hook: str, *_: object) -> NoReturn:

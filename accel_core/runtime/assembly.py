@@ -34,6 +34,8 @@ def apply_launch_environment(run: Run) -> list[str]:
     """
     notes, guesses = [], json.loads(os.environ.get(GUESSES_VARIABLE, "{}"))
     for chosen in run.stack.members():
+        if chosen.card.launch_environment is None:
+            continue
         for name, value in environment_of(chosen.record, run.config, run.world).items():
             if not _users[name] and name in guesses and os.environ.get(name) == guesses[name]:
                 del os.environ[name]
@@ -97,7 +99,7 @@ class Assembly:
         config = self._run.resolved.plugin_config(record, alias)
         self.configs[alias], self.cards[alias] = config, card
         plugin = implementation(record)(config, self._run)
-        plugin.below = self._manager.hooks_of(self._lower).below_layer(LAYERS[record.slot])
+        plugin.below = self._manager.hooks_of(self._lower, LAYERS[record.slot])
         self._add(plugin, name=alias, slot=record.slot, origin=record.origin)
 
     def _add(self, plugin: object, *, name: str, slot: str, origin: str) -> None:
@@ -107,7 +109,7 @@ class Assembly:
 
 def _verify(stack: Stack) -> None:
     for chosen in stack.members():
-        if reason := verify(chosen.record):
+        if chosen.card.verify is not None and (reason := verify(chosen.record)):
             raise PluginError(
                 f"{chosen.record.slot} {chosen.name} ({chosen.why}) cannot be used here: {reason}\n"
                 f"`accel plugins doctor {chosen.name}` looks closer",

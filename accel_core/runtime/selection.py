@@ -61,7 +61,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     extensions += chooser.joining(chosen.name for chosen in extensions)
     default = config.strategy
     if default not in aliases:
-        offered = frozenset[str]().union(*(plugin.card.offers for plugin in (device, *extensions)))
+        offered = device.card.offers.union(*[plugin.card.offers for plugin in extensions])
         chosen = chooser.strategy(default, processes, offered)
         default = chosen.name
         aliases[default] = chosen
@@ -76,7 +76,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     )
     _refuse_unmet_needs(stack)
     unused = tuple(_refuse_unused(resolved, stack, discovery))
-    used = {*stack.strategies, *(chosen.name for chosen in stack.members())}
+    used = {*stack.strategies, *[chosen.name for chosen in stack.members()]}
     return evolve(stack, notes=(*unused, *unused_options(resolved, used)))
 
 
@@ -227,8 +227,9 @@ def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> It
 
 
 def _refuse_unmet_needs(stack: Stack) -> None:
+    offers = stack.offers
     for member in stack.members():
-        unmet = member.card.needs - stack.offers
+        unmet = member.card.needs - offers
         if unmet:
             raise ConfigError(
                 f"{member.record.slot} {member.name} ({member.why}) needs {', '.join(sorted(unmet))},"

@@ -30,9 +30,9 @@ _UNPICKLED: Final = frozenset(
 
 It pickles the others (float8, uint16, complex32, ...) too, and raises where they are unpickled.
 """
-_NOT_COPIED: Final = frozenset(
+_NOT_COPIED: Final = {
     dtype for name, dtype in DTYPES.items() if name.lstrip("uint") in {"1", "2", "3", "4", "5", "6", "7"}
-)
+}
 """int1 to uint7. torch copies no elements of these, but views them as bytes."""
 
 

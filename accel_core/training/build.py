@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_not
 from typing import TYPE_CHECKING
 
 from accel_core.contract.hooks import PHASES
@@ -50,7 +51,12 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
                 names_now = (name for name, each in unit.all_names() if each is parameter)
                 return next(names_now, "a parameter of no model")
 
-        held = {name_of(p) for each in group.optimizers for g in each.param_groups for p in g["params"]}
+        held = {
+            before.get(p) or name_of(p)
+            for each in group.optimizers
+            for g in each.param_groups
+            for p in g["params"]
+        }
         if unit.hooks.step("prepare_unit") is None:
             _build(group, plan, names, name_of)
         else:
@@ -66,17 +72,18 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
 
 def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
     """Warn of parameters that train and are in no optimizer."""
-    named = unit.named_parameters() if unit.optimizers else {}
-    left = [name for name, each in named.items() if prepared.parameters.leave_out(unit, [each])]
-    if left:
-        from accel_core.distributed.logging import get_logger  # late: few runs need it
+    if not unit.optimizers or not prepared.parameters.leave_out(unit, unit.named_parameters().values()):
+        return
+    from accel_core.distributed.logging import get_logger  # late: few runs need it
 
-        get_logger(__name__).warning(
-            "prepare: %d parameter(s) of unit %s train and are in no optimizer (%s): their gradients are"
-            " computed, count when gradients are clipped, and are applied by nobody; freeze them by"
-            " requires_grad_(False), or give them to an optimizer before prepare",
-            *(len(left), unit.name, ", ".join(left[:3]) + (" and more" if len(left) > 3 else "")),
-        )
+    named = unit.named_parameters().items()
+    left = [name for name, each in named if prepared.parameters.leave_out(unit, [each])]
+    get_logger(__name__).warning(
+        "prepare: %d parameter(s) of unit %s train and are in no optimizer (%s): their gradients are"
+        " computed, count when gradients are clipped, and are applied by nobody; freeze them by"
+        " requires_grad_(False), or give them to an optimizer before prepare",
+        *(len(left), unit.name, ", ".join(left[:3]) + (" and more" if len(left) > 3 else "")),
+    )
 
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:
@@ -161,7 +168,7 @@ def _rebind(
                 f"prepare: the {type(optimizer).__name__} holds {lost[0]}, which a transform of its model has"
                 " taken away\nmake the optimizer from the prepared model's parameters"
             )
-        if any(now[name] is not old for name, old in zip(names, group["params"], strict=True)):
+        if any(map(is_not, map(now.get, names), group["params"])):
             if optimizer.state and put_back is None:
                 raise AccelError(
                     f"prepare: the {type(optimizer).__name__} already has state, and preparing its model"

@@ -32,14 +32,14 @@ def compile_model(model: nn.Module, config: TorchDynamoPlugin, usual: str | None
     usual: the device's backend, where the config has `auto`. Modules that are compiled already stay as they
     are. Returns the modules that are compiled now and were not before.
     """
-    options = config.to_kwargs()
-    options.pop("use_regional_compilation", None)
-    options.pop("backend", None)
     backend = (config.backend or "no").lower()
     if backend == "auto":
         backend = usual or "inductor"
     if backend == "no" or _is_compiled(model):
         return []
+    options = config.to_kwargs()
+    options.pop("use_regional_compilation", None)
+    options.pop("backend", None)
     blocks = list(_repeated(model)) if config.use_regional_compilation else []
     if config.use_regional_compilation and not blocks:
         _logger.warning(

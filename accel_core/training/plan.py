@@ -6,14 +6,13 @@ Planning changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NoReturn
 from zlib import crc32
 
 import torch
 from attrs import Factory, define, frozen
 from torch import nn
 
-from accel_core.checkpoint.collect import NEVER_RESTORED
 from accel_core.contract.prepared import given_of
 from accel_core.errors import AccelError, ConfigError
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
@@ -67,14 +66,15 @@ class UnitGroup:
 
     def check_unit(self, placed: Mapping[int, bool]) -> None:
         """Refuse objects that the unit's device or a plugin cannot take."""
-        reasons = _refuse_float64(self.unit, self.models, placed)
-        count = len(self.unit.optimizers) + len(self.optimizers)
-        if count > 1 and "several_optimizers" not in self.unit.offers:
+        unit = self.unit
+        reasons = _refuse_float64(unit, self.models, placed)
+        count = len(unit.optimizers) + len(self.optimizers)
+        if count > 1 and "several_optimizers" not in unit.offers:
             reasons.append(
-                f"strategy {self.unit.strategy!r} takes one optimizer per unit, and {self.unit.name!r} has"
+                f"strategy {unit.strategy!r} takes one optimizer per unit, and {unit.name!r} has"
                 f" {count}\ngive one optimizer several parameter groups"
             )
-        reasons += self.unit.hooks.refuse_unit(self.unit, self.models, self.optimizers)
+        reasons += unit.hooks.refuse_unit(unit, self.models, self.optimizers)
         if reasons:
             raise ConfigError("\n".join(reasons), problems=reasons)
 
@@ -131,6 +131,8 @@ def _optimizer_in_words(optimizer: Optimizer) -> str:
 
     Tensors are left out: they would have to be read from a device.
     """
+    from accel_core.checkpoint.collect import NEVER_RESTORED  # late: only several ranks need it
+
     groups = [
         {key: each for key, each in group.items() if key not in NEVER_RESTORED and _is_plain(each)}
         for group in optimizer.param_groups
@@ -167,16 +169,21 @@ def plan_prepare(
         raise ConfigError(
             f"device_placement has {len(placement)} entries for {len(objects)} objects\ngive one per object"
         )
-    kinds = [
-        None if thing is None else _kind(kind_of, thing, number)
-        for number, thing in enumerate(objects, start=1)
-    ]
-    objects = [_renewed(prepared, thing) for thing in objects]
+    kinds = [None if thing is None else kind_of(thing) for thing in objects]
+    for number, (kind, thing) in enumerate(zip(kinds, objects, strict=True), start=1):
+        if kind is None and thing is not None:
+            _refuse_kind(thing, number)
     of_kind: dict[str, list[Any]] = {kind: [] for kind in KINDS}
-    for kind, thing in zip(kinds, objects, strict=True):
+    new: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+    objects = list(objects)
+    for number, (kind, thing) in enumerate(zip(kinds, objects, strict=True)):
         if kind is not None:
-            of_kind[kind].append(thing)
-    new = {kind: [thing for thing in of_kind[kind] if prepared.form_of(thing) is None] for kind in KINDS}
+            is_new = prepared.form_of(thing) is None
+            inner = _inside(thing) if is_new else thing
+            objects[number] = inner
+            of_kind[kind].append(inner)
+            if is_new and (inner is thing or prepared.form_of(inner) is None):
+                new[kind].append(inner)
     groups = _group_objects(prepared.parameters, new["model"], new["optimizer"])
     schedules = _schedules(prepared, new["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
@@ -189,13 +196,8 @@ def plan_prepare(
     return PreparePlan(objects, of_kind, placed, groups, schedules)
 
 
-def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
-    """Return the object inside a prepared one that the run does not know.
-
-    It is of another run, or from before `free_memory`.
-    """
-    if prepared.form_of(thing) is not None:
-        return thing
+def _inside(thing: Any) -> Any:
+    """Return the object inside a prepared one of another run, or from before `free_memory`."""
     if isinstance(thing, PreparedOptimizer):
         return thing.optimizer
     if isinstance(thing, PreparedScheduler):
@@ -203,15 +205,12 @@ def _renewed(prepared: PreparedObjects, thing: Any) -> Any:
     return given_of(thing) if isinstance(thing, nn.Module) else thing
 
 
-def _kind(kind_of: Callable[[Any], str | None], thing: Any, number: int) -> str:
-    kind = kind_of(thing)
-    if kind is None:
-        raise AccelError(
-            f"prepare: argument {number} is a {type(thing).__module__}.{type(thing).__qualname__},"
-            " which no plugin of this run knows how to prepare\n"
-            "leave it out and use it as it is; prepare takes models, optimizers, schedulers and dataloaders"
-        )
-    return kind
+def _refuse_kind(thing: Any, number: int) -> NoReturn:
+    raise AccelError(
+        f"prepare: argument {number} is a {type(thing).__module__}.{type(thing).__qualname__},"
+        " which no plugin of this run knows how to prepare\n"
+        "leave it out and use it as it is; prepare takes models, optimizers, schedulers and dataloaders"
+    )
 
 
 def _group_objects(

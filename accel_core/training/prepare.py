@@ -41,15 +41,14 @@ def prepare(
             earlier = [other.unit for other in plan.groups[:number]]
             group.units.append(run.make_unit(name, strategy, earlier))
         group.check_unit(plan.placed)
-    brings = [plan.in_words(), *(f"{word!r}" for word in (name, strategy) if word is not None)]
-    alike = plan.alike_models()
     loaders: dict[int, Any] = {
         id(loader): prepare_loader(loader, run, plan.placed[id(loader)])
         for loader in plan.of_kind["dataloader"]
     }
-    if run.world.size > 1:  # words of long datasets take time
+    if run.world.size > 1:
+        brings = [plan.in_words(), *(f"{word!r}" for word in (name, strategy) if word is not None)]
         brings += filter(None, (loader.data_in_words for loader in loaders.values()))
-    agree_on_call(run, "prepare", ", ".join(brings), alike)
+        agree_on_call(run, "prepare", ", ".join(brings), plan.alike_models())
     for group in plan.groups:
         build_unit(group, plan, prepared)
     for scheduler, optimizer in plan.schedules:

@@ -55,7 +55,7 @@ class StepState:
         """
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, mark_step)
         in_backward = reduces and steps.no_sync is not None
-        return cls(needs_finish=in_backward or any(hook is not None for hook in finishing))
+        return cls(needs_finish=in_backward or finishing.count(None) < len(finishing))
 
     def require_finish(self) -> None:
         """Have each step do more than torch's."""

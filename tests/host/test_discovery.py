@@ -48,7 +48,7 @@ def test_ctrl_c_while_cards_are_imported_is_not_swallowed(toy_plugin):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     try:
         with pytest.raises(KeyboardInterrupt):
-            toy_plugin("pony", source=kick)
+            _ = toy_plugin("pony", source=kick).card
     finally:
         signal.signal(signal.SIGINT, before)
 
@@ -292,6 +292,7 @@ def test_a_bad_probe_makes_its_plugin_unavailable(toy_plugin, probe, reason):
 
 def test_a_probe_is_asked_once_and_only_when_the_status_is_wanted(toy_plugin):
     record = toy_plugin("pony", source=f"calls = []\n{card_source('pony', probe='lambda: calls.append(1)')}")
+    assert record.card is not None
     module = sys.modules["toy_pony"]
     asked_by_discovery = len(module.calls)
 
