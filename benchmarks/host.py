@@ -65,7 +65,7 @@ def _binding(count: int) -> Row:
         Steps(stack)
 
     what = f"binding all {len(hooks)} hooks of a run of 4 plugins"
-    return Row(what, None, None, None, 1e3 * _best(bind, count), "≤ 5 ms", "ms")
+    return Row(what, None, None, None, 1e3 * _best(bind, count), "≤ 10 ms", "ms")
 
 
 def _plugin(hooks: list[str], parameters: int | None) -> object:

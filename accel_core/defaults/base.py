@@ -84,10 +84,6 @@ class Base(BaseState):
         mesh = process_group.shared.mesh(self.run.device.type, sizes, names)
         return Mesh(arranged, world.rank, mesh)
 
-    @implements(hooks.data_topology)
-    def data_topology(self, mesh: Mesh | None, world: World) -> Topology:
-        return Topology(reader=world.rank, readers=world.size) if mesh is None else mesh.topology()
-
     @implements(hooks.collectives)
     def collectives(self, dim: str) -> Collectives:
         return process_group.collectives_over(self.run, dim)

@@ -22,7 +22,7 @@ from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
-from accel_core.contract.world import Collectives, World
+from accel_core.contract.world import Collectives, Topology, World
 from accel_core.distributed.process_group import lost_peer
 from accel_core.distributed.stderr import tell
 from accel_core.errors import AccelError, CollectiveError, ConfigError
@@ -142,7 +142,7 @@ class Run:
             self.run_id, project = agree_on_run(self)
             self.reconfigure(project=project)
         self.mesh = self._mesh_of(self.hooks)
-        self.topology = self.hooks.data_topology(self.mesh, self.world)
+        self.topology = self._topology_over(self.mesh)
         self.trackers = Trackers(
             self, [*(c.name for c in self.stack.trackers), *(own.name for own in trackers)]
         )
@@ -359,13 +359,17 @@ class Run:
         mesh: Mesh | None = hooks.build_mesh(hooks.mesh_dims(self.config, self.world), self.world)
         return mesh
 
+    def _topology_over(self, mesh: Mesh | None) -> Topology:
+        """Return the division of data and losses over ranks; without a mesh each rank reads."""
+        return mesh.topology() if mesh else Topology(reader=self.world.rank, readers=self.world.size)
+
     def _mesh_for(self, alias: str, hooks: Hooks) -> Mesh | None:
         """Return a unit's mesh: that of its strategy, over the data that the run reads."""
         if alias == self.stack.default:
             return self.mesh
         if alias not in self._meshes:
             mesh = self._meshes[alias] = self._mesh_of(hooks)
-            theirs, ours = hooks.data_topology(mesh, self.world), self.topology
+            theirs, ours = self._topology_over(mesh), self.topology
             if mesh is not None and (theirs.reader, theirs.readers) != (ours.reader, ours.readers):
                 raise ConfigError(
                     f"strategy {alias!r} wants rank {self.world.rank} to be reader {theirs.reader} of"

@@ -48,13 +48,9 @@ def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
 
     base: None without dimensions and in a world of one (sizes that do not fit it are refused); else torch's
     `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives. A plugin that drives
-    several devices per process builds the mesh over those devices.
+    several devices per process builds the mesh over those devices. `Mesh.topology()` divides data and losses
+    over ranks; without a mesh each rank reads.
     """
-
-
-@spec("owner")
-def data_topology(mesh: Mesh | None, world: World) -> Topology:
-    """Division of data and losses over ranks. base: the mesh's, else all ranks read."""
 
 
 @spec("owner")

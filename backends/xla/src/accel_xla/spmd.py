@@ -39,6 +39,14 @@ __all__ = ["Spmd"]
 _DATA = ("dp_replicate", "dp_shard")
 
 
+class DeviceGrid(Mesh):
+    """A mesh over the devices of all processes, each of which reads the whole batch."""
+
+    def topology(self) -> Topology:
+        """Return the topology: devices take their parts of a batch, and the loss is global."""
+        return Topology(loss_dim="alone", gather_dim="alone")
+
+
 class Spmd:
     """Strategy `xla-spmd`.
 
@@ -90,12 +98,7 @@ class Spmd:
         count = self._xr.global_runtime_device_count()
         arranged = arrange(dims, count)
         names, sizes = zip(*[(dim.name, dim.size) for dim in arranged], strict=True)
-        return Mesh(arranged, 0, self._xs.Mesh(np.arange(count), sizes, names))
-
-    @implements(hooks.data_topology)
-    def data_topology(self, mesh: Mesh | None, world: World) -> Topology:
-        # Each process reads the whole batch, of which its devices take their parts; the loss is global.
-        return Topology(loss_dim="alone", gather_dim="alone")
+        return DeviceGrid(arranged, 0, self._xs.Mesh(np.arange(count), sizes, names))
 
     # -- prepare ---------------------------------------------------------------------------------
 

@@ -11,7 +11,17 @@ from attrs import evolve
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from accel_core import MeshDim, OptimizerState, StepOutput, Topology, flat_range, hooks, implements, whole
+from accel_core import (
+    Mesh,
+    MeshDim,
+    OptimizerState,
+    StepOutput,
+    Topology,
+    flat_range,
+    hooks,
+    implements,
+    whole,
+)
 
 
 class Averages:
@@ -217,10 +227,16 @@ class OwnWeights(Averages):
         return model
 
 
+class Whole(Mesh):
+    def topology(self):
+        return Topology(reader=0, readers=self.size("dp_replicate"))
+
+
 class ReadsItAll(Averages):
-    @implements(hooks.data_topology)
-    def data_topology(self, world):
-        return Topology(reader=0, readers=world.size)
+    @implements(hooks.build_mesh)
+    def build_mesh(self, dims, world):
+        mesh = self.below.build_mesh([MeshDim("dp_replicate", world.size)], world)
+        return mesh and Whole(mesh.dims, mesh.rank, mesh.device_mesh)
 
 
 class GathersBackwards(Averages):
