@@ -103,7 +103,7 @@ def train(tmp_path_factory: pytest.TempPathFactory, run_command):
             str(site),
         ]
         run_command(
-            [*words, "--target", str(site), *(str(wheels[name]) for name in names)],
+            [*words, *(str(wheels[name]) for name in names)],
             check=True,
             capture_output=True,
         )
