@@ -356,20 +356,6 @@ def test_a_run_in_the_folder_of_another_returns_the_folders_that_it_wrote_with_a
         assert run_processes(copied_states_job.counted_on, str(tmp_path), world=2) == [(names, True)] * 2
 
 
-def test_what_a_variable_says_stays_in_the_config_over_saves_and_loads(tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCEL__PROJECT__ITERATION", "7")
-    accelerator = Accelerator(project_config=ProjectConfiguration(tmp_path, automatic_checkpoint_naming=True))
-    accelerator.prepare(torch.nn.Linear(1, 1))
-    accelerator.project_configuration = ProjectConfiguration(
-        str(tmp_path), automatic_checkpoint_naming=True, total_limit=3
-    )
-    for act in (accelerator.save_state, accelerator.load_state):
-        act()
-        project = accelerator.run.config.project
-        assert (project.iteration, project.total_limit) == (7, 3)
-    accelerator.end_training()
-
-
 @pytest.mark.needs("accel-stores")
 def test_hooks_of_states_are_refused_where_states_are_copied(tmp_path, monkeypatch):
     monkeypatch.setenv("ACCEL__EXTENSIONS", "mirror")

@@ -14,15 +14,12 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar
 
-from attrs import evolve
 from torch.utils.hooks import RemovableHandle
 
 import accel_core
 from accel_compat.accelerator import rank_files as _rank_states
 from accel_compat.accelerator.ranks import Ranks
 from accel_compat.configs.enums import DistributedType
-from accel_compat.configs.handlers import ProjectConfiguration
-from accel_compat.configs.translation import field_names
 from accel_compat.modeling.wrappers import save_of
 from accel_compat.notices import warn_once
 from accel_compat.state.output import get_logger
@@ -202,9 +199,7 @@ class States(Ranks):
     def _tell_the_run(self) -> None:
         """Give the run the program's `project_configuration`, assigned or edited."""
         project, run = self.project_configuration, self.run
-        ours = project.to_ours()  # which lacks what no program of Accelerate's can name
-        changes = {name: getattr(ours, name) for name in field_names(ProjectConfiguration)}
-        run.reconfigure(project=evolve(run.config.project, **changes))
+        run.reconfigure(project=project.to_ours())
         run.checkpoints.series.number_from(project.iteration)
 
     # -- hooks -------------------------------------------------------------------------------------
