@@ -77,9 +77,13 @@ class LocalSGD:
         if self.enabled and self.unit.window.boundary:
             self._quiet.close()  # entered anew: a strategy may have to reduce once before it can leave it out
             self._quiet.enter_context(self.unit.without_reduction())
-            self._steps += 1
-            if self._steps % self.every == 0:
-                self._average()
+            self.count()
+
+    def count(self) -> None:
+        """Count a step, without looking at the window; average if it is its turn, which is collective."""
+        self._steps += 1
+        if self._steps % self.every == 0:
+            self._average()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -39,6 +39,7 @@ class _Settings(LaunchConfig):
 
     def __post_init__(self) -> None:
         self.shutdown_timeout = ENDING_SECONDS
+        self.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are ours
 
 
 def run_attempts(
@@ -58,6 +59,7 @@ def run_attempts(
         LaunchError: what failed in the last attempt. A signal ends this process as signals do.
     """
     try:
+        signals.poll()
         kind = FixedNodes if job.min_nodes is None else ElasticNodes
         return _run(job, kind(job, *place, seconds, signals.poll), folder, signals, worker)
     except SignalException as stop:

@@ -47,7 +47,7 @@ class Signals:
             signal.signal(number, handler)
 
     def poll(self) -> None:
-        """Take the signals over from torch, and pass a warning on. Called ten times a second."""
+        """Take what stops this process, from torch too, and pass a warning on. Called ten times a second."""
         for number in self._before:
             if number in (signal.SIGINT, signal.SIGTERM):
                 signal.signal(number, self._stop)
@@ -63,7 +63,7 @@ class Signals:
 
         if not self._is_stopped:
             self._is_stopped = True
-            if number == signal.SIGINT:
+            if number == signal.SIGINT and self.workers():
                 sys.stderr.write(f"accel: the processes have {ENDING_SECONDS} s; another Ctrl-C kills them\n")
             raise SignalException(f"signal {number}", sigval=signal.Signals(number))
         if number == signal.SIGINT:  # a second SIGTERM may be the first one, passed on by a shell

@@ -89,15 +89,6 @@ def test_those_who_follow_checkpoints_are_told_of_committed_ones(job, tmp_path, 
     assert told[1:] == [(tmp_path / "two", 2)]
 
 
-def test_state_that_cannot_be_copied_now_is_not_saved_behind_the_back(job, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        job.accelerator.run.units[0].hooks, "snapshot_safe", lambda unit: False, raising=False
-    )
-    with pytest.raises(CheckpointError, match=r"of unit 'unit0' cannot be copied .*\nsave with wait=True"):
-        job.accelerator.save_state(tmp_path / "here", wait=False)
-    job.accelerator.save_state(tmp_path / "here")
-
-
 def test_the_copy_is_made_in_the_same_place_again(job, tmp_path):
     job.accelerator.save_state(tmp_path / "here", wait=False)
     layout = job.accelerator.run.checkpoints._saver._layout

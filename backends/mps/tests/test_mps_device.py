@@ -98,16 +98,6 @@ def test_the_memory_limit_is_set_when_the_device_is_selected(mps: Recorder) -> N
     assert mps.calls == [("set_per_process_memory_fraction", (0.5,))]
 
 
-def test_a_batch_of_float64_is_an_error_that_names_the_remedy() -> None:
-    def move(tree: Any, device: Any, non_blocking: bool) -> Any:
-        raise TypeError(
-            "Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support it"
-        )
-
-    with pytest.raises(ConfigError, match="convert them in the dataset or collate function"):
-        plugin(move=move).move(torch.ones(1, dtype=torch.float64), DEVICE, non_blocking=False)
-
-
 def test_memory_is_told_in_cores_words(mps: Recorder) -> None:
     mps.answers("current_allocated_memory", 1)
     mps.answers("driver_allocated_memory", 2)

@@ -123,9 +123,9 @@ def test_a_line_per_check_says_how_much_is_left(tmp_path: Path, conform) -> None
         if "test_0_" in line
     ]
 
-    assert lines[0].startswith("[ 1/10] test_0_packaging.py::test_the_card_describes_itself[jsonl] passed (")
+    assert lines[0].startswith("[ 1/11] test_0_packaging.py::test_the_card_describes_itself[jsonl] passed (")
     assert re.search(r" passed \(\d+\.\d s, about \d+:\d\d left\)$", lines[3])
-    assert re.search(r"^\[10/10\] .*test_the_stack_binds passed \(\d+\.\d s\)$", lines[-1])
+    assert re.search(r"^\[11/11\] .*test_the_stack_binds passed \(\d+\.\d s\)$", lines[-1])
 
 
 def test_a_session_that_captures_shows_how_far_it_is(
@@ -138,7 +138,7 @@ def test_a_session_that_captures_shows_how_far_it_is(
     ended = pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
     ended.assert_outcomes(passed=1)
-    ended.stdout.re_match_lines([r"native: \[ ?\d+/15\] test_\S+, about \d+:\d\d left$"])
+    ended.stdout.re_match_lines([r"native: \[ ?\d+/11\] test_\S+, about \d+:\d\d left$"])
 
 
 # -- its deadline ----------------------------------------------------------------------------------

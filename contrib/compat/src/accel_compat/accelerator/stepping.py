@@ -209,7 +209,7 @@ class LocalSGD(accel_core.LocalSGD):
         Collective when it averages.
         """
         if self.enabled and not self.unit.window.boundary:
-            self._count()
+            self.count()
         super().step()
 
 

@@ -66,14 +66,10 @@ def find_executable_batch_size(
         if size < 1:
             raise RuntimeError(_NONE)
         try:
-            return _find(noting, size, reduce_batch_size_fn or _nine_tenths)(*args, **kwargs)
+            return _find(noting, size, reduce_batch_size_fn or (lambda: int(size * 0.9)))(*args, **kwargs)
         except AccelError as error:
             if "ran out of memory with each batch size" not in str(error):
                 raise
             raise RuntimeError(_NONE) from error
 
     return functools.wraps(function)(search)
-
-
-def _nine_tenths(size: int) -> int:
-    return int(size * 0.9)
