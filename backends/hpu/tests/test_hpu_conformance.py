@@ -28,4 +28,4 @@ def test_it_conforms_on_the_simulated_device(
 
     found = conform(tmp_path, stack, *options, path=[STAND_IN])
 
-    assert found.skipped == ({"float64", "fp8"} if levels == "quick" or "1" in levels else set())
+    assert found.skipped == ({"fp8"} if levels == "quick" or "1" in levels else set())

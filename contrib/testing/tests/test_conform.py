@@ -138,7 +138,7 @@ def test_a_session_that_captures_shows_how_far_it_is(
     ended = pytester.runpytest_inprocess("-p", "no:cacheprovider")
 
     ended.assert_outcomes(passed=1)
-    ended.stdout.re_match_lines([r"native: \[ ?\d+/11\] test_\S+, about \d+:\d\d left$"])
+    ended.stdout.re_match_lines([r"native: \[ ?\d+/10\] test_\S+, about \d+:\d\d left$"])
 
 
 # -- its deadline ----------------------------------------------------------------------------------

@@ -217,13 +217,13 @@ def test_a_check_that_is_newer_than_a_card_does_not_fail(
 def test_what_is_not_declared_is_left_out_and_said(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
 ) -> None:
-    options = ("--accel-level", "1", "-k", "float64 or float8 or memory")
+    options = ("--accel-level", "1", "-k", "random_streams or float8 or memory")
     found = run_kit(pytester, monkeypatch, site, "claims-too-little", *options)
     assert functions(found.failed) == set()
-    assert found.skipped == {"float64", "fp8"}
-    assert "not declared by the stack: float64 (holds and computes float64 tensors; " in found.output
-    assert "observed but not declared: float64" in found.output
-    assert found.observed == {"float64", "fp8"}
+    assert found.skipped == {"rng", "fp8"}
+    assert "not declared by the stack: rng (saves and restores its random generators)" in found.output
+    assert "observed but not declared: " in found.output
+    assert found.observed == {"rng", "fp8"}
 
 
 # -- the report ------------------------------------------------------------------------------------

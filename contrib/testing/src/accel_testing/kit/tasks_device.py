@@ -11,12 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import DataLoaderConfiguration, ops, set_seed
+from accel_core import DataLoaderConfiguration, set_seed
 from accel_testing.kit.tasks import make
 
 __all__ = [
     "chosen",
-    "floats",
     "memory",
     "placed",
     "profiled",
@@ -142,15 +141,6 @@ def memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
     gc.collect()
     stats.append(dict(hooks.memory_stats(device)))
     found = {"claimed": "memory_stats" in hooks.capabilities(device), "stats": stats}
-    accelerator.end_training()
-    return found
-
-
-def floats(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Send float64 to the device, and compute there."""
-    accelerator = make(arguments)
-    there = ops.send_to_device(torch.full((2,), 1 / 3, dtype=torch.float64), accelerator.device)
-    found = {"dtype": str(there.dtype), "sum": there.sum().item()}
     accelerator.end_training()
     return found
 

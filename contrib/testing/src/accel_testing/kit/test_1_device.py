@@ -80,13 +80,6 @@ def test_memory_is_reported_in_bytes(run: Run) -> None:
         assert held["free"] <= held["total"] - held["allocated"]
 
 
-@requires("float64")
-def test_float64_keeps_its_precision(run: Run) -> None:
-    (found,) = run(tasks.floats)
-    assert found["dtype"] == "torch.float64"
-    assert found["sum"] == pytest.approx(2 / 3, abs=1e-15)
-
-
 @requires("fp8")
 def test_float8_matrices_are_multiplied(run: Run) -> None:
     (found,) = run(tasks.float8)
