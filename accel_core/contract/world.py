@@ -95,21 +95,7 @@ class World:
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
             return cls()
 
-        there = [name for name in ("RANK", "WORLD_SIZE") if name in environment]
-        task = task or Task()
-
-        def number(name: str, default: int | None) -> int:
-            text = environment.get(name)
-            if text is None and default is not None:
-                return default
-            if text is None or not text.isdecimal():
-                found = "is not set" if text is None else f"is {text!r}, not a whole number"
-                raise LaunchError(
-                    f"the launcher's variable {name} {found}\n"
-                    f"start the script with `accel launch` or `torchrun`, or unset {' and '.join(there)}"
-                )
-            return int(text)
-
+        task, number = task or Task(), partial(_number, environment)
         size = number("WORLD_SIZE", None)
         rank = number("RANK", None)
         if rank >= size:
@@ -163,6 +149,21 @@ def _group_of_torch() -> Any:
     torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
     has_group = torchs and torchs.is_available() and torchs.is_initialized()
     return torchs if has_group and "WORLD_SIZE" not in os.environ else None
+
+
+def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
+    """Return a variable of torchrun. Raises LaunchError if it is not a number, or without default not set."""
+    text = environment.get(name)
+    if text is None and default is not None:
+        return default
+    if text is None or not text.isdecimal():
+        problem = "is not set" if text is None else f"is {text!r}, not a whole number"
+        there = [each for each in ("RANK", "WORLD_SIZE") if each in environment]
+        raise LaunchError(
+            f"the launcher's variable {name} {problem}\n"
+            f"start the script with `accel launch` or `torchrun`, or unset {' and '.join(there)}"
+        )
+    return int(text)
 
 
 def _torchruns_id(environment: Mapping[str, str]) -> str | None:

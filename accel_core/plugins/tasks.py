@@ -1,7 +1,7 @@
 """The task of an engine that this process is, by the functions that launchers' cards name.
 
-`tasks.json` holds variables of engines whose launcher is not installed: enough to see that a process is one
-of several. It is data; no code depends on a name in it.
+`tasks.json` holds variables of engines, for launchers that are not installed or cannot answer: enough to
+see that a process is one of several. It is data; no code depends on a name in it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,16 @@ if TYPE_CHECKING:
 
 def task_here(discovery: Discovery) -> Task | None:
     """Return the task that this process is by the first launcher that knows it; None outside of engines."""
-    launchers = [record for record in discovery.of("launcher") if not record.fault]
-    tasks = (_ask(record) for record in launchers if record.card and record.card.task)
-    return next((task for task in tasks if task), None) or _by_data(os.environ, set(discovery.names))
+    answering = set(discovery.names)
+    for record in discovery.of("launcher"):
+        try:
+            task = ask(record) if not record.fault and record.card and record.card.task else None
+        except Exception:  # nobody may have chosen it: `accel plugins doctor` tells its fault
+            answering.discard(record.name)
+            continue
+        if isinstance(task, Task):
+            return evolve(task, launcher=record.name)
+    return _by_data(os.environ, answering)
 
 
 def refuse_lone_task(task: Task | None, discovery: Discovery, nodes: int = 1) -> None:
@@ -70,21 +77,16 @@ def ask(record: Record) -> object:
     return load(record, record.card.task)(os.environ)
 
 
-def _ask(record: Record) -> Task | None:
-    try:
-        task = ask(record)
-    except Exception:  # a launcher that nobody chose: `accel plugins doctor` tells its fault
-        return None
-    return evolve(task, launcher=record.name) if isinstance(task, Task) else None
+def _by_data(environment: Mapping[str, str], answering: set[str]) -> Task | None:
+    """Return the task that variables tell, if it is one of several.
 
-
-def _by_data(environment: Mapping[str, str], installed: set[str]) -> Task | None:
-    """Return the task that variables of other engines tell, if it is one of several."""
+    answering: launchers that know better.
+    """
     sizes, ranks = (
         [
             (int(environment[name]), name, launcher)
             for name, launcher in names.items()
-            if environment.get(name, "").isdecimal() and launcher not in installed
+            if environment.get(name, "").isdecimal() and launcher not in answering
         ]
         for names in _data()
     )

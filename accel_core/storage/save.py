@@ -72,8 +72,7 @@ class Saver:
         target = place or where.at(f"checkpoint_{number}")
         shared = self._shared(state, target)
         claim = ExitStack()
-        commits: list[int] = []
-        shares: list[Share] = []
+        commits, shares = list[int](), list[Share]()
 
         def start() -> None:
             commits.append(self._begin(target, save_id, claim, is_new=place is None))

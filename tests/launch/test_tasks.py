@@ -139,3 +139,14 @@ def test_a_launcher_whose_function_is_broken_harms_nobody(install, start_as):
     install("broken")
     start_as()
     assert task_here(discover()) is None
+
+
+def test_tasks_are_refused_too_where_the_function_of_their_launcher_is_broken(toy_distribution, start_as):
+    toy_distribution(
+        "accel-slurm",
+        entry_points={"accel_core.launcher": {"slurm": "toy_slurm:CARD"}},
+        modules={"toy_slurm": TOY.format(module="toy_slurm", function="broken").replace('"toy"', '"slurm"')},
+    )
+    start_as(SLURM_STEP_NUM_TASKS="4")
+    with pytest.raises(LaunchError, match="this is one of 4 tasks"):
+        refuse()
