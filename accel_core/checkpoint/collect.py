@@ -185,9 +185,9 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 
 def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
     """Plugin -> its state of the whole run; of the main process, whose file has it."""
-    saving = run.hooks.implementations("save_run_state")
+    saving = {name: plugin for name, plugin in run.plugins.items() if hasattr(plugin, "state_dict")}
     if run.world.rank != 0:
-        names = ", ".join(one.plugin for one in saving if one.plugin in run.trackers.names)
+        names = ", ".join(name for name in saving if name in run.trackers.names)
         if names and alone:  # else rank 0 saves them
             logger.warning(
                 "save_state(alone=True): only rank 0 knows the runs of %s; a run that loads this checkpoint"
@@ -195,7 +195,7 @@ def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
                 names,
             )
         return {}
-    states = {plugin: state for plugin, save in saving if (state := save())}
+    states = {name: state for name, plugin in saving.items() if (state := plugin.state_dict())}
     return {plugin: encode(dict(state), f"run.{plugin}") for plugin, state in states.items()}
 
 

@@ -121,11 +121,11 @@ class Restoration:
 
     def _run_state(self, saved: Mapping[str, Any]) -> None:
         """Plugins' state of the whole run, as `_plugins` takes that of a unit."""
-        loading = {hook.plugin: hook.call for hook in self.run.hooks.implementations("load_run_state")}
-        for plugin, encoded in saved.items():
-            what = f"state of plugin {plugin}"
-            if plugin in loading:
-                self._objects.append((what, self._handed(encoded, what, loading[plugin])))
+        for name, encoded in saved.items():
+            what = f"state of plugin {name}"
+            load = getattr(self.run.plugins.get(name), "load_state_dict", None)
+            if load is not None:
+                self._objects.append((what, self._handed(encoded, what, load)))
             else:
                 self._problems.warn(f"{what}, which is not in this stack, is left out")
 
@@ -150,7 +150,6 @@ class Restoration:
             plan.add_scheduler(what, scheduler, self.checkpoint.decode(state, what))
         self._copies += plan.actions
         self._optimizer_places.append((plan, leaves))
-        self._copies.append((f"{unit.name}", partial(unit.hooks.state_loaded, unit)))
         self._copies.append((f"{unit.name}", unit.begin_anew))
         self._plugins(unit, tensors["plugins"])
 
@@ -259,13 +258,14 @@ class Restoration:
     def _give_back(
         self, unit: Unit, restored: Mapping[str, Mapping[str, Entry]], saving: Collection[str]
     ) -> None:
-        """Let plugins take back their entries; warn of entries that none takes."""
-        loading = {hook.plugin: hook.call for hook in unit.hooks.implementations("load_state")}
-        for plugin, taken in restored.items():
-            if plugin in loading:
-                what = f"{unit.name}: state of plugin {plugin}"
-                self._copies.append((what, partial(loading[plugin], unit, taken)))
-            elif plugin not in saving:
+        """Let plugins take back their entries, some of them none; warn of entries that none takes."""
+        loading = unit.hooks.implementations("load_state")
+        for plugin, load in loading:
+            what = f"{unit.name}: state of plugin {plugin}"
+            self._copies.append((what, partial(load, unit, restored.get(plugin, {}))))
+        for plugin in restored.keys() - {each.plugin for each in loading}:
+            taken = restored[plugin]
+            if plugin not in saving:
                 what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
                 self._problems.warn(what)
             elif plain := [name for name, entry in taken.items() if not isinstance(entry.value, Leaf)]:

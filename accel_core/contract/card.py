@@ -53,7 +53,6 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "regrouping": "optimizers may group parameters otherwise after `prepare`",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
     "sharded_gradients": "ranks hold different gradients once they are reduced; all agree on an overflow",
-    "forked_functions": "starts functions in forks, which cannot use a device that this process has used",
     "worker_output": "writes the output of workers to `log_dir`, and prints lines after their rank (`tee`)",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",
 }
@@ -172,6 +171,8 @@ class Card:
 
     Must not import torch, which core asks after None.
     """
+    environment_report: str | None = None
+    """Device slot: path of a function () -> lines for `accel env`: what -> found. Must not raise."""
     hookspecs: str | None = None
     """Path of a module whose hooks other packages may implement, each by the name `CARD.HOOK`."""
     config: str | None = None

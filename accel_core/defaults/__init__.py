@@ -63,7 +63,7 @@ TORCHRUN = Card(
     summary="Workers on this node under torch's elastic agent.",
     api_version=API_VERSION,
     priority=0,
-    offers={"forked_functions", "named_rendezvous", "worker_output"},
+    offers={"named_rendezvous", "worker_output"},
     implementation="accel_core.launch.launcher:TorchrunLauncher",
 )
 JSONL = Card(

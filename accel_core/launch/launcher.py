@@ -61,13 +61,17 @@ class TorchrunLauncher:
             return 128 + signal.SIGINT
         return 0
 
-    @implements(hooks.launch_function)
-    def launch_function(self, function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
-        """Fork on Linux, so that functions of a notebook will do; elsewhere spawn."""
-        method = "fork" if sys.platform == "linux" else "spawn"
-        results = _run(job, _call, (function, args), start_method=method)
-        pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
-        return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
+
+def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
+    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
+
+    Forks on Linux, so that functions of a notebook will do; spawns elsewhere. Returns each rank's value, in
+    rank order. LaunchError has a failing rank's traceback.
+    """
+    method = "fork" if sys.platform == "linux" else "spawn"
+    results = _run(job, _call, (function, args), start_method=method)
+    pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
+    return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -45,6 +45,7 @@ def notebook_launcher(
         LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
             the message holds the first failing rank's traceback.
     """
+    from accel_core.launch.launcher import launch_function
     from accel_core.launch.plan import plan
 
     given = {
@@ -57,11 +58,10 @@ def notebook_launcher(
     }
     python = {path: value for path, value in given.items() if value is not None}
     launch = plan(python=python, file=config)
-    if launch.launcher_offers("forked_functions") and sys.platform == "linux" and device != "cpu":
+    if sys.platform == "linux" and device != "cpu":
         _refuse_used_device()
     with launch.job((), launch.processes()) as job:
-        results: Sequence[Any] = launch.launcher().launch_function(function, tuple(args), job)
-    return results
+        return launch_function(function, tuple(args), job)
 
 
 def _refuse_used_device() -> None:

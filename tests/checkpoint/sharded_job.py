@@ -101,8 +101,8 @@ class Flat(Whole):
         self.momentum = torch.empty_like(self.master) if template else None
         self.calls = max((values.get("calls", 0) for values in plain.values()), default=0)
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit):
+    @implements(hooks.load_state)
+    def load_state(self, unit):
         """The model's own weights, from all ranks' masters."""
         parts = self.run.collectives("control").all_gather_object(self.master)
         whole = torch.cat(list(parts)).split([p.numel() for p in self.held.values()])
@@ -115,7 +115,7 @@ class Flat(Whole):
         self.momentum = gradient if self.momentum is None else self.momentum * 0.9 + gradient
         self.master -= optimizer.param_groups[0]["lr"] * self.momentum
         self.calls += 1
-        self.state_loaded(unit)
+        self.load_state(unit)
         return True
 
 
@@ -142,8 +142,8 @@ class Stages(Whole):
             leaves[name] = evolve(leaves[name], shards=shards, replicated=False)
         return leaves
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit):
+    @implements(hooks.load_state)
+    def load_state(self, unit):
         trained = [p for p in unit.named_parameters().values() if p.requires_grad]
         for number, parameter in enumerate(trained):
             self.run.collectives("control").broadcast(parameter.data, number % self.run.world.size)
@@ -151,7 +151,7 @@ class Stages(Whole):
     @implements(hooks.optimizer_step)
     def optimizer_step(self, unit, optimizer, closure):
         self.below.optimizer_step(unit, optimizer, closure)
-        self.state_loaded(unit)
+        self.load_state(unit)
         return True
 
 

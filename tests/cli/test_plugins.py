@@ -162,9 +162,9 @@ def test_check_refuses_a_stack_of_unknown_plugins(accel):
 
 def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys, accel):
     pytest.importorskip("torch")
-    source = "class Plugin:\n    def __init__(self, config, run): ...\n"
-    source += "    def environment_report(self): return {'driver': '7.1'}\n"
-    environment = toys("pony", "device", implementation="'toy_parts:Plugin'", modules={"toy_parts": source})
+    source = "def report(): return {'driver': '7.1'}\n"
+    card = {"implementation": "'toy_parts:Plugin'", "environment_report": "'toy_parts:report'"}
+    environment = toys("pony", "device", **card, modules={"toy_parts": source})
 
     ended = accel("env", environment={**environment, "ACCEL_DEBUG": "1", "PONY_TOKEN": "secret"})
 
@@ -177,9 +177,8 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys, acce
 
 def test_env_survives_a_plugin_that_quits(toys, accel):
     pytest.importorskip("torch")
-    environment = toys(
-        "pony", "device", implementation="'toy_parts:P'", modules={"toy_parts": "raise SystemExit"}
-    )
+    card = {"implementation": "'toy_parts:P'", "environment_report": "'toy_parts:report'"}
+    environment = toys("pony", "device", **card, modules={"toy_parts": "raise SystemExit"})
 
     ended = accel("env", environment=environment)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from accel_core.contract.job import Job
-from accel_core.launch.launcher import TorchrunLauncher
+from accel_core.launch.launcher import launch_function
 from accel_core.launch.output import _new_attempt, _Tailed, _Tailer
 from accel_testing.commands import ACCEL, clean_environment
 
@@ -49,10 +49,6 @@ class Launcher:
     @implements(hooks.launch)
     def launch(self, job):
         return 0
-
-    @implements(hooks.launch_function)
-    def launch_function(self, function, args, job):
-        return []
 """
 
 
@@ -129,7 +125,7 @@ def test_a_launcher_without_it_refuses(toys, accel):
 def test_functions_write_to_files_too(tmp_path):
     job = Job(argv=(), processes_per_node=2, log_dir=str(tmp_path))
 
-    TorchrunLauncher().launch_function(print, ("hello",), job)
+    launch_function(print, ("hello",), job)
 
     assert {path.name: path.read_text() for path in tmp_path.glob("*.out")} == {
         f"rank-0000{rank}.attempt-0.out": "hello\n" for rank in range(2)

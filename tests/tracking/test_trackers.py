@@ -386,12 +386,10 @@ class Remembering(Mine):
         super().__init__()
         self.run_id = run_id
 
-    @implements(hooks.save_run_state)
-    def save_run_state(self):
+    def state_dict(self):
         return {"id": self.run_id}
 
-    @implements(hooks.load_run_state)
-    def load_run_state(self, state):
+    def load_state_dict(self, state):
         self.run_id = state["id"]
 
 

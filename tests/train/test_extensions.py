@@ -48,8 +48,8 @@ OPTIMIZER = """
         return Slow(optimizer)
 """
 LOADED = """
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit):
+    @implements(hooks.load_state)
+    def load_state(self, unit):
         self.loaded += 1
 """
 KEEPS = """
@@ -150,7 +150,7 @@ def test_an_engines_optimizer_cannot_be_wrapped(accelerator_with):
         accelerator.prepare(model, SGD(model.parameters(), lr=0.1))
 
 
-# -- state_loaded ----------------------------------------------------------------------------------
+# -- save_state, load_state ------------------------------------------------------------------------
 
 
 def test_every_plugin_hears_that_state_was_loaded(accelerator_with, tmp_path):
@@ -159,9 +159,6 @@ def test_every_plugin_hears_that_state_was_loaded(accelerator_with, tmp_path):
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
     assert [accelerator.run.plugins[name].loaded for name in ("toy", "watcher")] == [1, 1]
-
-
-# -- save_state ------------------------------------------------------------------------------------
 
 
 def test_a_plugin_that_joins_later_begins_anew(accelerator_with, tmp_path, caplog):
@@ -200,8 +197,7 @@ def test_values_that_a_plugin_cannot_take_back_are_named(accelerator_with, tmp_p
 
 
 RUN_STATE = """
-    @implements(hooks.save_run_state)
-    def save_run_state(self):
+    def state_dict(self):
         return None
 """
 

@@ -71,14 +71,3 @@ def rng_state() -> Mapping[str, Tensor]:
 @spec("everyone")
 def set_rng_state(streams: Mapping[str, Tensor]) -> None:
     """Restore the streams that this plugin's `rng_state` names, or raise."""
-
-
-# -- what a device says of itself --------------------------------------------------------------------
-
-
-@spec("everyone", merge)
-def environment_report() -> Mapping[str, str]:
-    """Lines for `accel env`, which asks devices: what -> found.
-
-    Called in any process; must not raise.
-    """

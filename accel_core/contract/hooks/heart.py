@@ -74,14 +74,17 @@ def autocast(unit: Unit) -> Callable[[], AbstractContextManager[Any]] | None:
 def save_state(unit: Unit) -> Mapping[str, Entry]:
     """Return the plugin's own state: scales, counters, averages, never weights.
 
-    A load calls this hook too, and copies into its leaves. If the checkpoint has none of the plugin's leaves,
-    the plugin keeps its initial state, as after `state_loaded`: an extension may join a run later.
+    A load calls this hook too, and copies into its leaves.
     """
 
 
 @spec("everyone")
 def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
-    """Take back what this plugin's `save_state` gave."""
+    """Take back what this plugin's `save_state` gave, and refresh masters, scales and graphs.
+
+    Called on each plugin after the unit's weights and optimizers were overwritten in place. `entries` are
+    empty where a checkpoint has none, as of an extension that joins later: begin anew then.
+    """
 
 
 # -- a step, in this order ---------------------------------------------------------------------------
@@ -209,14 +212,6 @@ def materialize_optimizer_state(
 
     Both by name and key. Afterwards `optimizer_state` must offer all of the template's leaves, without
     shards for state that other ranks hold; core copies into this rank's shards.
-    """
-
-
-@spec("everyone")
-def state_loaded(unit: Unit) -> None:
-    """Refresh masters, scales and graphs: state was overwritten in place.
-
-    Called on each plugin after the unit's weights and optimizers are loaded, before `load_state`.
     """
 
 

@@ -3,8 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from accel_core.contract.spec import spec
 
@@ -46,12 +45,4 @@ def preview(job: Job, submits: bool) -> str:
     """Return the commands and files of `submit`, or else of `launch`, as text.
 
     Launchers only, for `--dry-run`: nothing is started or sent.
-    """
-
-
-@spec("owner")
-def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
-    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
-
-    Launchers only. Returns each rank's value, in rank order; LaunchError has a failing rank's traceback.
     """

@@ -1,12 +1,18 @@
 # mypy: disable-error-code="empty-body"
-"""The hooks that tell plugins what happens in a run: trackers implement these."""
+"""The hooks that tell plugins what happens in a run: trackers implement these.
+
+A plugin that has state of the whole run, such as the id of a tracker's run, has torch's methods `state_dict`,
+which core calls on the main process, and `load_state_dict`, which it calls on every rank, also before
+`tracking_started`. The state is plain JSON; checkpoints keep it under the plugin's name. State of a unit
+belongs to `save_state`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core.contract.spec import concatenate, merge, spec
+from accel_core.contract.spec import concatenate, spec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -14,7 +20,6 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.config import RunConfig
-    from accel_core.contract.state import Json
     from accel_core.contract.unit import Unit
 
 
@@ -79,23 +84,6 @@ def checkpoint_committed(folder: Path | str, step: int | None) -> None:
 
     A URL is text. Called at once after a save that waits; otherwise when the rank next saves, waits for the
     checkpoint, or ends.
-    """
-
-
-@spec("observer", merge)
-def save_run_state() -> Mapping[str, Json]:
-    """Return state of the whole run, such as the id of a tracker's run.
-
-    Checkpoints keep it under the plugin's name. Called on the main process. State of a unit belongs to
-    `save_state`.
-    """
-
-
-@spec("observer")
-def load_run_state(state: Mapping[str, Json]) -> None:
-    """Take back the answer of this plugin's `save_run_state`.
-
-    Called on every rank, also before `tracking_started`.
     """
 
 

@@ -372,9 +372,8 @@ def test_verbose_says_which_cpus(pci: Path, pinned: list[set[int]], caplog: pyte
 
 def test_the_report_works_without_a_run_and_without_a_gpu(cuda: Recorder) -> None:
     cuda.answers("is_available", answer=False)
-    run: Any = None
 
-    report = CudaDevice(None, run).environment_report()
+    report = device.environment_report()
 
     assert report["CUDA of torch"] == str(torch.version.cuda)
     assert {"CUDA driver", "CUDA_VISIBLE_DEVICES"} <= report.keys()
@@ -386,4 +385,4 @@ def test_the_report_lists_each_gpu(cuda: Recorder) -> None:
     about = SimpleNamespace(name="NVIDIA H200", major=9, minor=0, total_memory=140 * 2**30)
     cuda.answers("get_device_properties", about)
 
-    assert plugin().environment_report()["GPU 0"] == "NVIDIA H200, sm_90, 140.0 GiB"
+    assert device.environment_report()["GPU 0"] == "NVIDIA H200, sm_90, 140.0 GiB"

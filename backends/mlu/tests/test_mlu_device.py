@@ -76,7 +76,9 @@ def test_a_report_for_maintainers_lists_the_mlus(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setenv(VISIBLE, "0")
     about = SimpleNamespace(name="MLU590-M9", major=5, minor=0)
 
-    report = plugin(monkeypatch, device_count=1, get_device_properties=about).environment_report()
+    plugin(monkeypatch, device_count=1, get_device_properties=about)
+
+    report = device.environment_report()
 
     assert report == {"torch_mlu": "1.30.0+torch2.13.0", VISIBLE: "0", "MLU 0": "MLU590-M9, capability 5.0"}
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from accel_core import ConfigError, World
-from accel_mps import MpsConfig, machine
+from accel_mps import MpsConfig, device, machine
 from accel_mps.device import MpsDevice, verify
 from accel_mps.machine import probe
 from accel_testing import Recorder
@@ -119,7 +119,7 @@ def test_the_report_names_the_gpu_as_far_as_torch_knows_it(
         monkeypatch.delattr(torch.backends.mps, "get_name")
     mps.answers("recommended_max_memory", 12 * 2**30)
 
-    assert plugin().environment_report()["Apple GPU"] == f"{said}, 12.0 GiB recommended"
+    assert device.environment_report()["Apple GPU"] == f"{said}, 12.0 GiB recommended"
 
 
 @pytest.mark.parametrize(("found", "refused"), [("0", True), ("1", False)])

@@ -103,7 +103,9 @@ def test_a_report_for_maintainers_lists_gpus_and_how_float32_is_computed(
     monkeypatch.setenv(VISIBLE, "0")
     about = SimpleNamespace(name="MTT S4000", major=2, minor=2)
 
-    report = plugin(monkeypatch, device_count=1, get_device_properties=about).environment_report()
+    plugin(monkeypatch, device_count=1, get_device_properties=about)
+
+    report = device.environment_report()
 
     assert report == {
         "torch_musa": "2.13.0",

@@ -108,7 +108,9 @@ def test_a_report_for_maintainers_lists_the_devices(
 ) -> None:
     monkeypatch.setenv(VISIBLE, "0")
 
-    report = plugin(monkeypatch, device_count=count, get_device_name="/dev/tcaicard0").environment_report()
+    plugin(monkeypatch, device_count=count, get_device_name="/dev/tcaicard0")
+
+    report = device.environment_report()
 
     assert report == {VISIBLE: "0", **listed}
 

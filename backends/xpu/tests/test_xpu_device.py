@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from accel_core import RunConfig, World
 from accel_testing import Recorder
-from accel_xpu import XpuConfig, machine
+from accel_xpu import XpuConfig, device, machine
 from accel_xpu.device import XpuDevice, verify
 from accel_xpu.machine import gpu_count, probe
 
@@ -279,4 +279,4 @@ def test_a_report_for_maintainers_lists_the_gpus(xpu: Recorder) -> None:
     xpu.answers("device_count", 1)
     xpu.answers("get_device_properties", SimpleNamespace(name="Max 1550", total_memory=2**36))
 
-    assert plugin().environment_report()["XPU 0"] == "Max 1550, 64.0 GiB"
+    assert device.environment_report()["XPU 0"] == "Max 1550, 64.0 GiB"

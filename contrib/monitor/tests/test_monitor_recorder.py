@@ -256,7 +256,7 @@ def test_a_process_that_still_writes_keeps_its_record_to_itself(tmp_path):
 @pytest.mark.parametrize("name", ["../elsewhere", "/tmp/elsewhere", "a/b"])
 def test_a_checkpoint_names_no_file_elsewhere(tmp_path, name):
     accelerator = Accelerator(cpu=True, project_dir=tmp_path / "project")
-    accelerator.run.plugins["monitor"].load_run_state({"name": name, "step": 3})
+    accelerator.run.plugins["monitor"].load_state_dict({"name": name, "step": 3})
     accelerator.init_trackers("a")
     accelerator.log({"x": 1})
     accelerator.end_training()

@@ -136,7 +136,6 @@ PROCESSES = {
     "silences-workers": {"test_lines_of_workers_arrive_whole"},
     "sends-previews": {"test_a_dry_run_shows_what_would_be_sent_and_sends_nothing"},
     "hides-arguments": {"test_a_dry_run_shows_what_would_be_sent_and_sends_nothing"},
-    "sorts-results": {"test_functions_run_in_workers_and_give_what_they_return"},
     "starts": set[str](),
     "draws-alike": {"test_layers_draw_alike_where_activations_are_alike"},
     "draws-apart": {"test_layers_draw_alike_where_activations_are_alike"},

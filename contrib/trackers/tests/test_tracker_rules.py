@@ -58,7 +58,7 @@ def test_one_that_was_not_started_does_nothing(notes, tmp_path):
     tracker = notes()
     tracker.run_ended()
 
-    assert (tracker.library.told, tracker.save_run_state(), list(tmp_path.iterdir())) == ([], {}, [])
+    assert (tracker.library.told, tracker.state_dict(), list(tmp_path.iterdir())) == ([], {}, [])
 
 
 def test_the_option_wins_over_the_name_that_init_trackers_is_given(notes):
@@ -70,28 +70,28 @@ def test_the_option_wins_over_the_name_that_init_trackers_is_given(notes):
 
 def test_a_resumed_run_has_the_id_of_the_first(notes):
     first = started(notes())
-    state = first.save_run_state()
+    state = first.state_dict()
     later = started(notes())
-    later.load_run_state(state)
+    later.load_state_dict(state)
     later.log({"x": 1}, 0, {})
 
     assert later.library.told[0] == ("open", "project", True)
     assert later.tracker.run_id == first.tracker.run_id == state["id"]
-    assert later.save_run_state() == state
+    assert later.state_dict() == state
 
 
 def test_a_rank_that_does_not_log_keeps_the_id_for_nobody(notes):
     tracker = notes()
-    tracker.load_run_state({"id": "one"})
+    tracker.load_state_dict({"id": "one"})
 
     assert tracker.library.told == []
-    assert tracker.save_run_state() == {"id": "one"}
+    assert tracker.state_dict() == {"id": "one"}
 
 
 def test_a_run_that_was_begun_before_the_load_is_left_with_a_word(notes, caplog):
     tracker = started(notes())
     tracker.log({"x": 1}, 0, {})
-    tracker.load_run_state({"id": "one"})
+    tracker.load_state_dict({"id": "one"})
     tracker.log({"x": 2}, 1, {})
 
     assert tracker.library.told[-3:] == [("open", "project", True), (1, {"x": 2}), "end of log"]
@@ -100,7 +100,7 @@ def test_a_run_that_was_begun_before_the_load_is_left_with_a_word(notes, caplog)
 
 def test_a_load_of_its_own_checkpoint_changes_nothing(notes, caplog):
     tracker = started(notes())
-    tracker.load_run_state(tracker.save_run_state())
+    tracker.load_state_dict(tracker.state_dict())
     tracker.log({"x": 1}, 0, {})
 
     assert [told for told in tracker.library.told if told[0] == "open"] == [("open", "project", False)]
@@ -108,7 +108,7 @@ def test_a_load_of_its_own_checkpoint_changes_nothing(notes, caplog):
 
 
 def test_two_runs_of_one_process_have_two_ids(notes):
-    assert started(notes()).save_run_state() != started(notes()).save_run_state()
+    assert started(notes()).state_dict() != started(notes()).state_dict()
 
 
 def test_a_run_that_cannot_be_opened_costs_its_data_and_one_warning(notes, caplog):
@@ -120,7 +120,7 @@ def test_a_run_that_cannot_be_opened_costs_its_data_and_one_warning(notes, caplo
         tracker.log({"x": step}, step, {})
     tracker.log_images({"y": np.zeros((2, 2))})
     tracker.tracker.add_figure("anything").again()
-    tracker.save_run_state()
+    tracker.state_dict()
     tracker.run_ended()
 
     assert tracker.library.told == []
@@ -132,9 +132,9 @@ def test_a_run_that_cannot_be_opened_costs_its_data_and_one_warning(notes, caplo
 def test_an_id_is_kept_where_the_resumed_run_cannot_be_opened(notes):
     tracker = started(notes())
     tracker.library.opens = False
-    tracker.load_run_state({"id": "one"})
+    tracker.load_state_dict({"id": "one"})
 
-    assert tracker.save_run_state() == {"id": "one"}
+    assert tracker.state_dict() == {"id": "one"}
 
 
 def test_a_value_that_fails_costs_no_other_and_is_said_once(notes, caplog):

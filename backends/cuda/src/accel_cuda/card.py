@@ -33,4 +33,5 @@ CUDA = Card(
     visible_devices="accel_cuda.machine:visible_devices",
     config="accel_cuda.config:CudaConfig",
     implementation="accel_cuda.device:CudaDevice",
+    environment_report="accel_cuda.device:environment_report",
 )

@@ -24,7 +24,7 @@ from accel_cuda.specs import find_chip, specs
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, World
 
-__all__ = ["CudaDevice", "verify"]
+__all__ = ["CudaDevice", "environment_report", "verify"]
 
 logger = logging.getLogger(__name__)
 
@@ -130,25 +130,6 @@ class CudaDevice:
     def device_health(self, device: torch.device) -> Mapping[str, Any]:
         return self._health.setdefault(device, Health(device)).read()
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {
-            "CUDA driver": machine.driver_version() or "none",
-            "CUDA of torch": str(torch.version.cuda),
-            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
-        }
-        if torch.version.hip:
-            report["ROCm of torch"] = torch.version.hip
-        else:
-            report["GPU sensors"] = library()
-        if torch.cuda.is_available():
-            for index in range(torch.cuda.device_count()):
-                about = torch.cuda.get_device_properties(index)
-                memory = about.total_memory / 2**30
-                chip = _gfx(index) if torch.version.hip else f"sm_{about.major}{about.minor}"
-                report[f"GPU {index}"] = f"{about.name}, {chip}, {memory:.1f} GiB"
-        return report
-
     @implements(hooks.run_ended)
     def run_ended(self) -> None:
         _live.discard(self)
@@ -203,3 +184,23 @@ def _set_switches(config: CudaConfig) -> None:
         products.allow_fp16_reduced_precision_reduction = config.reduced_precision_reduction
     if config.deterministic is not None:
         cudnn.deterministic = config.deterministic
+
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    report = {
+        "CUDA driver": machine.driver_version() or "none",
+        "CUDA of torch": str(torch.version.cuda),
+        machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+    }
+    if torch.version.hip:
+        report["ROCm of torch"] = torch.version.hip
+    else:
+        report["GPU sensors"] = library()
+    if torch.cuda.is_available():
+        for index in range(torch.cuda.device_count()):
+            about = torch.cuda.get_device_properties(index)
+            memory = about.total_memory / 2**30
+            chip = _gfx(index) if torch.version.hip else f"sm_{about.major}{about.minor}"
+            report[f"GPU {index}"] = f"{about.name}, {chip}, {memory:.1f} GiB"
+    return report

@@ -110,14 +110,12 @@ class DataParallel:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
-        seen: Any = entries["power_sgd"].value if "power_sgd" in entries else []
-        for model, iterations in zip(_parallel(unit.wrapped), seen, strict=False):
-            comm_hooks.begin_anew(model, iterations or 0)
-
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
-        for model in _parallel(unit.wrapped):  # whatever the checkpoint holds, of another strategy's run say
+        models = list(_parallel(unit.wrapped))
+        for model in models:  # whatever the checkpoint holds, of another strategy's run say
             comm_hooks.forget_gradients(model)
+        seen: Any = entries["power_sgd"].value if "power_sgd" in entries else []
+        for model, iterations in zip(models, seen, strict=False):
+            comm_hooks.begin_anew(model, iterations or 0)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:

@@ -133,7 +133,7 @@ class EngineState:
     ) -> None:
         """Flat tensors, zero where DeepSpeed pads and of what is new.
 
-        Numbers wait for `state_loaded`.
+        Numbers wait for `load_state`.
         """
         (engine,) = unit.wrapped
         base, scalars = _base(unit), self._loading.setdefault(unit, {})
@@ -182,8 +182,7 @@ class EngineState:
                 ", ".join(frozen[:10]) + (", ..." if len(frozen) > 10 else ""),
             )
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
+    def _take_over(self, unit: Unit) -> None:
         """Make forward's weights from the masters. Collective."""
         self._left_out.pop(unit, None)
         base, scalars = _base(unit), self._loading.pop(unit, {})
@@ -204,6 +203,7 @@ class EngineState:
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         """Load counters, and the loss scale if it moves here (fp16)."""
+        self._take_over(unit)
         for name, (home, keys) in _homes(unit).items():
             values: Any = entries[name].value if name in entries else {}
             for key in _values(home, keys).keys() & values.keys():

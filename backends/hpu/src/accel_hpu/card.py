@@ -26,4 +26,5 @@ HPU = Card(
     visible_devices="accel_hpu.machine:visible_devices",
     config="accel_hpu.config:HpuConfig",
     implementation="accel_hpu.device:HpuDevice",
+    environment_report="accel_hpu.device:environment_report",
 )

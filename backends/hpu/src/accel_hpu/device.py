@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, RunConfig, Unit
 
-__all__ = ["HpuDevice", "vendor", "verify"]
+__all__ = ["HpuDevice", "environment_report", "vendor", "verify"]
 
 FIRST_GENERATION: Final = "GAUDI"
 _CUTS: Final = ("backward", "step")
@@ -114,7 +114,9 @@ class HpuDevice:
             "free": total - allocated,
         }
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {name: os.environ.get(name, "unset") for name in (machine.VISIBLE, machine.LAZY)}
-        return report | {"HPUs": f"{self._hpu.device_count()} x {self._hpu.get_device_name()}"}
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    hpu = vendor("hpu")
+    report = {name: os.environ.get(name, "unset") for name in (machine.VISIBLE, machine.LAZY)}
+    return report | {"HPUs": f"{hpu.device_count()} x {hpu.get_device_name()}"}

@@ -139,7 +139,7 @@ class MegatronState:
     def materialize_optimizer_state(
         self, unit: Unit, optimizer: Optimizer, template: Template, plain: Mapping[str, Mapping[str, Any]]
     ) -> None:
-        """Numbers wait for `state_loaded`.
+        """Numbers wait for `load_state`.
 
         What is new in a tensor has no moments, and the tensor's step.
         """
@@ -178,8 +178,7 @@ class MegatronState:
                 ", ".join(dict.fromkeys(new)),
             )
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
+    def refresh(self, unit: Unit) -> None:
         """Let forward compute with the loaded weights. Collective."""
         self._asked.pop(unit, None)
         loading = self._loading.pop(unit, {})
@@ -201,6 +200,7 @@ class MegatronState:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
+        self.refresh(unit)
         scaler = self._scaler(unit)
         if scaler is not None and "loss_scale" in entries:
             state: Any = entries["loss_scale"].value

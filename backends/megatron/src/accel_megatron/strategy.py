@@ -154,7 +154,7 @@ class Megatron(MegatronState):
                 building.share_buffers(unit.models[0], self.run)
             else:
                 building.empty(unit.models[0])
-            self.state_loaded(unit)
+            self.refresh(unit)
         engine.train(unit.models[0].training)
 
     def _build(self, unit: Unit) -> None:

@@ -105,4 +105,5 @@ MLU = Card(
     visible_devices="accel_mlu.card:visible_devices",
     config="accel_mlu.card:MluConfig",
     implementation="accel_mlu.device:MluDevice",
+    environment_report="accel_mlu.device:environment_report",
 )

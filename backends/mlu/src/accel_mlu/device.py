@@ -18,7 +18,7 @@ from accel_mlu.card import VISIBLE, MluConfig
 if TYPE_CHECKING:
     from accel_core import Run, World
 
-__all__ = ["MluDevice", "vendor", "verify"]
+__all__ = ["MluDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
@@ -61,13 +61,15 @@ class MluDevice:
         able: frozenset[str] = self.below.capabilities(device)
         return able if self.mlu.is_bf16_supported() else able - {"bf16"}
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {
-            "torch_mlu": metadata.version("torch_mlu"),
-            VISIBLE: os.environ.get(VISIBLE, "unset"),
-        }
-        for index in range(self.mlu.device_count()):
-            about = self.mlu.get_device_properties(index)
-            report[f"MLU {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
-        return report
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    mlu = vendor()
+    report = {
+        "torch_mlu": metadata.version("torch_mlu"),
+        VISIBLE: os.environ.get(VISIBLE, "unset"),
+    }
+    for index in range(mlu.device_count()):
+        about = mlu.get_device_properties(index)
+        report[f"MLU {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
+    return report

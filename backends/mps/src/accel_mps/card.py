@@ -23,4 +23,5 @@ MPS = Card(
     visible_devices="accel_mps.machine:visible_devices",
     config="accel_mps.config:MpsConfig",
     implementation="accel_mps.device:MpsDevice",
+    environment_report="accel_mps.device:environment_report",
 )

@@ -19,7 +19,7 @@ from accel_mps.config import MpsConfig
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, World
 
-__all__ = ["MpsDevice", "verify"]
+__all__ = ["MpsDevice", "environment_report", "verify"]
 
 
 def verify() -> str | None:
@@ -69,11 +69,12 @@ class MpsDevice:
             "free": max(0, total - allocated),
         }
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {"macOS": platform.mac_ver()[0] or "unknown"}
-        if torch.backends.mps.is_available():
-            memory = torch.mps.recommended_max_memory() / 2**30
-            name = getattr(torch.backends.mps, "get_name", platform.machine)()  # torch 2.8 cannot name it
-            report["Apple GPU"] = f"{name}, {memory:.1f} GiB recommended"
-        return report
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    report = {"macOS": platform.mac_ver()[0] or "unknown"}
+    if torch.backends.mps.is_available():
+        memory = torch.mps.recommended_max_memory() / 2**30
+        name = getattr(torch.backends.mps, "get_name", platform.machine)()  # torch 2.8 cannot name it
+        report["Apple GPU"] = f"{name}, {memory:.1f} GiB recommended"
+    return report

@@ -103,4 +103,5 @@ MUSA = Card(
     visible_devices="accel_musa.card:visible_devices",
     config="accel_musa.card:MusaConfig",
     implementation="accel_musa.device:MusaDevice",
+    environment_report="accel_musa.device:environment_report",
 )

@@ -19,7 +19,7 @@ from accel_musa.card import VISIBLE, MusaConfig
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, World
 
-__all__ = ["MusaDevice", "vendor", "verify"]
+__all__ = ["MusaDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
@@ -79,19 +79,21 @@ class MusaDevice:
         # Before the S4000 (capability 2.2) torch_musa holds bfloat16 tensors, without arithmetic for them.
         return able if self.musa.is_bf16_supported(including_emulation=False) else able - {"bf16"}
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {
-            "torch_musa": metadata.version("torch_musa"),
-            VISIBLE: os.environ.get(VISIBLE, "unset"),
-            "TF32 for float32": str(_mudnn().allow_tf32),
-        }
-        for index in range(self.musa.device_count()):
-            about = self.musa.get_device_properties(index)
-            report[f"MUSA {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
-        return report
-
 
 def _mudnn() -> Any:
     """Return the module in which torch_musa keeps its switches."""
     return torch.backends.mudnn  # type: ignore[attr-defined]  # torch_musa puts it there
+
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    musa = vendor()
+    report = {
+        "torch_musa": metadata.version("torch_musa"),
+        VISIBLE: os.environ.get(VISIBLE, "unset"),
+        "TF32 for float32": str(_mudnn().allow_tf32),
+    }
+    for index in range(musa.device_count()):
+        about = musa.get_device_properties(index)
+        report[f"MUSA {index}"] = f"{about.name}, capability {about.major}.{about.minor}"
+    return report

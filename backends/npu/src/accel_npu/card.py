@@ -26,4 +26,5 @@ NPU = Card(
     visible_devices="accel_npu.machine:visible_devices",
     config="accel_npu.config:NpuConfig",
     implementation="accel_npu.device:NpuDevice",
+    environment_report="accel_npu.device:environment_report",
 )

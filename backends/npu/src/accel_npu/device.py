@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, RunConfig, Unit, World
 
-__all__ = ["NpuDevice", "vendor", "verify"]
+__all__ = ["NpuDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
@@ -100,17 +100,6 @@ class NpuDevice:
     def _saturates(self) -> bool:
         return self.run.config.mixed_precision == "fp16" and not self.npu.utils.is_support_inf_nan()
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {
-            "torch_npu": metadata.version("torch_npu"),
-            "CANN": self.npu.utils.get_cann_version(),
-            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
-        }
-        for index in range(self.npu.device_count()):
-            report[f"NPU {index}"] = self.npu.get_device_name(index)
-        return report
-
 
 def _saturating(npu: Any) -> Any:
     """Return torch_npu's class of loss scalers.
@@ -125,3 +114,16 @@ def _saturating(npu: Any) -> Any:
             super().load_state_dict({"dynamic": True, **state})
 
     return Scaler
+
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    npu = vendor()
+    report = {
+        "torch_npu": metadata.version("torch_npu"),
+        "CANN": npu.utils.get_cann_version(),
+        machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+    }
+    for index in range(npu.device_count()):
+        report[f"NPU {index}"] = npu.get_device_name(index)
+    return report

@@ -65,4 +65,5 @@ SDAA = Card(
     verify="accel_sdaa.device:verify",
     visible_devices="accel_sdaa.card:visible_devices",
     implementation="accel_sdaa.device:SdaaDevice",
+    environment_report="accel_sdaa.device:environment_report",
 )

@@ -17,7 +17,7 @@ from accel_sdaa.card import VISIBLE
 if TYPE_CHECKING:
     from accel_core import Run
 
-__all__ = ["SdaaDevice", "vendor", "verify"]
+__all__ = ["SdaaDevice", "environment_report", "vendor", "verify"]
 
 
 def vendor() -> Any:
@@ -51,9 +51,11 @@ class SdaaDevice:
         able: frozenset[str] = self.below.capabilities(device)
         return able if self.sdaa.is_bf16_supported() else able - {"bf16"}
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {VISIBLE: os.environ.get(VISIBLE, "unset")}
-        if self.sdaa.device_count():
-            report["SDAA"] = f"{self.sdaa.device_count()} x {self.sdaa.get_device_name()}"
-        return report
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    sdaa = vendor()
+    report = {VISIBLE: os.environ.get(VISIBLE, "unset")}
+    if sdaa.device_count():
+        report["SDAA"] = f"{sdaa.device_count()} x {sdaa.get_device_name()}"
+    return report

@@ -124,12 +124,9 @@ class TransformerEngine:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
-        restore(unit, entries, self._checked_recipe())
-
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
         forget_weights(unit)
-        begin_anew(unit)  # `load_state` follows if the checkpoint has scales
+        begin_anew(unit)
+        restore(unit, entries, self._checked_recipe())
 
     @implements(hooks.describe)
     def describe(self, unit: Unit) -> Sequence[str]:

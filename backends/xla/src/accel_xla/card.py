@@ -23,6 +23,7 @@ XLA = Card(
     visible_devices="accel_xla.machine:visible_devices",
     config="accel_xla.config:XlaConfig",
     implementation="accel_xla.device:XlaDevice",
+    environment_report="accel_xla.device:environment_report",
 )
 XLA_DP = Card(
     name="xla-dp",

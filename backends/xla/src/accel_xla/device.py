@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from accel_core import Collectives, Run, Topology, Unit, World
 
-__all__ = ["XlaDevice", "verify"]
+__all__ = ["XlaDevice", "environment_report", "verify"]
 
 
 def verify() -> str | None:
@@ -157,16 +157,6 @@ class XlaDevice:
         # Of the device that stands for all under SPMD, torch_xla knows nothing.
         return self._xr.device_type() != "CPU" and not self._xr.is_spmd()
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        return {
-            "torch_xla": metadata.version("torch_xla"),
-            machine.DEVICE: os.environ.get(machine.DEVICE, "unset"),
-            "XLA devices": f"{self._xr.global_runtime_device_count()} x {self._xr.device_type()}",
-            "XLA SPMD": "on" if self._xr.is_spmd() else "off",
-            "libtpu": _version("libtpu"),
-        }
-
 
 def _require_replicas(world: World, devices: int, replicas: int) -> None:
     """Refuse processes that would silently train alone or hold several devices."""
@@ -197,3 +187,16 @@ def _version(distribution: str) -> str:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return "not installed"
+
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    from torch_xla import runtime
+
+    return {
+        "torch_xla": metadata.version("torch_xla"),
+        machine.DEVICE: os.environ.get(machine.DEVICE, "unset"),
+        "XLA devices": f"{runtime.global_runtime_device_count()} x {runtime.device_type()}",
+        "XLA SPMD": "on" if runtime.is_spmd() else "off",
+        "libtpu": _version("libtpu"),
+    }

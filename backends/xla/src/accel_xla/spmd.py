@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.optim import Optimizer
 
-    from accel_core import Run, RunConfig, TensorTemplate, Unit, World
+    from accel_core import Entry, Run, RunConfig, TensorTemplate, Unit, World
 
 __all__ = ["Spmd"]
 
@@ -169,8 +169,8 @@ class Spmd:
                 if getattr(value, "shape", None) == parameter.shape:
                     self._shard(unit, value)
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
+    @implements(hooks.load_state)
+    def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         for tensor, shards in self._held.pop(unit, {}).values():
             if shards[0].indices is Ellipsis:
                 tensor.global_tensor.copy_(shards[0].data)

@@ -31,6 +31,7 @@ XPU = Card(
     visible_devices="accel_xpu.machine:visible_devices",
     config="accel_xpu.config:XpuConfig",
     implementation="accel_xpu.device:XpuDevice",
+    environment_report="accel_xpu.device:environment_report",
 )
 
 IPEX = Card(

@@ -20,7 +20,7 @@ from accel_xpu.config import XpuConfig
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, World
 
-__all__ = ["XpuDevice", "verify"]
+__all__ = ["XpuDevice", "environment_report", "verify"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +85,14 @@ class XpuDevice:
             return
         os.sched_setaffinity(0, near)
 
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        report = {
-            "XPU of torch": str(torch.version.xpu),
-            machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
-        }
-        for index in range(torch.xpu.device_count()):
-            about = torch.xpu.get_device_properties(index)
-            report[f"XPU {index}"] = f"{about.name}, {about.total_memory / 2**30:.1f} GiB"
-        return report
+
+def environment_report() -> Mapping[str, str]:
+    """Return lines for `accel env`."""
+    report = {
+        "XPU of torch": str(torch.version.xpu),
+        machine.VISIBLE: os.environ.get(machine.VISIBLE, "unset"),
+    }
+    for index in range(torch.xpu.device_count()):
+        about = torch.xpu.get_device_properties(index)
+        report[f"XPU {index}"] = f"{about.name}, {about.total_memory / 2**30:.1f} GiB"
+    return report

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from importlib import metadata
 from types import MethodType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -21,8 +20,6 @@ from accel_core import ConfigError, hooks, implements
 from accel_xpu.config import IpexConfig
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from torch import nn
 
     from accel_core import Run, RunConfig, Unit
@@ -71,10 +68,6 @@ class Ipex:
             for number, optimizer in enumerate(_optimizers_of(model, unit.optimizers)):
                 model = self._optimized(model, optimizer, again=number > 0)
         return model
-
-    @implements(hooks.environment_report)
-    def environment_report(self) -> Mapping[str, str]:
-        return {"intel-extension-for-pytorch": metadata.version("intel-extension-for-pytorch")}
 
     def _optimized(self, model: nn.Module, optimizer: Optimizer, again: bool) -> nn.Module:
         if self.run.device.type == "xpu":  # it optimizes for where the parameters are

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from accel_big_models.plans import Plan
     from accel_big_models.tenants import Tenant
-    from accel_core import Run, Unit
+    from accel_core import Entry, Run, Unit
 
 __all__ = ["Dispatched"]
 
@@ -93,8 +93,8 @@ class Dispatched:
                     leaves[canonical] = leaf_of(tensor)
         return leaves
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
+    @implements(hooks.load_state)
+    def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
         """Compute with what was written into the weights' views."""
         for model in unit.models:
             for engine in _engines(model):

@@ -165,7 +165,7 @@ class Average:
         self._held = {name: [weight.clone() for weight in self._weights[name]] for name in names}
         for part in begun:
             _copy(*part.lists())
-        self.unit.hooks.state_loaded(self.unit)
+        self.unit.hooks.load_state(self.unit, {})
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -180,7 +180,7 @@ class Average:
         self._find()
         for name, own in held.items():
             _copy(own, self._weights[name])
-        self.unit.hooks.state_loaded(self.unit)
+        self.unit.hooks.load_state(self.unit, {})
         self._held = None
         return replaced
 

@@ -200,11 +200,13 @@ class MovingAverages:
 
     @implements(hooks.load_state)
     def load_state(self, unit: Unit, entries: Mapping[str, Entry]) -> None:
+        average = self.average_of(unit)
+        if not average.is_swapped:  # it was not `averaged` that wrote into the weights
+            average.begin_anew()
         if "steps" in entries:
             steps: Any = entries["steps"].value
             optimizers = len(unit.optimizers)
             same = len(steps) == optimizers
-            average = self.average_of(unit)
             average.steps = [*steps] if same else [max(steps, default=0)] * optimizers
             # A load that is not strict may leave averages as they were, of other weights than these.
             loaded = {name.removeprefix("weights/") for name in entries}
@@ -217,12 +219,6 @@ class MovingAverages:
                     " to take the average, unfreeze it before load_state",
                     ", ".join(frozen),
                 )
-
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit: Unit) -> None:
-        average = self.average_of(unit)
-        if not average.is_swapped:  # it was not `averaged` that wrote into the weights
-            average.begin_anew()
 
     # -- what it is ------------------------------------------------------------------------------
 

@@ -143,17 +143,15 @@ class Monitor:
         name = "path" if kind == "profile" else "text"
         self._write(kind, early=True, step=self._sampling.count, **{name: text})
 
-    @implements(hooks.save_run_state)
-    def save_run_state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         if self.sampler is None:
             return {}
         self._saved_at = self.sampler.count, time.perf_counter()
         self.sampler.mark("other")
         return {"name": self._file.name, "step": self.sampler.count}
 
-    @implements(hooks.load_run_state)
     @_harmless
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         step = int(state["step"])
         self._sampling.move_to(step)
         if self._file.is_open:

@@ -11,6 +11,7 @@ from typing import Any
 from accel_core import Card
 
 DEVICE_WORDS = {"bf16", "fp16", "float64", "memory_stats", "rng", "process_per_device", "collectives.torch"}
+SOUND = "broken_plugins.devices:Sound"
 
 
 def slow_probe() -> None:
@@ -28,6 +29,11 @@ def device(name: str, **more: Any) -> Card:
         "implementation": f"broken_plugins.devices:{''.join(part.title() for part in name.split('-'))}",
     }
     return Card(name=name, slot="device", summary="A broken plugin.", api_version="1.0", **{**given, **more})
+
+
+def reporting(name: str) -> Card:
+    function = name.replace("-", "_")
+    return device(name, implementation=SOUND, environment_report=f"broken_plugins.devices:{function}")
 
 
 def strategy(name: str, **more: Any) -> Card:
@@ -62,8 +68,6 @@ def launcher(name: str) -> Card:
     )
 
 
-SOUND = "broken_plugins.devices:Sound"
-
 # -- level 0
 SLOW_PROBE = device("slow-probe", probe=slow_probe, implementation=SOUND)
 HEAVY_PROBE = device("heavy-probe", probe=heavy_probe, implementation=SOUND)
@@ -86,10 +90,10 @@ SEEDS_ALL_BUT_ITS_OWN = device("seeds-all-but-its-own")
 COUNTS_KILOBYTES = device("counts-kilobytes")
 FORGETS_WHAT_IS_HELD = device("forgets-what-is-held")
 CLAIMS_FLOAT8 = device("claims-float8", offers=DEVICE_WORDS | {"fp8"})
-FAILS_TO_REPORT = device("fails-to-report")
+FAILS_TO_REPORT = reporting("fails-to-report")
 WAITS_FOR_ITSELF = device("waits-for-itself")
-WARNS_ITSELF = device("warns-itself")
-ITS_VENDOR_WARNS = device("its-vendor-warns")
+WARNS_ITSELF = reporting("warns-itself")
+ITS_VENDOR_WARNS = reporting("its-vendor-warns")
 CLAIMS_TOO_LITTLE = device("claims-too-little", offers=DEVICE_WORDS - {"rng"}, implementation=SOUND)
 WRITES_ON_EACH_RANK = tracker("writes-on-each-rank")
 FORGETS_ITS_RUN = tracker("forgets-its-run")
@@ -128,7 +132,6 @@ MISNUMBERS_WORKERS = launcher("misnumbers-workers")
 REPEATS_FAILURES = launcher("repeats-failures")
 SENDS_PREVIEWS = launcher("sends-previews")
 HIDES_ARGUMENTS = launcher("hides-arguments")
-SORTS_RESULTS = launcher("sorts-results")
 SILENCES_WORKERS = launcher("silences-workers")
 SOUND_LAUNCHER = launcher("starts")
 SCHEDULES_PER_PROCESS = strategy("schedules-per-process")

@@ -114,24 +114,18 @@ class WaitsForItself(SimulatedDevice):
         return batch
 
 
-class FailsToReport(SimulatedDevice):
-    @implements(hooks.environment_report)
-    def environment_report(self):
-        raise RuntimeError("no driver")
+def fails_to_report():
+    raise RuntimeError("no driver")
 
 
-class WarnsItself(SimulatedDevice):
-    @implements(hooks.environment_report)
-    def environment_report(self):
-        warnings.warn("careful", UserWarning, stacklevel=1)
-        return {}
+def warns_itself():
+    warnings.warn("careful", UserWarning, stacklevel=1)
+    return {}
 
 
-class ItsVendorWarns(SimulatedDevice):
-    @implements(hooks.environment_report)
-    def environment_report(self):
-        warnings.warn_explicit("careful", UserWarning, "vendor.py", 1, module="vendor")
-        return {}
+def its_vendor_warns():
+    warnings.warn_explicit("careful", UserWarning, "vendor.py", 1, module="vendor")
+    return {}
 
 
 class CastsParameters(SimulatedDevice):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import shlex
 import signal
@@ -10,7 +9,6 @@ import socket
 import subprocess
 import sys
 import time
-import traceback
 from pathlib import Path
 
 from attrs import evolve
@@ -68,36 +66,6 @@ class Starts:
     def submit(self, job):
         Path("mail").write_text(shlex.join(job.command))
         return SubmittedJob(id="1", watch="look 1", cancel="drop 1")
-
-    @implements(hooks.launch_function)
-    def launch_function(self, function, args, job):
-        context = multiprocessing.get_context("fork")
-        queue = context.Queue()
-        workers = [
-            context.Process(target=call, args=(function, args, variables, queue))
-            for variables in self.variables(job)
-        ]
-        for worker in workers:
-            worker.start()
-        answers = [queue.get() for _ in workers]
-        for worker in workers:
-            worker.join()
-        failed = [text for _, text, _ in answers if text]
-        if failed:
-            raise LaunchError(f"a worker failed\n{failed[0]}")
-        return self.results(answers)
-
-    def results(self, answers):
-        return [value for _, _, value in sorted(answers, key=lambda answer: answer[0])]
-
-
-def call(function, args, variables, queue):
-    os.environ.update(variables)
-    rank = int(variables["RANK"])
-    try:
-        queue.put((rank, "", function(*args)))
-    except Exception:
-        queue.put((rank, traceback.format_exc(), None))
 
 
 class SilencesWorkers(Starts):
@@ -159,8 +127,3 @@ class HidesArguments(Starts):
     @implements(hooks.preview)
     def preview(self, job, submits):
         return super().preview(evolve(job, command=job.command[:-1]), submits)
-
-
-class SortsResults(Starts):
-    def results(self, answers):
-        return super().results(answers)[::-1]

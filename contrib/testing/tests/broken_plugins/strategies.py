@@ -600,8 +600,8 @@ class CountsAnew(Averages):
             return found
         return OptimizerState(leaves={**found.leaves, **self.stale}, groups=found.groups, plain=found.plain)
 
-    @implements(hooks.state_loaded)
-    def state_loaded(self, unit):
+    @implements(hooks.load_state)
+    def load_state(self, unit):
         for optimizer in unit.optimizers:
             leaves = self.below.optimizer_state(unit, optimizer).leaves
             self.stale = {

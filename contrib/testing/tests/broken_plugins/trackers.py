@@ -45,10 +45,8 @@ class WantsNumbers(Sound):
 
 
 class ForgetsItsRun(Sound):
-    @implements(hooks.save_run_state)
-    def save_run_state(self):
+    def state_dict(self):
         return {"run": 1}
 
-    @implements(hooks.load_run_state)
-    def load_run_state(self, state):
+    def load_state_dict(self, state):
         self.run = state["id"]

@@ -92,15 +92,13 @@ class LibraryTracker:
         if taken and self._ready():
             self._log(taken, step, options)
 
-    @implements(hooks.save_run_state)
-    def save_run_state(self) -> Mapping[str, Any]:
+    def state_dict(self) -> Mapping[str, Any]:
         if self._project is not None and self._ready():
             with self._forgiving("what was logged last"):
                 self.library.flush()
         return {} if self._known is None else {"id": self._known}
 
-    @implements(hooks.load_run_state)
-    def load_run_state(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         asked = state.get("id")
         if asked is None or asked == self._known:
             return

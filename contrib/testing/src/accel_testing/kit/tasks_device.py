@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import pkgutil
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -168,8 +169,9 @@ def float8(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def services(arguments: Mapping[str, Any]) -> list[str]:
     """Call every service; the answers are the device's affair."""
     accelerator = make(arguments)
-    hooks = accelerator.run.hooks
-    report = [f"{key}={value}" for key, value in hooks.environment_report().items()]
+    path = accelerator.run.stack.device.card.environment_report
+    lines = {} if path is None else pkgutil.resolve_name(path)()
+    report = [f"{key}={value}" for key, value in lines.items()]
     accelerator.free_memory()
     accelerator.end_training()
     return report

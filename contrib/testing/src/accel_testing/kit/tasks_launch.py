@@ -13,7 +13,7 @@ from typing import Any
 
 from accel_testing.kit.deadline import seconds
 
-__all__ = ["configure", "exit_by_rank", "fail", "functions", "meet", "note", "sleep", "talk"]
+__all__ = ["configure", "exit_by_rank", "fail", "meet", "note", "sleep", "talk"]
 
 FAILING_CODE = 7
 LINES = 300
@@ -86,33 +86,10 @@ def sleep(folder: Path) -> None:
     time.sleep(2 * seconds())
 
 
-def functions(folder: Path) -> None:
-    """Launch functions from this process, as a notebook does."""
-    from accel_core import LaunchError, notebook_launcher
-
-    given: dict[str, Any] = {"num_processes": 2, "device": "cpu", "config": str(folder / "accel.yaml")}
-    returned = notebook_launcher(_described, ("given",), **given)
-    try:
-        notebook_launcher(_raise, (), **given)
-        failed = "nothing was raised"
-    except LaunchError as error:
-        failed = str(error)
-    (folder / "functions.json").write_text(json.dumps({"returned": returned, "failed": failed}))
-
-
-def _described(argument: str) -> tuple[int, int, str]:
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), argument
-
-
-def _raise() -> None:
-    raise RuntimeError("a worker that fails")
-
-
 TASKS: dict[str, Callable[[Path], None]] = {
     "configure": configure,
     "exit": exit_by_rank,
     "fail": fail,
-    "functions": functions,
     "meet": meet,
     "note": note,
     "sleep": sleep,

@@ -198,20 +198,3 @@ def test_a_dry_run_shows_what_would_be_sent_and_sends_nothing(launches: Launches
     shown = "".join(line for line in ended.stdout.splitlines() if not line.startswith("each worker: "))
     missing = [word for word in ("script.py", "an argument", "eager") if word not in shown]
     assert ended.returncode == 2 or not missing, f"the hook `preview` shows no {missing}"
-
-
-def test_functions_run_in_workers_and_give_what_they_return(launches: Launches) -> None:
-    (launches.folder / "accel.yaml").write_text(f"launch:\n  launcher: {launches.command[5]}\n")
-    ended = subprocess.run(
-        [sys.executable, str(Path(tasks_launch.__file__)), "functions", str(launches.folder)],
-        cwd=launches.folder,
-        env=launches.environment,
-        capture_output=True,
-        text=True,
-        timeout=deadline.seconds(),
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    facts = json.loads((launches.folder / "functions.json").read_text())
-    assert facts["returned"] == [[0, 2, "given"], [1, 2, "given"]]
-    assert "RuntimeError: a worker that fails" in facts["failed"], "LaunchError holds the worker's traceback"
