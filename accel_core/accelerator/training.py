@@ -280,7 +280,7 @@ class Training:
             batches, microbatches, extent = whole()
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
-        self.run.use_windows([unit.window])
+        self.run.windows = (unit.window,)
         if self.run.world.size > 1:
             check_unit(self.run, unit, "forward" if forward_only else "backward", trains=not forward_only)
         return step.run_window(

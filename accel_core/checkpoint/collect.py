@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import Unit, UnitRun
+    from accel_core.contract.unit import Unit
 
 T = TypeVar("T")
 
@@ -155,7 +155,7 @@ def class_of(value: object) -> str:
     return type(value).__qualname__
 
 
-def entry_key(run: UnitRun, plugin: str, name: str, entry: Entry, *, alone: bool = False) -> str:
+def entry_key(run: Run, plugin: str, name: str, entry: Entry, *, alone: bool = False) -> str:
     """Return the key of a plugin's entry, with the rank or reader it belongs to.
 
     alone: as in `collect`.

@@ -204,7 +204,8 @@ class CheckpointSession:
         if loaded is None:
             return None
         found, manifest = loaded
-        run.resume(manifest.run_id)
+        if run.world.run_id is None:  # a run that a launcher has named keeps its own id
+            run.run_id = manifest.run_id
         first = run.world.first_of_disk(each_node=project.save_on_each_node)
         self.series.resume(manifest, counts=project.automatic_checkpoint_naming and first)
         return found

@@ -163,8 +163,9 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         unit.add_models([inner])
         unit.wrapped.append(inner)
         place = unit, 0
-    place[0].drop_cut_ties()
-    return place
+    owner, number = place
+    owner.drop_cut_ties()
+    return owner, number
 
 
 def _require_model(model: Any) -> None:

@@ -6,7 +6,6 @@ mistakes are reported at once.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -77,10 +76,6 @@ class Resolved:
         whole: dict[str, Any] = plain(self.config, masks=True)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
-
-    def digest(self) -> str:
-        """Return a short hash of `tree`."""
-        return hashlib.sha256(json.dumps(self.tree, sort_keys=True).encode()).hexdigest()[:16]
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
         """(dotted path, value as JSON, origin) of each option; secrets are masked."""

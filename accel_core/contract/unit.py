@@ -1,4 +1,4 @@
-"""A unit: what `prepare` makes, and what per-step hooks are bound for."""
+"""A run as plugins and the lower rooms see it, and a unit: what per-step hooks are bound for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from accel_core.contract.stack import Stack
     from accel_core.contract.window import Window
     from accel_core.contract.world import Collectives, Topology, World
-    from accel_core.errors import CollectiveError
 
 _WRAPPERS: Final = {
     "_orig_mod": "torch._dynamo.",
@@ -53,30 +52,19 @@ class StepOutput:
     outputs: tuple[Any, ...] = ()
 
 
-class UnitRun(Protocol):
-    """The run of a unit, without its units: see `Run`."""
+class Run(Protocol):
+    """Everything that one `Accelerator` owns: config, stack, device, world and units.
 
+    Plugins are built with it: `Plugin(config, run)`.
+    """
+
+    run_id: str
+    process: int
+    """The process that made it."""
+    ended: bool
     config: RunConfig
-    world: World
-    device: torch.device
-    mesh: Mesh | None
-    topology: Topology
     resolved: Any
     """The config with the origin of each value."""
-    run_id: str
-    ended: bool
-    mark_step: Callable[..., Any] | None
-    """The device's per-step hook of that name; None where nothing is to be marked."""
-    after_backward: list[Callable[[Sequence[Unit]], object]]
-    """Called after each backward with the units that it trained."""
-    prepared: Any
-    """All that the run has prepared (`PreparedObjects`)."""
-    accumulation: Any
-    """The innermost `accumulate` that is entered."""
-    observe_collective: Callable[[str, bool], None] | None
-    """The hook `collective`; None where no plugin follows it."""
-    trackers: Any
-    apart: list[nn.Module]
     stack: Stack
     """The chosen plugins."""
     plugins: Mapping[str, object]
@@ -85,30 +73,67 @@ class UnitRun(Protocol):
     """The config object that each was made with; None of one without options."""
     cards: Mapping[str, Card]
     """The card of each of those plugins, by the same names."""
+    environment: list[str]
+    environment_notes: list[str]
+    world: World
+    device: torch.device
+    mesh: Mesh | None
+    topology: Topology
+    mark_step: Callable[..., Any] | None
+    """The device's per-step hook of that name; None where nothing is to be marked."""
+    observe_collective: Callable[[str, bool], None] | None
+    """The hook `collective`; None where no plugin follows it."""
+    after_backward: list[Callable[[Sequence[Unit]], object]]
+    """Called after each backward with the units that it trained."""
+    prepared: Any
+    """All that the run has prepared (`PreparedObjects`)."""
+    registered: list[Any]
+    apart: list[nn.Module]
+    """Prepared models whose weights are in no saved state: their program keeps them."""
+    accumulation: Any
+    """The innermost `accumulate` that is entered."""
+    accumulation_steps: int
+    windows: Sequence[Window]
+    """Windows of the innermost `accumulate`, or of the one entered last."""
+    active_loaders: list[Any]
+    """The prepared loaders that are being iterated, the innermost last."""
+    trackers: Any
+    checkpoints: Any
+    """The run's checkpoint session: saves, loads, and what one leaves to the next."""
 
     @property
     def hooks(self) -> Hooks:
         """Hooks of the default stack."""
 
     @property
-    def communication_backends(self) -> Mapping[str, str]:
-        """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
+    def units(self) -> list[Unit]:
+        """The units of what is prepared."""
 
     @property
     def window(self) -> Window:
         """The innermost current window, or the one used last."""
 
+    @property
+    def communication_backends(self) -> Mapping[str, str]:
+        """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
+
     def collectives(self, dim: str = "world") -> Collectives:
         """Return collectives over a dimension. The first call for one is collective."""
 
-    def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
-        """Return an error that names the lost ranks, if torch's error means that."""
+    def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
+        """Return a unit without objects, its hooks resolved for its strategy."""
+
+    def use_strategy(self, alias: str) -> None:
+        """Have later calls of `prepare` that name no strategy use this one."""
 
     def drop_accumulations(self) -> None:
         """Forget each `accumulate` that is entered."""
 
     def require_alive(self) -> None:
         """Raise AccelError after `end_training`."""
+
+    def end(self, *, failed: bool = False) -> None:
+        """Release units and process group; the run cannot be used afterwards."""
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -127,7 +152,7 @@ class Unit:
     """
 
     name: str
-    run: UnitRun
+    run: Run
     strategy: str
     plugin: Any
     strategy_owns_backward: bool = False

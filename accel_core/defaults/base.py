@@ -81,7 +81,7 @@ class Base(BaseState):
         if not arranged or world.size == 1:
             return None
         names, sizes = zip(*[(dim.name, dim.size) for dim in arranged], strict=True)
-        mesh = process_group.shared.mesh(self.run.device.type, sizes, names)
+        mesh = process_group.shared_mesh(self.run.device.type, sizes, names)
         return Mesh(arranged, world.rank, mesh)
 
     @implements(hooks.collectives)

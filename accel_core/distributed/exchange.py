@@ -35,7 +35,7 @@ from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
-    from accel_core.contract.unit import UnitRun
+    from accel_core.contract.run import Run
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
@@ -65,7 +65,7 @@ class CollectiveCall:
     """
 
     def __init__(
-        self, run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+        self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
     ) -> None:
         self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
         self.refusal = ""
@@ -262,7 +262,7 @@ class CollectiveCall:
 
 @contextmanager
 def collective_call(
-    run: UnitRun, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+    run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
     """Give a `CollectiveCall`, with gradients and garbage collection off.
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import time
-import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from attrs import define, field
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
@@ -20,7 +20,7 @@ from torch.distributed.rendezvous import rendezvous
 from accel_core.contract.world import current_operation
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.distributed.threads import let_threads_finish
-from accel_core.errors import CollectiveError, ConfigError, LaunchError, module_that_raised
+from accel_core.errors import CollectiveError, ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from datetime import timedelta
@@ -40,11 +40,6 @@ WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
 GRACE_SECONDS: Final = 2.0
 """Time for other ranks to notice that a collective failed."""
 
-LOST: Final = re.compile(r"connection (closed|reset)|timed out|broken pipe|peer", re.IGNORECASE)
-"""Words with which torch's backends report that they lost another rank."""
-WAITING: Final = ("torch.distributed", "torch.autograd", "torch.nn", "torch._ops")
-"""Modules whose functions wait for other ranks, or for devices that do."""
-
 # Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
 # find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
 _stores: dict[tuple[str | None, ...], Store] = {}
@@ -52,82 +47,64 @@ _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 
-class SharedGroup:
-    """The process's default group, the count of runs that use it, and its meshes.
+@define
+class _Shared:
+    """The use of a process group: how many runs use it, how it ends if a run made it, and its meshes."""
 
-    Runs adopt a group that exists; the last user destroys one that a run made.
+    end: Callable[[], None] | None
+    users: int = 0
+    meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = field(factory=dict)
+
+
+_shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
+
+
+def join_group(make: Callable[[], Callable[[], None]]) -> dist.ProcessGroup:
+    """Use the process's default group, which `make` makes if there is none.
+
+    `make` returns the function that ends the group. Runs adopt a group that exists.
+
+    Returns the group, for `leave_group`.
     """
-
-    def __init__(self) -> None:
-        self.users = 0
-        self.end: Callable[[], None] | None = None
-        self.meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = {}
-        self.pid = os.getpid()
-        self.number = 0
-        self._group: weakref.ref[Any] | None = None
-
-    @property
-    def is_a_parents(self) -> bool:
-        """True in a fork, whose connections are another process's."""
-        return self.users > 0 and self.pid != os.getpid()
-
-    def join(self, make: Callable[[], Callable[[], None]]) -> int:
-        """Use the group, which `make` makes if there is none.
-
-        `make` returns the function that ends the group.
-
-        Returns the number of the group, for `leave`.
-        """
-        exists = dist.is_initialized()
-        if not exists or self._group is None or self._group() is not dist.group.WORLD:
-            self.users = 0
-            self.number += 1
-            self._forget_meshes()
-            self.end = None if exists else make()
-            self._group = weakref.ref(dist.group.WORLD)
-        self.users += 1
-        self.pid = os.getpid()
-        return self.number
-
-    def mesh(self, device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
-        """Return torch's mesh over all ranks, which lives as long as the group.
-
-        The first call is collective. torch takes meshes of equal sizes and names for one: a tensor of one may
-        be given another, and with it groups. So all runs have the same.
-        """
-        key = device, sizes, names
-        if key not in self.meshes:
-            self.meshes[key] = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
-        return self.meshes[key]
-
-    def leave(self, number: int) -> None:
-        """Stop using the group; the last user destroys a group that was made here.
-
-        A user may have destroyed it, and another run made the next one: that is left alone.
-        """
-        if number != self.number:
-            return
-        self.users -= 1
-        if self.users == 0 and self.end is not None and dist.is_initialized():
-            self._forget_meshes()
-            self.end()
-            self.end = None
-
-    def _forget_meshes(self) -> None:
-        """Drop the meshes of a group that ends.
-
-        torch keeps some too, with the results of operations on DTensors.
-        """
-        self.meshes.clear()
-        tensor: Any = sys.modules.get("torch.distributed.tensor")
-        if tensor is not None:
-            tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
-            clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-            if clear is not None:
-                clear()
+    end = None if dist.is_initialized() else make()
+    group = dist.group.WORLD
+    assert group is not None
+    _shared.setdefault(group, _Shared(end)).users += 1
+    return group
 
 
-shared = SharedGroup()
+def leave_group(group: dist.ProcessGroup) -> None:
+    """Stop using the group; the last run that uses it ends a group that a run made."""
+    shared = _shared[group]
+    shared.users -= 1
+    if shared.users == 0:
+        shared.meshes.clear()
+        _forget_results()
+        if shared.end is not None and dist.group.WORLD is group:  # the program may have ended it
+            shared.end()
+
+
+def shared_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
+    """Return torch's mesh over all ranks, which lives as long as the group.
+
+    The first call is collective. torch takes meshes of equal sizes and names for one: a tensor of one may
+    be given another, and with it groups. So all runs have the same.
+    """
+    assert dist.group.WORLD is not None
+    meshes, key = _shared[dist.group.WORLD].meshes, (device, sizes, names)
+    if key not in meshes:
+        meshes[key] = init_device_mesh(device, tuple(sizes), mesh_dim_names=tuple(names))
+    return meshes[key]
+
+
+def _forget_results() -> None:
+    """Drop the results of operations on DTensors that torch keeps: their meshes hold groups."""
+    tensor: Any = sys.modules.get("torch.distributed.tensor")
+    if tensor is not None:
+        tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+        clear = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
+        if clear is not None:
+            clear()
 
 
 def create(world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs) -> None:
@@ -282,25 +259,6 @@ class TorchCollectives:
             operation=operation,
             found=[waiting.get(rank, "") for rank in ranks],
         )
-
-
-def lost_peer(world: World, operation: str, error: RuntimeError) -> CollectiveError | None:
-    """Translate an error of torch's own collectives.
-
-    Returns None for an error that is not a lost connection.
-    """
-    first_line = str(error).partition("\n")[0]
-    if world.store is None or not LOST.search(first_line):
-        return None
-    if not module_that_raised(error).startswith(WAITING):
-        return None
-    waiting = _waiting(operation, range(world.size))
-    lost = ", ".join(f"rank {rank}" for rank in range(world.size) if rank not in waiting)
-    return CollectiveError(
-        f"{operation}: rank {world.rank} lost {lost or 'the others'}\n{first_line}\n"
-        "look at what those ranks did: they died, hang, or took another branch",
-        operation=operation,
-    )
 
 
 def timeout_of(run: Run) -> float:

@@ -23,21 +23,19 @@ import torch
 from torch import Tensor
 
 from accel_core.distributed.exchange import collective_call
-from accel_core.distributed.process_group import lost_peer
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
-    from accel_core.contract.world import World
 
 
 class Stream:
     """One unit's stream; `state` is that of a generator of the run's device."""
 
-    def __init__(self, device: torch.device, world: World, name: str, number: int, seed: int) -> None:
-        self.world, self.name, self.number = world, name, number
+    def __init__(self, device: torch.device, name: str, number: int, seed: int) -> None:
+        self.name, self.number = name, number
         module: Any = torch.random if device.type == "cpu" else torch.get_device_module(device)
         where = () if device.type == "cpu" else (device,)
         self._get: Callable[[], Tensor] = lambda: module.get_rng_state(*where)
@@ -58,7 +56,7 @@ class Stream:
     def drawn_from(self) -> Iterator[None]:
         """Make this stream the device's generator inside a forward.
 
-        Forwards of one unit nest. Ranks of such a unit exchange values in them: errors name the lost ranks.
+        Forwards of one unit nest.
         """
         if self._inside:
             yield
@@ -68,11 +66,6 @@ class Stream:
         self._set(self.state)
         try:
             yield
-        except RuntimeError as error:
-            lost = lost_peer(self.world, "forward", error)
-            if lost is None:
-                raise
-            raise lost from error
         finally:
             self.state = self._get()
             self._set(before)
@@ -89,7 +82,7 @@ def fork(unit: Unit) -> Stream | None:
         return None
     with collective_call(unit.run, "world", f"the random stream of {unit.name}", None, objects=True) as call:
         seed: int = call.one_object(torch.initial_seed(), 0)
-    return Stream(unit.run.device, unit.run.world, unit.name, number, seed)
+    return Stream(unit.run.device, unit.name, number, seed)
 
 
 def reseed(run: Run, seed: int) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import atexit
 import os
 import uuid
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
-from itertools import count, pairwise
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
 from typing import TYPE_CHECKING, Any, Final, NoReturn
 
 from attrs import evolve
@@ -23,9 +23,9 @@ from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
 from accel_core.contract.world import Collectives, Topology, World
-from accel_core.distributed.process_group import lost_peer
+from accel_core.distributed.process_group import leave_group
 from accel_core.distributed.stderr import tell
-from accel_core.errors import AccelError, CollectiveError, ConfigError
+from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import discover
 from accel_core.plugins.tasks import refuse_lone_task, task_here
 from accel_core.runtime.assembly import (
@@ -37,7 +37,7 @@ from accel_core.runtime.assembly import (
     restore_environment,
 )
 from accel_core.runtime.exit import end_at_exit, end_runs
-from accel_core.runtime.join import agree_on_run, backends_of, join_world, leave_world
+from accel_core.runtime.join import agree_on_run, backends_of, join_world
 from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
@@ -45,6 +45,7 @@ from accel_core.runtime.tracking import Trackers
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed import ProcessGroup
 
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
@@ -73,8 +74,8 @@ class Run:
     configs: Mapping[str, object]
     cards: Mapping[str, Card]
     mesh: Mesh | None = None
-    group: int = 0
-    """The number of the process group that it uses."""
+    group: ProcessGroup | None = None
+    """The process group that it uses."""
     ended: bool = True
     """Also of a run that could not be made."""
 
@@ -119,8 +120,7 @@ class Run:
             self._join(trackers)
         except BaseException:  # a plugin may raise anything, and the caller may make another run
             self.ended = True
-            if self.group:
-                leave_world(self)
+            self._leave_world()
             restore_environment(self)
             raise
 
@@ -177,30 +177,6 @@ class Run:
     def communication_backends(self) -> Mapping[str, str]:
         """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
         return backends_of(self)
-
-    def lost_peer(self, operation: str, error: RuntimeError) -> CollectiveError | None:
-        """Return an error that names the lost ranks, if torch's error means that.
-
-        It is None for other errors. operation: for the message, such as "forward".
-        """
-        return lost_peer(self.world, operation, error)
-
-    def begin_accumulation(self, accumulation: Accumulation) -> None:
-        """Make this the innermost `accumulate`.
-
-        Its windows are in use once all of it is entered.
-        """
-        self.accumulation = accumulation
-
-    def end_accumulation(self, accumulation: Accumulation) -> None:
-        """Return to the `accumulate` around this one."""
-        self.accumulation = outer = accumulation.outer
-        if outer is not None:
-            self.windows = outer.windows
-
-    def use_windows(self, windows: Sequence[Window]) -> None:
-        """Make these the windows used last."""
-        self.windows = tuple(windows)
 
     def set_accumulation_steps(self, steps: int, *, inside: bool = False) -> None:
         """Set the micro-batches per window: of every unit, from its next window on.
@@ -289,32 +265,29 @@ class Run:
         """
         if self.ended:
             return
-        problems: list[BaseException] = []
         self.stop_signals.hear()
-        try:
-            self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
-        except Exception as error:  # Ctrl-C ends the wait only: the run and its save are still there
-            problems.append(error)
+        finished = self.trackers.names if self.trackers.has_finished else ()
+        observers = [each for each in self.hooks.implementations("run_ended") if each.plugin not in finished]
+        with ExitStack() as closing:  # makes each call, the last one first, whatever others raise
+            closing.callback(restore_environment, self)
+            if not failed:
+                closing.callback(self._leave_world)
+            for unit in reversed(self.units):
+                closing.callback(_release, unit)
+            for observer in reversed(observers):
+                closing.callback(observer.call)
+            closing.callback(self.stop_signals.end)
+            closing.callback(self._refuse_use)
+            try:
+                self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
+            except KeyboardInterrupt:  # ends the wait only: the run and its save are still there
+                closing.pop_all()
+                raise
+
+    def _refuse_use(self) -> None:
         self.ended = True
         self.prepared.refuse_steps(_ended)
         live_runs.discard(self)
-        steps: list[Callable[[], object]] = [self.stop_signals.end]
-        finished = self.trackers.names if self.trackers.has_finished else ()
-        observers = self.hooks.implementations("run_ended")
-        steps += [observer.call for observer in observers if observer.plugin not in finished]
-        steps += [partial(_release, unit) for unit in self.units]
-        if not failed:
-            steps.append(partial(leave_world, self))
-        steps.append(partial(restore_environment, self))
-        for step in steps:
-            try:
-                step()
-            except BaseException as error:  # raised below, after all other steps
-                problems.append(error)
-        for first, then in pairwise(problems):
-            first.__context__ = then
-        if problems:
-            raise problems[0]
 
     def release_units(self) -> None:
         """Let each plugin drop what binds units to devices and groups.
@@ -327,19 +300,14 @@ class Run:
         self.windows = ()
         self.prepared.refuse_steps(_forgotten)
 
-    def forget_groups(self) -> None:
-        """Drop what holds the process group."""
+    def _leave_world(self) -> None:
+        """Drop what holds the process group, which its last user ends."""
         self.checkpoints.forget_groups()
         self._dims.clear()
         self._meshes.clear()
-
-    def resume(self, run_id: str) -> None:
-        """Take over the id of the run whose state was loaded.
-
-        A run that a launcher has named keeps its own id.
-        """
-        if self.world.run_id is None:
-            self.run_id = run_id
+        group, self.group = self.group, None
+        if group is not None:
+            leave_group(group)
 
     def require_alive(self) -> None:
         """Raise AccelError after `end_training`."""
@@ -380,8 +348,6 @@ class Run:
 
 
 def _require_new(name: Any, taken: Collection[str]) -> None:
-    if not isinstance(name, (str, type(None))):
-        raise ConfigError(f"prepare: {name!r:.80} is not a name of a unit\ngive text, such as name='student'")
     if name in taken:
         raise ConfigError(f"this run already has a unit {name!r}\ngive the new one another name")
 

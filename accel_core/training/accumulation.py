@@ -7,7 +7,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import AccelError
-from accel_core.training.step import tell_lost
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -82,7 +81,7 @@ class Accumulation:
             last = active[-1].last if active and self._ends_with_loader else False
         self.outer = outer
         self._entered = True
-        run.begin_accumulation(self)
+        run.accumulation = self
         window, windows = self._only_window, self.windows
         try:
             if window is not None:
@@ -90,7 +89,7 @@ class Accumulation:
             else:
                 self._enter_all(last)
             if run.windows is not windows and windows:
-                run.use_windows(windows)
+                run.windows = windows
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
             self.drop()
             raise
@@ -174,7 +173,12 @@ class Accumulation:
         try:
             self._end_contexts()
         finally:
-            self.run.end_accumulation(self)
+            self._return_to_outer()
+
+    def _return_to_outer(self) -> None:
+        self.run.accumulation = outer = self.outer
+        if outer is not None:
+            self.run.windows = outer.windows
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -190,11 +194,7 @@ class Accumulation:
             self._end_contexts(kind, error, trace)
             raise
         finally:  # last: as long as it is in force, the next one ends its contexts
-            self.run.end_accumulation(self)
-        if error is not None and isinstance(
-            error, RuntimeError
-        ):  # of a forward, by the strategy's collectives
-            tell_lost(self.run, "accumulate", error)
+            self._return_to_outer()
         if not entered and kind is None:
             raise AccelError(
                 "accumulate was entered inside accumulate of the same models: one micro-batch counts as two\n"

@@ -54,7 +54,8 @@ def prepare(
     for scheduler, optimizer in plan.schedules:
         proxy = prepare_scheduler(scheduler, prepared.proxy_of(optimizer))
         prepared.schedulers.append((scheduler, proxy))
-    return prepared.add_results(plan.objects, loaders)
+    results: list[Any] = prepared.add_results(plan.objects, loaders)
+    return results
 
 
 def _places(asked: Any, count: int, usual: bool) -> list[bool]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.unit import StepOutput, Unit, UnitRun
+    from accel_core.contract.unit import StepOutput, Unit
     from accel_core.contract.window import Extent
 
 
@@ -56,9 +56,6 @@ def run_window(
         if observe is not None:
             observe("forward_backward", True)
         trained = not forward_only
-    except RuntimeError as error:
-        tell_lost(unit.run, "forward_backward", error)
-        raise
     finally:
         if trained:  # as after the window's last `backward`: its gradients wait for a step
             unit.step_state.open(unit.optimizers, partial=False)
@@ -74,8 +71,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     Inside a window the loss is divided first: by the window's size, or by its items.
 
     Raises:
-        AccelError: nothing requires a gradient, several strategies own the backward, or a model has changed
-            since `prepare` as its strategy cannot follow.
+        AccelError: several strategies own the backward, or a model has changed since `prepare` and its
+            strategy cannot follow.
     """
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
@@ -95,14 +92,10 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     observe = run.observe_collective
     if observe is not None:
         observe("backward", False)
-    try:
-        if owner is None or owner.steps.backward is None:
-            loss.backward(**options)
-        else:
-            owner.steps.backward(owner, loss, owner.window.boundary, options)
-    except RuntimeError as error:
-        _explain(run, loss, error)
-        raise
+    if owner is None or owner.steps.backward is None:
+        loss.backward(**options)
+    else:
+        owner.steps.backward(owner, loss, owner.window.boundary, options)
     if observe is not None:
         observe("backward", True)
     for call in run.after_backward:
@@ -143,23 +136,6 @@ def _refuse_unprepared(unit: Unit) -> None:
             " one does: each rank would train a model of its own\n"
             "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
         )
-
-
-def _explain(run: Run, loss: Tensor, error: RuntimeError) -> None:
-    """Raise an error of ours instead of torch's where it says more."""
-    if not loss.requires_grad:
-        raise AccelError(
-            "backward: the loss does not require a gradient; it was computed under no_grad, detached, or from"
-            " frozen parameters only\ncompute it from a prepared model's output, outside torch.no_grad()"
-        ) from error
-    tell_lost(run, "backward", error)
-
-
-def tell_lost(run: UnitRun, operation: str, error: RuntimeError) -> None:
-    """Raise CollectiveError with the lost ranks, if torch's error says that some are."""
-    lost = run.lost_peer(operation, error)
-    if lost is not None:
-        raise lost from error
 
 
 def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
@@ -244,17 +220,12 @@ def clip_norm(
         )
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters, norm_type)
-    clip, norm = unit.steps.clip_gradients, None
-    try:
-        if unit.step_state.needs_finish:
-            finish(unit)
-        if clip is None:
-            norm = clip_grad_norm_(parameters, max_norm, norm_type)
-        else:
-            norm = clip(unit, parameters, max_norm, float(norm_type))  # torch takes text too
-    except RuntimeError as error:
-        tell_lost(unit.run, "clip_grad_norm_", error)
-        raise
+    if unit.step_state.needs_finish:
+        finish(unit)
+    clip = unit.steps.clip_gradients
+    if clip is None:
+        return clip_grad_norm_(parameters, max_norm, norm_type)
+    norm: Tensor | None = clip(unit, parameters, max_norm, float(norm_type))  # torch takes text too
     return norm
 
 
@@ -273,13 +244,9 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
         )
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters)
-    try:
-        if unit.step_state.needs_finish:
-            finish(unit)
-        unit.hooks.clip_gradients(unit, parameters, value, None)
-    except RuntimeError as error:
-        tell_lost(unit.run, "clip_grad_value_", error)
-        raise
+    if unit.step_state.needs_finish:
+        finish(unit)
+    unit.hooks.clip_gradients(unit, parameters, value, None)
 
 
 def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: float = 2) -> None:
@@ -326,12 +293,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     if not state.needs_finish:
         optimizer.step() if closure is None else optimizer.step(closure)
     else:
-        try:
-            finish(unit, optimizer)
-            applied = unit.hooks.optimizer_step(unit, optimizer, closure)
-        except RuntimeError as error:
-            tell_lost(unit.run, "step", error)
-            raise
+        finish(unit, optimizer)
+        applied = unit.hooks.optimizer_step(unit, optimizer, closure)
         if unit.changes is not None:
             unit.changes.note_step()
     state.phases.pop(optimizer, None)  # after the step: a closure computes gradients

@@ -17,6 +17,8 @@ OWNERS = {
     "series": "accel_core/storage/series.py",
 }
 """Name of variables and attributes that hold such an object -> the module that may write its attributes."""
+FREE = {"accumulation", "windows", "run_id"}
+"""Attributes of a run that are assigned where they change: by `accumulate`, and by a load."""
 
 
 def last_name(node: ast.expr) -> str:
@@ -30,7 +32,7 @@ def writes(module: ast.Module) -> Iterator[tuple[int, str, str]]:
     for node in ast.walk(module):
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             owner = OWNERS.get(last_name(node.value).lstrip("_"))
-            if owner:
+            if owner and node.attr not in FREE:
                 yield node.lineno, ast.unparse(node), owner
 
 

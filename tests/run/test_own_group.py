@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from accel_core import Accelerator, ConfigError, InitProcessGroupKwargs
+from accel_core import Accelerator, InitProcessGroupKwargs
 from accel_testing.patience import patience
 
 VARIABLES = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
@@ -35,43 +35,6 @@ def adopted():
 @pytest.mark.needs("accel-ddp")
 def test_its_ranks_have_devices_of_their_own_and_it_outlives_the_run(run_processes):
     assert run_processes(adopted) == [(0, 0, 2, [0, 1], True), (1, 1, 2, [0, 1], True)]
-
-
-LONG = patience(20)
-
-
-def time_outs(own, asked):
-    """What a run with time-out `asked` says beside a group with time-out `own`; None: an Accelerator's."""
-    first = None
-    if own is None:
-        first = Accelerator(
-            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=LONG))]
-        )
-    else:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=own))
-    try:
-        second = Accelerator(
-            cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=timedelta(seconds=asked))]
-        )
-    except ConfigError as error:
-        return str(error)
-    else:
-        second.end_training()
-        return "taken"
-    finally:
-        if first is not None:
-            first.end_training()
-        if dist.is_initialized():
-            dist.destroy_process_group()
-
-
-@pytest.mark.needs("accel-ddp")
-@pytest.mark.parametrize("own", [None, LONG])
-def test_a_time_out_that_the_group_there_does_not_have_is_refused(own, run_processes):
-    assert run_processes(time_outs, own, LONG) == ["taken"] * 2
-    for found in run_processes(time_outs, own, 7):
-        assert "process_group.timeout is 0:00:07" in found
-        assert f"time-out is {timedelta(seconds=LONG)}" in found
 
 
 def after_the_users_destroy():

@@ -94,7 +94,7 @@ def different_stacks():
 @pytest.mark.needs("accel-ddp")
 def test_ranks_with_different_stacks_are_named(run_processes):
     with pytest.raises(
-        ProcessError, match=r"do not agree on stack: rank 0: native \+ ddp \+ fp32; rank 1: .*bf16"
+        ProcessError, match=r"do not agree on stack: rank 0: 'native \+ ddp \+ fp32'; rank 1: .*bf16"
     ):
         run_processes(different_stacks)
 
@@ -105,7 +105,7 @@ def different_settings():
 
 @pytest.mark.needs("accel-ddp")
 def test_ranks_with_different_settings_name_the_first_that_differs(run_processes):
-    with pytest.raises(ProcessError, match=r"agree on accumulation.num_steps: rank 0: 1; rank 1: 2"):
+    with pytest.raises(ProcessError, match=r"agree on gradient_accumulation_steps: rank 0: 1; rank 1: 2"):
         run_processes(different_settings)
 
 

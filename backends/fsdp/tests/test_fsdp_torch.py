@@ -12,8 +12,8 @@ from fsdp_problem import TIMEOUT
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from accel_core import Accelerator, CollectiveError
-from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_core import Accelerator
+from accel_fsdp import FullyShardedDataParallelPlugin
 from accel_fsdp.experts import Spread
 
 NAMES = {
@@ -153,83 +153,3 @@ def reads_of_a_layer() -> int:
 @pytest.mark.full
 def test_experts_wait_for_the_device_once() -> None:
     assert reads_of_a_layer() == 1
-
-
-def clipped_without_the_other() -> str:
-    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT])
-    model = run.prepare(nn.Linear(8, 8))
-    run.backward(model(torch.ones(1, 8)).sum())
-    if run.process_index:
-        run.end_training()
-        return "nothing"
-    try:
-        run.clip_grad_norm_(model.parameters(), 1.0)
-    except CollectiveError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.full
-def test_a_rank_that_clipping_has_lost_is_named(run_processes) -> None:
-    said, _ = run_processes(clipped_without_the_other, world=2)
-    assert said.startswith("clip_grad_norm_: rank 0 lost rank 1 (")
-
-
-def forward_without_the_other(wraps: list[str] | None, trains: bool) -> str:
-    run = Accelerator(
-        device="cpu",
-        strategy="fsdp",
-        plugins=[
-            TIMEOUT,
-            FullyShardedDataParallelPlugin(
-                fsdp_version=1, transformer_cls_names_to_wrap=wraps, forward_prefetch=bool(wraps)
-            ),
-        ],
-    )
-    model = run.prepare(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    run.backward(model(torch.ones(1, 8)).sum())
-    if run.process_index:
-        run.end_training()
-        return "nothing"
-    try:
-        with torch.set_grad_enabled(trains):
-            for _ in range(100):
-                model(torch.ones(1, 8))
-    except CollectiveError as error:
-        return str(error)
-    return "nothing"
-
-
-def evaluated_without_the_other_part() -> str:
-    # A layer's result is waited for where the next one uses it.
-    plan = {"0": "colwise", "1": "rowwise", "2": "colwise", "3": "rowwise"}
-    split = TorchTensorParallelPlugin(tp_size=2, parallelize_plan=plan)
-    run = Accelerator(device="cpu", strategy="fsdp", plugins=[TIMEOUT, split])
-    model = run.prepare(nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))).eval()
-    if run.process_index:
-        run.end_training()
-        return "nothing"
-    try:
-        with torch.no_grad():
-            for _ in range(100):
-                model(torch.ones(1, 8))
-    except CollectiveError as error:
-        return str(error)
-    return "nothing"
-
-
-@pytest.mark.full
-def test_a_rank_with_the_other_part_of_each_layer_is_named_by_a_forward_alone(run_processes) -> None:
-    said, _ = run_processes(evaluated_without_the_other_part, world=2)
-    assert said.startswith("forward: rank 0 lost rank 1 (")
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("wraps", [None, ["Linear"]])
-def test_a_rank_that_a_forward_of_version_1_has_lost_is_named(
-    wraps: list[str] | None, trains: bool, run_processes
-) -> None:
-    said, _ = run_processes(forward_without_the_other, wraps, trains, world=2)
-    assert said.startswith("forward: rank 0 lost rank 1 (")
-    assert said.splitlines()[-1].startswith("look at what those ranks did")

@@ -57,11 +57,7 @@ class DistributedDataParallel(parallel.DistributedDataParallel):
         except RuntimeError as error:  # of buffers that are broadcast, or of buckets that are laid out
             if "finished reduction in the prior iteration" in str(error):
                 raise _unfinished(self, error) from error
-            run = RUNS.get(self, _no_run)()
-            lost = None if run is None else run.lost_peer("forward", error)
-            if lost is None:
-                raise
-            raise lost from error
+            raise
 
     def await_backward(self) -> None:
         """Count the next backward as reduced, whatever its forward ran in.

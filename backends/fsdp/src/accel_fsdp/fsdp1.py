@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
@@ -25,7 +24,7 @@ from accel_fsdp.base import (
 from accel_fsdp.flat_vectors import is_elsewhere, modules_of, parameters_of, parts_of
 from accel_fsdp.norms import Layout, clip_norm, is_double
 from accel_fsdp.precision import mixed_precision
-from accel_fsdp.wrapper import RUNS, Wrapper, follow_forwards
+from accel_fsdp.wrapper import Wrapper, follow_forwards
 from accel_fsdp.wrapping import groups, ignored, replace
 
 if TYPE_CHECKING:
@@ -88,7 +87,6 @@ class Flat(FullyShardedDataParallel):
                 replace(model, {group.module: wrapped})
         if self.config.state_dict_type is not None:
             self._set_state_dict_type(wrapped)
-        RUNS[wrapped] = ref(self.run)
         evaluate_outside_inference_mode(wrapped)
         follow_forwards(wrapped)
         reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))

@@ -4,39 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
-from weakref import WeakKeyDictionary
+from typing import Any, Final
 
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
 from accel_fsdp.flat_vectors import name_parameters
 
-if TYPE_CHECKING:
-    from torch import nn
+__all__ = ["Wrapper", "follow_forwards"]
 
-    from accel_core import Run
-
-__all__ = ["RUNS", "Wrapper", "follow_forwards"]
-
-RUNS: Final[WeakKeyDictionary[nn.Module, Callable[[], Run | None]]] = WeakKeyDictionary()
-"""Prepared model -> weak reference to its run."""
 _will_run: Final[Callable[[Any], bool]] = vars(torch._C)["_will_engine_execute_node"]
 
 
 class Wrapper(FSDP):
-    """torch's, which names ranks that a forward has lost, and clears gradients of gathered weights."""
-
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the module's forward on gathered weights."""
-        try:
-            return super().forward(*inputs, **kwargs)
-        except RuntimeError as error:
-            run = RUNS[self]() if self in RUNS else None
-            lost = None if run is None else run.lost_peer("forward", error)
-            if lost is None:
-                raise
-            raise lost from error
+    """torch's, which clears gradients of gathered weights too."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, also between a forward and its backward, when parameters have no names."""

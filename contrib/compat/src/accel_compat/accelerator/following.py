@@ -38,7 +38,7 @@ class Following:
             window.move_to(led.index)
             window.mark_last(led.boundary)
         self._accumulation.beside = self._units
-        run.use_windows([*(unit.window for unit in self._units), *self._accumulation.windows])
+        run.windows = [*(unit.window for unit in self._units), *self._accumulation.windows]
 
     def __exit__(self, *error: object) -> None:
         self._accumulation.beside = ()
