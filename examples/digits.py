@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR
 from torch.utils.data import DataLoader, TensorDataset
 
-from accel_core import Accelerator, set_seed
+from accel_core import Accelerator, progress, set_seed
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
@@ -50,7 +49,7 @@ def main() -> None:
     args = parser.parse_args()
 
     accelerator = Accelerator(gradient_accumulation_steps=args.accumulate)
-    set_seed(0)
+    set_seed(0)  # the same weights on all processes
     seen, unseen = digits()
     train = DataLoader(seen, args.batch_size, shuffle=True)
     test = DataLoader(unseen, args.batch_size)
@@ -58,20 +57,18 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
     train, test, model, optimizer, scheduler = accelerator.prepare(train, test, model, optimizer, scheduler)
+    set_seed(1, device_specific=True)  # other dropout on each process
     if args.resume:
         accelerator.load_state(args.checkpoint)
-    watched = accelerator.is_main_process and sys.stderr.isatty()
 
     for epoch in range(scheduler.last_epoch, args.epochs):
         model.train()
-        for number, (images, labels) in enumerate(train, 1):
+        for images, labels in progress(train, f"epoch {epoch + 1}"):
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(images), labels)
                 accelerator.backward(loss)
                 optimizer.step()
                 optimizer.zero_grad()
-            if watched:
-                print(f"epoch {epoch + 1}: {number}/{len(train)}", end="\r", file=sys.stderr)
         scheduler.step()
 
         model.eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from pathlib import Path
 
 import torch
@@ -55,11 +54,11 @@ def main() -> None:
     model = network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
+    torch.manual_seed(1)
     if args.resume:
         state = torch.load(f"{args.checkpoint}.pt")
         for part, saved in zip((model, optimizer, scheduler), state, strict=True):
             part.load_state_dict(saved)
-    watched = sys.stderr.isatty()
 
     for epoch in range(scheduler.last_epoch, args.epochs):
         model.train()
@@ -69,8 +68,6 @@ def main() -> None:
             if number % args.accumulate == 0 or number == len(train):
                 optimizer.step()
                 optimizer.zero_grad()
-            if watched:
-                print(f"epoch {epoch + 1}: {number}/{len(train)}", end="\r", file=sys.stderr)
         scheduler.step()
 
         model.eval()

@@ -22,4 +22,5 @@ for epoch in range(4):
         accelerator.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
+    loss = accelerator.reduce(loss.detach(), "mean")  # over the processes: each has batches of its own
     accelerator.print(f"epoch {epoch + 1}: loss {loss.item():.3f}")

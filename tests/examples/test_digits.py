@@ -70,6 +70,24 @@ def test_two_processes_reach_97_percent_on_images_they_have_not_seen(train):
     assert accuracies(output)[-1] >= 97
 
 
+def test_on_a_terminal_each_epoch_has_a_bar(start_command, tmp_path):
+    pty = pytest.importorskip("pty", exc_type=ImportError)
+    ours, its = pty.openpty()
+    command = [*map(str, LAUNCH), "-n", "1", str(EXAMPLES / "digits.py"), "--epochs", "1"]
+    process = start_command(command, cwd=tmp_path, env=ENVIRONMENT, stdin=its, stdout=its, stderr=its)
+    os.close(its)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # Linux: the other side is closed
+        pass
+    os.close(ours)
+
+    assert process.wait(patience(20)) == 0, shown.decode()
+    assert re.search("epoch 1 .*━.*100%", shown.decode())
+
+
 @pytest.mark.full
 def test_one_process_says_what_plain_pytorch_says_and_nothing_else(train):
     job = ["--epochs", 2, "--accumulate", 4]

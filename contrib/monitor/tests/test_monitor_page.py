@@ -91,6 +91,22 @@ def test_the_page_has_each_logged_loss_of_a_run(html, whole):
     assert len(first["lives"]) == 2
 
 
+def test_the_page_begins_with_what_was_logged_and_samples_have_the_titles_people_use(html):
+    titles = re.findall(r"<h3>(.*?)</h3>", html)
+
+    assert titles[:6] == ["loss", "step time", "samples/s", "tokens/s", "learning rate", "memory"]
+    assert html.index('id="logged"') < html.index("<h2>Samples</h2>") < html.index("Where the time went")
+
+
+def test_losses_come_before_other_values_that_were_logged():
+    record = Record("a.jsonl", "a")
+    record.add({"kind": "run", "time": 1.0, "step": 0})
+    values = {"accuracy": 0.5, "grad_norm": 1.0, "train/loss": 2.0}
+    record.add({"kind": "log", "time": 2.0, "step": 1, "given": 1, "values": values})
+
+    assert re.findall(r"<h3>(.*?)</h3>", page([record]))[:3] == ["train/loss", "accuracy", "grad_norm"]
+
+
 def test_the_page_says_what_ran_what_differs_and_what_was_warned(html):
     for text in ("settings.lr", "ten are done", "profile_0.json", "explain()", "Differences of settings"):
         assert text in html

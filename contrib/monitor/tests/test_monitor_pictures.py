@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from accel_monitor.curve import curve, spark
+from accel_monitor.columns import Curve, Point
+from accel_monitor.curve import braille, over_steps, spark
 from accel_monitor.pictures import gpipe, mesh_picture, one_f_one_b, schedule_picture
 
 
@@ -64,16 +65,36 @@ def test_a_record_with_a_pipeline_has_its_schedule():
 
 
 def test_a_curve_falls_from_the_upper_left_to_the_lower_right():
-    top, bottom = curve([3.0, 2.0, 1.0, 0.0], 2, 2)
+    top, bottom = braille([3.0, 2.0, 1.0, 0.0], 2)
 
     assert (top[0] != "\u2800", bottom[1] != "\u2800") == (True, True)
     assert bottom[0] == "\u2800"
 
 
+def points(*values, steps=None):
+    curve = Curve()
+    for step, value in zip(steps or range(len(values)), values, strict=True):
+        curve.add(Point(step, step, 0.0, value))
+    return curve
+
+
 def test_small_curves_take_any_values():
-    assert spark([], 5) == ""
-    assert spark([1.0, 1.0], 5) == "▁▁"
-    assert spark([0.0, float("nan"), 1.0], 5) == "▁█"
-    assert len(spark(range(1000), 40)) == 40
-    assert curve([], 3, 1) == ["   "]
-    assert {len(line) for line in curve([1.0], 7, 3)} == {7}
+    assert spark(points(), 5) == ""
+    assert spark(points(1.0, 1.0), 5) == "▁▁▁▁▁"
+    assert spark(points(0.0, float("nan"), 1.0), 3) == "▁▅█"
+    assert len(spark(points(*range(1000)), 40)) == 40
+    assert braille([], 1) == [""]
+    assert {len(line) for line in braille([1.0] * 7, 3)} == {4}
+
+
+def test_a_curve_lies_over_the_steps_and_not_over_the_count_of_its_values():
+    assert over_steps(points(10.0, 0.0, 0.0, steps=[0, 10, 100]), 11) == [10.0] + [0.0] * 10
+    assert over_steps(points(0.0, 4.0, steps=[1, 9]), 5) == [0.0, 1.0, 2.0, 3.0, 4.0]
+
+
+def test_steps_that_each_epoch_counts_anew_are_drawn_in_the_order_of_training():
+    curve = Curve()
+    for done, (own, value) in enumerate([(1, 4.0), (2, 3.0), (1, 2.0), (2, 1.0)]):
+        curve.add(Point(done, own, 0.0, value))
+
+    assert over_steps(curve, 4) == [4.0, 3.0, 2.0, 1.0]

@@ -113,7 +113,7 @@ def test_values_that_are_not_finite_are_kept_and_counted():
     assert math.isnan(nan)
     assert infinite == math.inf
     assert last == (3, 1.0)
-    assert "not finite are gaps in the curves: 2 of lr, the first at step 1." in notes(record)[0]
+    assert "not finite are gaps in the curves: 2 of learning rate, the first at step 1." in notes(record)[0]
 
 
 def test_logged_values_are_drawn_over_the_step_that_the_program_gave():

@@ -36,13 +36,16 @@ def test_a_summary_fits_80_columns_and_has_the_curves(resumed, run_command):
     for text in (
         "loss: ",
         "learning rate",
-        "items a second",
+        "step time",
+        "samples/s",
+        "tokens/s",
         "backward",
         "checkpoint of step 10",
         "ten are done",
     ):
         assert text in output
     assert any("\u2801" <= character <= "\u28ff" for character in output)
+    assert output.index("loss: ") < output.index("step time") < output.index("memory: ")
     assert "went on from step 10" in output
 
 
@@ -106,8 +109,8 @@ def test_without_a_terminal_a_run_that_has_ended_is_one_line(resumed, run_comman
 
     assert code == 0
     (only,) = output.splitlines()
-    assert "step 30, logged loss " in only
-    assert "items/s" in only
+    assert "step 30, loss " in only
+    assert "tokens/s" in only
 
 
 def begin(start_command, folder):
@@ -250,7 +253,7 @@ def test_the_scale_is_that_of_the_curve_which_is_drawn():
         screen.print(losses(record, 80, 4))
     title, top, *_, bottom = shown.get().rstrip().splitlines()
 
-    assert title == "logged loss: 2 -> 2, steps 1 to 1999"
+    assert title == "loss: 2 -> 2, steps 1 to 1999"
     assert 0.8 < float(bottom.split()[0]) <= float(top.split()[0]) < 1.2
     assert len(top) <= 80
 

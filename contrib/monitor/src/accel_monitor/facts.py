@@ -10,13 +10,36 @@ from pathlib import Path
 from typing import Any
 
 from accel_monitor.columns import Curve
-from accel_monitor.records import Record
+from accel_monitor.records import LOGGED, Record
 
-__all__ = ["about", "differences", "duration", "folder_of", "memory_text", "notes", "paces", "rate", "traces"]
+__all__ = [
+    "about",
+    "differences",
+    "duration",
+    "folder_of",
+    "memory_text",
+    "notes",
+    "paces",
+    "rate",
+    "title",
+    "traces",
+]
 
 CLOCK_SECONDS = 1.0
 """Least seconds of a clock's setting back that are told."""
+TITLES = {
+    "seconds": "step time",
+    "samples_per_second": "samples/s",
+    "items_per_second": "tokens/s",
+    "lr": "learning rate",
+}
+"""Of curves of samples; items are mostly tokens."""
 UNITS = ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def title(name: str) -> str:
+    """Return the title of a curve."""
+    return TITLES.get(name, name.removeprefix(LOGGED))
 
 
 def about(records: Sequence[Record]) -> list[tuple[str, ...]]:
@@ -112,7 +135,7 @@ def notes(record: Record) -> list[str]:
 
 def _not_finite(name: str, curve: Curve) -> str:
     odd = [at for at, value in enumerate(curve.values) if not math.isfinite(value)]
-    return f"{len(odd)} of {name}, the first at step {curve.xs[odd[0]]:.12g}" if odd else ""
+    return f"{len(odd)} of {title(name)}, the first at step {curve.xs[odd[0]]:.12g}" if odd else ""
 
 
 def differences(records: Sequence[Record]) -> list[tuple[str, ...]]:

@@ -11,7 +11,7 @@ from string import Template
 from typing import Any, Final
 
 from accel_monitor.columns import Curve
-from accel_monitor.facts import about, differences, notes, paces, traces
+from accel_monitor.facts import about, differences, notes, paces, title, traces
 from accel_monitor.pictures import mesh_picture, schedule_picture
 from accel_monitor.records import Record
 
@@ -117,12 +117,13 @@ def _mark(kind: str, line: dict[str, Any], record: Record, text: str) -> dict[st
 
 def _body(records: Sequence[Record]) -> Iterator[str]:
     yield from (f'<p class="note">{escape(note)}</p>' for record in records for note in notes(record))
-    yield '<section class="charts" id="curves">'
-    measured = {name: None for record in records for name in record.curves()}
-    yield from (_chart(_title(name), "curves", name) for name in measured)
-    if any(record.memory for record in records):
-        yield _chart("memory of the main process and its device", "memory")
-    yield "</section><h2>Where the time went</h2>"
+    logged = {name: None for record in records for name in record.logged()}
+    if logged:
+        yield '<section class="charts" id="logged">'
+        yield from (_chart(title(name), "curves", name) for name in logged)
+        yield "</section>"
+    yield from _samples(records)
+    yield "<h2>Where the time went</h2>"
     yield '<p class="note">An estimate from the samples. "between" is all that belongs to no step: starting,'
     yield " evaluating, saving in other ways.</p>"
     yield '<section class="charts">' + _chart("by phase", "phases", wide=True)
@@ -132,6 +133,16 @@ def _body(records: Sequence[Record]) -> Iterator[str]:
     yield from _differences(records)
     for record in records:
         yield from _details(record, "" if len(records) == 1 else f" of {record.name}")
+
+
+def _samples(records: Sequence[Record]) -> Iterator[str]:
+    sampled = {name: None for record in records for name in record.sampled()}
+    has_memory = any(record.memory for record in records)
+    if sampled or has_memory:
+        yield '<h2>Samples</h2><p class="note">Of some steps only (option monitor.every); memory is that of'
+        yield ' the main process and its device.</p><section class="charts" id="samples">'
+        yield from (_chart(title(name), "curves", name) for name in sampled)
+        yield _chart("memory", "memory") * has_memory + "</section>"
 
 
 def _differences(records: Sequence[Record]) -> Iterator[str]:
@@ -183,20 +194,10 @@ def _place(warning: Mapping[str, Any]) -> str:
     return f"step {first}" if times == 1 else f"steps {first} to {last}, {times} times"
 
 
-def _title(name: str) -> str:
-    titles = {
-        "lr": "learning rate",
-        "samples_per_second": "samples a second",
-        "items_per_second": "items a second, such as tokens",
-        "seconds": "seconds of a step",
-    }
-    return titles.get(name, name)
-
-
-def _chart(title: str, group: str, name: str = "", *, wide: bool = False) -> str:
+def _chart(heading: str, group: str, name: str = "", *, wide: bool = False) -> str:
     chosen = f' data-name="{escape(name)}"' if name else ""
     plot = f'<div class="plot" data-group="{group}"{chosen}></div>'
-    return f'<div class="card{" wide" * wide}"><h3>{escape(title)}</h3>{plot}</div>'
+    return f'<div class="card{" wide" * wide}"><h3>{escape(heading)}</h3>{plot}</div>'
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -18,8 +18,10 @@ __all__ = ["Record", "Tail", "find", "not_a_record", "read"]
 
 FOLDER: Final = "records"
 """In a project's folder."""
-MEASURED: Final = ("lr", "samples_per_second", "items_per_second", "seconds")
+MEASURED: Final = ("seconds", "samples_per_second", "items_per_second", "lr")
 """Curves of a sample, in the order in which they are shown."""
+LOGGED: Final = "logged "
+"""Before the names of values that the program logged."""
 CHUNK_BYTES: Final = 1 << 24
 Line = dict[str, Any]
 
@@ -148,7 +150,7 @@ class Record:
     def _add_logged(self, line: Line) -> None:
         self._lines.append(line["step"])
         for name, value in flat(line["values"]):
-            self._logged.put(f"logged {name}", line, line["given"], value)
+            self._logged.put(f"{LOGGED}{name}", line, line["given"], value)
 
     def _add_sample(self, line: Line) -> None:
         step, split, seconds = line["step"], line.get("split", {}), line.get("seconds")
@@ -173,11 +175,19 @@ class Record:
     def curves(self) -> dict[str, Curve]:
         """Return what can be drawn over the steps, by name.
 
-        Measured values come first; a sensor is called `device NAME`, and what the program logged
-        `logged NAME`.
+        What the program logged comes first, as `logged NAME`, losses before other values. Values of samples
+        follow; a sensor of the device is called `device NAME`.
         """
+        return {**self.logged(), **self.sampled()}
+
+    def logged(self) -> dict[str, Curve]:
+        """Return the curves that the program logged, losses first."""
+        return dict(sorted(self._logged.items(), key=lambda item: "loss" not in item[0].lower()))
+
+    def sampled(self) -> dict[str, Curve]:
+        """Return the curves of samples, which only some steps have."""
         names = [name for name in (*MEASURED, *self._measured) if name in self._measured]
-        return {**{name: self._measured[name] for name in names}, **self._logged}
+        return {name: self._measured[name] for name in names}
 
     def time_by_phase(self) -> dict[str, float]:
         """Return the seconds of the whole run by what they went to: an estimate.

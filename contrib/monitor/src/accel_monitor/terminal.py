@@ -14,8 +14,18 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_monitor.columns import Curve
-from accel_monitor.curve import curve, means, spark
-from accel_monitor.facts import about, differences, duration, folder_of, memory_text, notes, paces, rate
+from accel_monitor.curve import braille, over_steps, spark
+from accel_monitor.facts import (
+    about,
+    differences,
+    duration,
+    folder_of,
+    memory_text,
+    notes,
+    paces,
+    rate,
+    title,
+)
 from accel_monitor.records import Record
 
 __all__ = [
@@ -27,8 +37,8 @@ __all__ = [
     "memory",
     "printable",
     "ranks",
-    "rates",
     "shares",
+    "sparks",
     "state",
     "summary",
 ]
@@ -49,7 +59,7 @@ def summary(records: Sequence[Record], width: int) -> RenderableType:
     parts: list[RenderableType] = []
     for record in records:
         parts += [Rule(Text(printable(record.name), "bold"), align="left")]
-        parts += [lines(about([record])), losses(record, width, 8), rates(record, width)]
+        parts += [lines(about([record])), losses(record, width, 8), sparks(record, width, 20)]
         parts += [time_by_phase(record, width), memory(record), ranks(record, 8)]
         parts += [events(record, 8)]
         parts += [Text(printable(note), "yellow") for note in notes(record)]
@@ -80,10 +90,7 @@ def printable(text: str) -> str:
 
 def loss_of(record: Record) -> tuple[str, Curve | None]:
     """Return the loss and its name; without a loss the first curve, if there is any."""
-    curves = record.curves()
-    named = [name for name in curves if "loss" in name.lower()]
-    name = next(iter([*named, *curves]), "")
-    return name, curves.get(name)
+    return next(iter(record.curves().items()), ("", None))
 
 
 def losses(record: Record, width: int, height: int) -> RenderableType:
@@ -94,40 +101,35 @@ def losses(record: Record, width: int, height: int) -> RenderableType:
     values = points.values
     finite = [value for value in values if math.isfinite(value)]
     if not finite:
-        said = f"{printable(name)}: {values[-1]}, and none of its {len(values)} values is finite"
+        said = f"{printable(title(name))}: {values[-1]}, and none of its {len(values)} values is finite"
         return Text(said, "yellow")
     columns = max(8, width - MARGIN - 1)
-    drawn = means(finite, 2 * columns)
+    drawn = over_steps(points, 2 * columns)
     scale = [f"{max(drawn):.4g}", *[""] * (height - 2), f"{min(drawn):.4g}"]
     steps = f"steps {points[0].x:.12g} to {points[-1].x:.12g}"
-    text = Text(f"{printable(name)}: {values[0]:.4g} -> {values[-1]:.4g}, {steps}\n")
-    for label, line in zip(scale, curve(drawn, columns, height), strict=True):
+    text = Text(f"{printable(title(name))}: {values[0]:.4g} -> {values[-1]:.4g}, {steps}\n")
+    for label, line in zip(scale, braille(drawn, height), strict=True):
         text.append(f"{label:>{MARGIN}} ", "dim").append(f"{line}\n", "blue")
     return text
 
 
-def rates(record: Record, width: int) -> RenderableType:
-    """Return a small curve of each other measured value, with its last one."""
-    words = {
-        "lr": "learning rate",
-        "samples_per_second": "samples a second",
-        "items_per_second": "items a second",
-        "seconds": "seconds of a step",
-    }
-    curves = record.curves()
-    words |= {name: name for name in curves if name.startswith("device ")}
+def sparks(record: Record, width: int, most: int) -> RenderableType:
+    """Return a small curve of each value beside the loss, with its last one.
+
+    most: of the other values that the program logged, which come first.
+    """
+    loss, _ = loss_of(record)
+    logged = [item for item in record.logged().items() if item[0] != loss][:most]
+    shown = [*logged, *((name, curve) for name, curve in record.sampled().items() if name != loss)]
     bars = max(8, width - 36)
-    rows = [
-        (words[name], spark(curves[name].values, bars), _short(name, curves[name]))
-        for name in words
-        if name in curves
-    ]
-    return lines(rows)
+    return lines([(title(name), spark(curve, bars), _short(name, curve)) for name, curve in shown])
 
 
 def _short(name: str, points: Curve) -> str:
     last = points[-1].value
-    return rate(last) if "second" in name and name != "seconds" else f"{last:.4g}"
+    if name == "seconds":
+        return f"{last:.4g} s"
+    return rate(last) if name.endswith("_per_second") else f"{last:.4g}"
 
 
 def time_by_phase(record: Record, width: int) -> RenderableType:

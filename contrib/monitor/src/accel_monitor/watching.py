@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from accel_core import AccelError
-from accel_monitor.facts import duration, rate
+from accel_monitor.facts import duration, rate, title
 from accel_monitor.records import Record, Tail, find, not_a_record
 from accel_monitor.terminal import (
     console,
@@ -24,8 +24,8 @@ from accel_monitor.terminal import (
     memory,
     printable,
     ranks,
-    rates,
     shares,
+    sparks,
     state,
 )
 
@@ -122,7 +122,7 @@ def frame(record: Record, width: int, height: int, steps: int | None) -> Rendera
         where,
         _progress(record, width, steps),
         losses(record, width, curve_height),
-        rates(record, width),
+        sparks(record, width, 3),
         Text(shares(record)),
         memory(record),
         ranks(record, 4),
@@ -134,10 +134,10 @@ def line(record: Record, steps: int | None) -> str:
     """Return the state of the run in one line."""
     name, points = loss_of(record)
     parts = [time.strftime("%H:%M:%S", time.localtime(record.last - record.shift)), _place(record, steps)]
-    parts += [f"{name} {points[-1].value:.4g}"] if points is not None else []
-    for unit in ("samples", "items"):
-        values = record.curves().get(f"{unit}_per_second")
-        parts += [f"{rate(values[-1].value)} {unit}/s"] if values else []
+    parts += [f"{title(name)} {points[-1].value:.4g}"] if points is not None else []
+    for name in ("samples_per_second", "items_per_second"):
+        values = record.curves().get(name)
+        parts += [f"{rate(values[-1].value)} {title(name)}"] if values else []
     saved = record.of("checkpoint")
     parts += [f"checkpoint of step {saved[-1]['step']}"] if saved else []
     return printable(", ".join([*parts, state(record, time.time())]))
