@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 _TRAINS: Final = attrgetter("requires_grad")
-_REMEDY: Final = "{} before prepare, or call accelerator.free_memory() and prepare the model again"
 
 
 class Changes:
@@ -91,9 +90,13 @@ class Changes:
         self._places = [dict(each) for each in self._parts]  # a part without parameters
 
     def _refuse(self, what: str, verb: str) -> None:
+        may_freeze = verb == "unfreeze" and "freezing" in self._unit.offers
+        sooner = "freeze them after prepare" if may_freeze else f"{verb} before prepare"
         raise AccelError(
             f"strategy {self._unit.strategy!r} cannot follow a change to unit {self._unit.name!r} after"
-            f" prepare: {what}\n" + _REMEDY.format(verb)
+            f" prepare: {what}\n"
+            f"{sooner}; or call accelerator.free_memory(), {verb}, and prepare model, optimizers and loaders"
+            " again"
         )
 
 
