@@ -19,7 +19,7 @@ _PUBLIC: Final = {
     "checkpoint.weight_files": "weights_in write_weights",
     "contract": "hooks",
     "contract.bound": "no_op",
-    "contract.card": "API_VERSION CAPABILITIES Card",
+    "contract.card": "API_VERSION CAPABILITIES Card check_name",
     "contract.config": (
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
         "InitProcessGroupKwargs KwargsHandler LaunchConfig ProfileKwargs ProjectConfiguration Proposal "

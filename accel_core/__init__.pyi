@@ -19,6 +19,7 @@ from accel_core.contract.bound import no_op as no_op
 from accel_core.contract.card import API_VERSION as API_VERSION
 from accel_core.contract.card import CAPABILITIES as CAPABILITIES
 from accel_core.contract.card import Card as Card
+from accel_core.contract.card import check_name as check_name
 from accel_core.contract.config import AutocastKwargs as AutocastKwargs
 from accel_core.contract.config import DataLoaderConfiguration as DataLoaderConfiguration
 from accel_core.contract.config import GradScalerKwargs as GradScalerKwargs

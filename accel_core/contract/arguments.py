@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +23,8 @@ def whole_number(given: Any, least: float = 0) -> int | None:
 
 def did_you_mean(word: object, known: Sequence[str] | Mapping[str, Any]) -> str:
     """`; did you mean 'x'?` for a similar known word, else empty."""
+    import difflib  # late: most words are spelt right
+
     spelt = {name.lower(): name for name in known}
     found = difflib.get_close_matches(str(word).lower(), list(spelt), 1)
     return f"; did you mean {spelt[found[0]]!r}?" if found else ""

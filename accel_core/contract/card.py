@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final, Literal, get_args
-
-from attrs import Attribute, field, frozen
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+from typing import Final, Literal, NamedTuple, get_args
 
 from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
@@ -59,66 +58,19 @@ CAPABILITIES: Final[Mapping[str, str]] = {
 """The closed vocabulary of `offers` and `needs`: word -> promise of the plugin."""
 
 
-def _words(value: Iterable[str]) -> frozenset[str]:
-    return frozenset({value} if isinstance(value, str) else value)
-
-
-def _name(card: Card, attribute: Attribute[Any], value: str) -> None:
-    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", value):
-        raise PluginError(
-            f"plugin name {value!r} is not lower-case words joined by single hyphens\ngive it such a name",
-            plugin=value,
-        )
-    if value in RESERVED_NAMES:
-        raise PluginError(f"{value!r} is a word of core's own config\ntake another name", plugin=value)
-
-
-def _also(card: Card, attribute: Attribute[tuple[str, ...]], value: tuple[str, ...]) -> None:
-    for word in value:
-        _name(card, attribute, word)
-
-
-def _version(card: Card, attribute: Attribute[str], value: object) -> None:
-    if not isinstance(value, str) or not re.fullmatch(r"\d+\.\d+", value):
-        raise PluginError(
-            f"{card.name}: api_version {value!r} is not 'major.minor'\nwrite it so: '1.0'", plugin=card.name
-        )
-
-
-# A card for a newer API may use words that do not exist here yet. It must become `incompatible`,
-# which says what to upgrade, and not `broken`: so its words are not looked at.
-
-
-def _slot(card: Card, attribute: Attribute[str], value: str) -> None:
-    if value not in SLOTS and not incompatibility(card.api_version):
-        about = f"{card.name}: unknown slot {value!r}{did_you_mean(value, SLOTS)}"
-        raise PluginError(f"{about}\ntake one of {', '.join(SLOTS)}", plugin=card.name)
-
-
-def _capabilities(card: Card, attribute: Attribute[frozenset[str]], value: frozenset[str]) -> None:
-    unknown = sorted(value - CAPABILITIES.keys())
-    if unknown and not incompatibility(card.api_version):
-        hint = did_you_mean(unknown[0], CAPABILITIES)
-        raise PluginError(
-            f"{card.name}: unknown capability {unknown[0]!r} in {attribute.name}{hint}\n"
-            f"take words of {', '.join(CAPABILITIES)}",
-            plugin=card.name,
-        )
-
-
-@frozen(kw_only=True)
-class Card:
+class Card(NamedTuple):
     """A plugin's description; imports neither torch nor the vendor's library.
 
+    A named tuple, since each listing makes all cards, and attrs alone takes longer to import than they do.
     Paths are dotted: "package.module:Name". An entry point of group `accel_core.<slot>`, named like
     the card, points at it.
     """
 
-    name: str = field(validator=_name)
-    slot: Slot = field(validator=_slot)
+    name: str
+    slot: Slot
     summary: str
     """One sentence; the help line of a command."""
-    api_version: str = field(validator=_version)
+    api_version: str
     """The contract this was written for, "major.minor" of `API_VERSION`."""
     priority: int | None = None
     """For `auto`: native 0, first-party 100. None: only when named.
@@ -127,7 +79,7 @@ class Card:
     """
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
-    also: tuple[str, ...] = field(default=(), validator=_also)
+    also: tuple[str, ...] = ()
     """Words that several plugins of a slot answer, such as `fp8` of a precision.
 
     Like `auto`, such a word takes the usable plugin of highest priority; a tie is an error that names both.
@@ -138,16 +90,16 @@ class Card:
 
     The strategy's value wins over the device's, unless it is MULTI_DEVICE, which the device's completes.
     """
-    offers: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
-    needs: frozenset[str] = field(default=frozenset(), converter=_words, validator=_capabilities)
+    offers: AbstractSet[str] = frozenset()
+    """Words of CAPABILITIES that this plugin keeps."""
+    needs: AbstractSet[str] = frozenset()
+    """Words of CAPABILITIES that plugins below it must offer."""
     torch_device: str | None = None
     """Device slot: torch's name of the device type."""
     communication_backend: str | None = None
     """Device slot: the torch.distributed backend that carries its tensors; None: torch's own of that type."""
     compile_backend: str | None = None
     """Device slot: the backend of `torch.compile` where section `compile` names none; None: torch's own."""
-    profiler_activity: str | None = None
-    """Device slot: torch.profiler's name for what runs there; None: the device type's own."""
     probe: Callable[[], str | None] | None = None
     """Returns None, or the reason why the plugin cannot be used here.
 
@@ -185,10 +137,54 @@ class Card:
     """
 
 
-def incompatibility(api_version: str) -> str:
-    """Return the reason why plugins for a contract cannot be used here, else empty."""
+def incompatibility(card: Card) -> str:
+    """Return the reason why a plugin for another API cannot be used here, else empty.
+
+    Raises:
+        PluginError: its `api_version` is not "major.minor".
+    """
+    api_version: object = card.api_version
+    if not isinstance(api_version, str) or not re.fullmatch(r"\d+\.\d+", api_version):
+        about = f"{card.name}: api_version {api_version!r} is not 'major.minor'"
+        raise PluginError(f"{about}\nwrite it so: '1.0'", plugin=card.name)
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
     if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
         return ""
     remedy = "upgrade accel-core" if theirs > ours else "upgrade the plugin"
     return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"
+
+
+def check_name(name: str) -> None:
+    """Refuse a name that no plugin may have, nor a word in `also`.
+
+    Raises:
+        PluginError: it is not lower-case words joined by hyphens, or a word of core's config.
+    """
+    if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
+        raise PluginError(
+            f"plugin name {name!r} is not lower-case words joined by single hyphens\ngive it such a name",
+            plugin=name,
+        )
+    if name in RESERVED_NAMES:
+        raise PluginError(f"{name!r} is a word of core's own config\ntake another name", plugin=name)
+
+
+def check_words(card: Card) -> None:
+    """Refuse a card of this API whose words mean nothing.
+
+    Raises:
+        PluginError: a wrong name, an unknown slot or an unknown capability.
+    """
+    for name in (card.name, *card.also):
+        check_name(name)
+    if card.slot not in SLOTS:
+        about = f"{card.name}: unknown slot {card.slot!r}{did_you_mean(card.slot, SLOTS)}"
+        raise PluginError(f"{about}\ntake one of {', '.join(SLOTS)}", plugin=card.name)
+    for field, words in (("offers", card.offers), ("needs", card.needs)):
+        for word in sorted(words - CAPABILITIES.keys()):
+            hint = did_you_mean(word, CAPABILITIES)
+            raise PluginError(
+                f"{card.name}: unknown capability {word!r} in {field}{hint}\n"
+                f"take words of {', '.join(CAPABILITIES)}",
+                plugin=card.name,
+            )

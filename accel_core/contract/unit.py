@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Set as AbstractSet
     from contextlib import AbstractContextManager
 
     import torch
@@ -205,7 +206,7 @@ class Unit:
         return any(kept or any(p.grad is not None for g in o.param_groups for p in g["params"]) for o in held)
 
     @property
-    def offers(self) -> frozenset[str]:
+    def offers(self) -> AbstractSet[str]:
         """The capability words of its strategy's card."""
         return self.run.cards[self.strategy].offers
 

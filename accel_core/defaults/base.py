@@ -66,7 +66,7 @@ class Base(BaseState):
         key = torch._C._dispatch_key_for_device(device.type)
         if not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm", key):
             lacking.add("fp8")
-        return card.offers - lacking
+        return frozenset(card.offers - lacking)
 
     @implements(hooks.init_process_group)
     def init_process_group(

@@ -61,7 +61,7 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     extensions += chooser.joining(chosen.name for chosen in extensions)
     default = config.strategy
     if default not in aliases:
-        offered = device.card.offers.union(*[plugin.card.offers for plugin in extensions])
+        offered = frozenset().union(*[plugin.card.offers for plugin in (device, *extensions)])
         chosen = chooser.strategy(default, processes, offered)
         default = chosen.name
         aliases[default] = chosen

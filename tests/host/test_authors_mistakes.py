@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 
 from accel_core.config.convert import plain
-from accel_core.contract.card import incompatibility
+from accel_core.contract.card import Card, incompatibility
 
 
 def test_a_version_that_never_was_is_not_served():
-    assert "upgrade the plugin" in incompatibility("0.9")
+    card = Card(name="pony", slot="device", summary="", api_version="0.9")
+
+    assert "upgrade the plugin" in incompatibility(card)
 
 
 def test_a_set_is_written_in_one_order():

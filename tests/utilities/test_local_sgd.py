@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from attrs import evolve
 from local_sgd_problem import TIMEOUT, batches, flat, net, ours, plainly, with_optimizer
 from torch import nn
 from torch.nn import functional as F
@@ -267,7 +266,7 @@ def refused():
     accelerator = Accelerator(cpu=True, kwargs_handlers=[TIMEOUT])
     model = accelerator.prepare(net())
     cards = accelerator.run._assembly.cards
-    cards["ddp"] = evolve(cards["ddp"], offers=cards["ddp"].offers - {"local_sgd"})
+    cards["ddp"] = cards["ddp"]._replace(offers=cards["ddp"].offers - {"local_sgd"})
     try:
         LocalSGD(accelerator, model, 2)
     except ConfigError as error:

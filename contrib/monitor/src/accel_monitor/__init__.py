@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from accel_core import Accelerator
-    from accel_monitor.card import MonitorConfig, ReplicasConfig
+    from accel_monitor.config import MonitorConfig, ReplicasConfig
 
 __all__ = ["MonitorConfig", "ReplicasConfig", "metrics"]
 __version__ = "0.1.0"
@@ -46,6 +46,6 @@ def metrics(
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_monitor' has no attribute {name!r}", name=name)
-    from accel_monitor import card
+    from accel_monitor import config
 
-    return getattr(card, name)
+    return getattr(config, name)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from accel_core import Card
 
-from accel_core import Card, KwargsHandler, option
-
-__all__ = ["MONITOR", "REPLICAS", "REPORT", "WATCH", "MonitorConfig", "ReplicasConfig"]
+__all__ = ["MONITOR", "REPLICAS", "REPORT", "WATCH"]
 
 REPORT = Card(
     name="report",
@@ -25,15 +23,6 @@ WATCH = Card(
 )
 
 
-@frozen(kw_only=True)
-class MonitorConfig(KwargsHandler):
-    """Options of the record of a run. Section `monitor`."""
-
-    every: int = option(
-        10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
-    )
-
-
 MONITOR = Card(
     name="monitor",
     slot="extension",
@@ -41,16 +30,9 @@ MONITOR = Card(
     api_version="1.0",
     priority=100,
     hookspecs="accel_monitor.device_hooks",
-    config="accel_monitor.card:MonitorConfig",
+    config="accel_monitor.config:MonitorConfig",
     implementation="accel_monitor.monitor:Monitor",
 )
-
-
-@frozen(kw_only=True)
-class ReplicasConfig(KwargsHandler):
-    """Options of the comparison of replicas. Section `replicas`."""
-
-    every: int = option(100, minimum=1, help="Optimizer steps of a unit from one comparison to the next.")
 
 
 REPLICAS = Card(
@@ -58,6 +40,6 @@ REPLICAS = Card(
     slot="extension",
     summary="Compares what several ranks hold alike, by checksums, and names what has drifted apart.",
     api_version="1.0",
-    config="accel_monitor.card:ReplicasConfig",
+    config="accel_monitor.config:ReplicasConfig",
     implementation="accel_monitor.replicas:Replicas",
 )

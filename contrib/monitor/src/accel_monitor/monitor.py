@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import Run, RunConfig, Unit
-    from accel_monitor.card import MonitorConfig
+    from accel_monitor.config import MonitorConfig
 
 __all__ = ["Monitor"]
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from accel_core import Collectives, Run, Unit
-    from accel_monitor.card import ReplicasConfig
+    from accel_monitor.config import ReplicasConfig
 
 __all__ = ["Replicas", "checksum", "sums"]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import click
 
-from accel_core import Card, PluginError, catalog_entry, discover
+from accel_core import PluginError, catalog_entry, check_name, discover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def refuse_name(name: str, slot: Any) -> None:
             f"a name of {len(name)} letters is too long for a folder\ntake one of at most {LONGEST}",
             plugin="",
         )
-    Card(name=name, slot=slot, summary="", api_version="1.0")  # checks the name
+    check_name(name)
     record, known = discover().get(name), catalog_entry(name)
     if record is not None or known is not None:
         owner = record.origin if record else known.distribution if known else ""
