@@ -1,10 +1,14 @@
-"""What starts before training: the command line with twelve backends installed, the import, a launch.
+"""What starts before training: the command line, the import, a launch.
+
+The command line starts among twelve generated backends, and then among 250 more distributions; raw is an
+empty start of Python there.
 
 `python startup.py [--peers PYTHON]` prints the rows. Each figure is a new process's, taken in turns.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -31,16 +35,21 @@ AFTER_TORCH = {
     "accelerate": ("from accelerate import Accelerator", "Accelerator(cpu=True)"),
     "fabric": ("from lightning_fabric import Fabric", "Fabric(accelerator='cpu', devices=1)"),
 }
+OTHERS = 250
 Commands = Mapping[str, Sequence[str]]
 
 
 def measure(peers: str | None, count: int = 5) -> list[Row]:
     with TemporaryDirectory() as folder:
         subprocess.run([sys.executable, GENERATE, folder], check=True, stdout=subprocess.DEVNULL)
-        crowded = ENVIRONMENT | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        lean = ENVIRONMENT | {"PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+        crowd = Path(folder, "crowd")
+        _add_distributions(crowd, OTHERS)
+        crowded = lean | {"PYTHONPATH": f"{folder}{os.pathsep}{crowd}"}
         rows = [
-            _row(what, _turns(commands, crowded, count, folder), "≤ 150 ms")
-            for what, commands in _listings(peers).items()
+            _row(f"{what}, {where}", _turns(commands, environment, count, folder), bar)
+            for where, environment in (("12 backends", lean), (f"and {OTHERS} distributions", crowded))
+            for what, (commands, bar) in _listings(peers).items()
         ]
         rows += _after_torch(peers, count)
         script = Path(folder, "empty.py")
@@ -55,20 +64,33 @@ def _program(python: str, name: str) -> str:
     return str(Path(python).with_name(name))
 
 
-def _listings(peers: str | None) -> dict[str, Commands]:
+def _add_distributions(folder: Path, count: int) -> None:
+    """Leave the metadata of distributions that are no plugins, some with entry points of others."""
+    for number in range(count):
+        info = folder / f"other_{number}-1.0.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.4\nName: other-{number}\nVersion: 1.0\n")
+        if number % 3 == 0:
+            (info / "entry_points.txt").write_text(f"[console_scripts]\nother-{number} = other:main\n")
+
+
+def _listings(peers: str | None) -> dict[str, tuple[Commands, str]]:
     accel = _program(sys.executable, "accel")
     theirs = [_program(peers, "accelerate")] if peers else None
     return {
-        "`accel --help`, 12 backends of 25 options": _commands([accel, "--help"], theirs, ["--help"]),
-        "`accel plugins`, the same": _commands([accel, "plugins"], None, []),
-        "`accel launch --help`, the same": _commands(
-            [accel, "launch", "--help"], theirs, ["launch", "--help"]
+        "`accel --help`": (_commands([accel, "--help"], theirs, ["--help"]), "≤ 3 × raw"),
+        "`accel plugins`": (_commands([accel, "plugins"], None, []), "≤ 150 ms"),
+        "`accel launch --help`": (
+            _commands([accel, "launch", "--help"], theirs, ["launch", "--help"]),
+            "≤ 5 × raw",
         ),
     }
 
 
 def _commands(ours: Sequence[str], theirs: Sequence[str] | None, arguments: Sequence[str]) -> Commands:
-    return {"ours": ours} | ({"accelerate": [*theirs, *arguments]} if theirs else {})
+    return {"raw": [sys.executable, "-c", "pass"], "ours": ours} | (
+        {"accelerate": [*theirs, *arguments]} if theirs else {}
+    )
 
 
 def _launches(script: str, peers: str | None) -> Commands:

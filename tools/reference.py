@@ -1,7 +1,7 @@
 """Write the parts of the docs that repeat the code.
 
-These are docs/hooks.md, docs/reference.md, the diffs in README.md and docs/tutorial.md, and the stub
-accel_core/__init__.pyi.
+These are docs/hooks.md, docs/reference.md, the diffs in README.md and docs/tutorial.md, the stub
+accel_core/__init__.pyi, and the help of `accel launch` and `accel submit`.
 `python tools/reference.py` rewrites them, `--check` compares them. Imports no torch.
 """
 # ruff: noqa: INP001, T201  # a script
@@ -16,6 +16,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+import click
+
+from accel_core.cli.launch import launch, submit
 
 ROOT = Path(__file__).resolve().parent.parent
 SPECS = Path("accel_core/contract/hooks")
@@ -248,6 +252,13 @@ def with_diff(page: Path, name: str, context: int) -> str:
     return DIFF.sub(lambda _: loops(name, context), page.read_text(encoding="utf-8"), count=1)
 
 
+def help_text(command: click.Command) -> str:
+    """accel_core/cli/COMMAND.txt: the help of a command, as click writes it."""
+    settings = {"help_option_names": ["-h", "--help"], "terminal_width": 80}
+    context = click.Context(command, info_name=f"accel {command.name}", **settings)
+    return click.Command.get_help(command, context) + "\n"
+
+
 def main() -> int:
     """Write the files, or with --check compare them."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -257,6 +268,7 @@ def main() -> int:
     fresh = {docs / "hooks.md": hooks(), docs / "reference.md": names()}
     fresh |= {readme: with_diff(readme, "minimal", 99), tutorial: with_diff(tutorial, "digits", 0)}
     fresh[ROOT / "accel_core" / "__init__.pyi"] = stub()
+    fresh |= {ROOT / "accel_core/cli" / f"{it.name}.txt": help_text(it) for it in (launch, submit)}
     if not parser.parse_args().check:
         for path, text in fresh.items():
             path.write_text(text, encoding="utf-8")

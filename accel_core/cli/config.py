@@ -7,12 +7,12 @@ import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import click
 
-from accel_core.cli import Group
-from accel_core.cli.terminal import say, table
+from accel_core.cli.group import Group
+from accel_core.cli.terminal import print_table, say
 from accel_core.config.jsonschema import whole_schema
 from accel_core.config.resolve import Resolved, find_file, load, outside
 from accel_core.config.sections import Sections
@@ -65,8 +65,7 @@ def show(file: str | None, as_json: bool) -> None:
         print(json.dumps({"file": resolved.file, "values": values, "notes": notes}, indent=1))
         return
     say(f"file: {resolved.file or 'none (./accel.yaml does not exist)'}")
-    cells = [(path, json.dumps(value), origin) for path, value, origin in rows]
-    print(*table(cells, header=False), sep="\n")
+    print_table([(path, json.dumps(value), origin) for path, value, origin in rows], header=False)
     say(*notes)
 
 
@@ -88,40 +87,22 @@ def schema(section: str | None) -> None:
     print(json.dumps(whole if section is None else sections[section], indent=1))
 
 
-ASKED: Final = (
-    "device",
-    "strategy",
-    "mixed_precision",
-    "gradient_accumulation_steps",
-    "launch.processes_per_node",
-    "launch.nodes",
-    "launch.rendezvous",
-    "project.project_dir",
-)
-"""Options that `init` asks for."""
-
-
 @config.command()
 @click.option("--defaults", is_flag=True, help="Ask nothing, write the defaults.")
-@click.option(
-    "--output",
-    default="accel.yaml",
-    show_default=True,
-    type=click.Path(dir_okay=False),
-    help="File to write.",
-)
+@click.option("--output", default="accel.yaml", show_default=True, help="File to write.")
 @click.option("--force", is_flag=True, help="Overwrite the file.")
 def init(defaults: bool, output: str, force: bool) -> None:
     """Ask a few questions and write a commented file."""
-    from accel_core.cli.questions import ask, render
+    from accel_core.cli.questions import ask, core_options, render
 
     if Path(output).exists() and not force:
         raise ConfigError(f"{output} exists already\nuse --force to overwrite it, or --output FILE")
+    options, answers = core_options(), {}
     if not defaults:
         from accel_core.launch.plan import Launch
 
         unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
         say(f"This machine: {Launch(unset, discover()).hardware()}")
-    answers = ask(ASKED, discover(), silent=defaults)
-    Path(output).write_text(render(answers), encoding="utf-8")
+        answers = dict(ask(options, discover()))
+    Path(output).write_text(render(options, answers), encoding="utf-8")
     print(f"wrote {output}; `accel config check` looks at it, `accel launch SCRIPT` uses it")

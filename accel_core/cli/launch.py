@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from accel_core.cli.commands import help_of_launch
 from accel_core.cli.terminal import say
 from accel_core.errors import ConfigError, LaunchError
 
@@ -50,16 +51,16 @@ class _LaunchCommand(click.Command):
         )
         return f"{flag} is not a flag of accel {ctx.info_name}{hint}"
 
+    def get_help(self, ctx: click.Context) -> str:
+        """Return the text that tools/reference.py has written: it makes it faster than the flags."""
+        return help_of_launch(ctx.info_name or "")
+
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         from accel_core.config.sections import CORE
-        from accel_core.plugins.discovery import discover
 
-        sections = {name: cls for name, cls in CORE.items() if cls}
-        rows = [(name, (cls.__doc__ or "").partition(" Section")[0]) for name, cls in sections.items()]
-        cards = [record.card for record in discover().records if record.card and record.card.config]
-        rows += [(card.name, card.summary) for card in cards]
+        rows = [(f"--{name}.OPTION VALUE", cls.__doc__ or "") for name, cls in CORE.items() if cls]
         with formatter.section("More options, before the script (`accel config schema NAME` lists them)"):
-            formatter.write_dl([(f"--{name}.OPTION VALUE", about) for name, about in rows])
+            formatter.write_dl([(flag, about.partition(" Section")[0]) for flag, about in rows])
 
 
 def _own_flags() -> list[click.Parameter]:

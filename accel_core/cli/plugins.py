@@ -9,10 +9,9 @@ import traceback
 from typing import TYPE_CHECKING, Any, Final
 
 import click
-from attrs import asdict, filters
 
-from accel_core.cli import Group
-from accel_core.cli.terminal import say, table
+from accel_core.cli.group import Group
+from accel_core.cli.terminal import print_table, say
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS
 from accel_core.contract.world import World
@@ -55,7 +54,7 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     if as_json:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     else:
-        say(*_explain(discovery)) if why else print(*listing(discovery), sep="\n")
+        say(*_explain(discovery)) if why else print_listing(discovery)
 
 
 def _ordered(discovery: Discovery) -> list[Record]:
@@ -63,18 +62,19 @@ def _ordered(discovery: Discovery) -> list[Record]:
 
 
 def _facts(record: Record) -> dict[str, object]:
-    card = asdict(record.card, filter=filters.exclude("probe")) if record.card else {}
+    facts = record.card._asdict() if record.card else {}
+    facts.pop("probe", None)
     names = ("name", "slot", "status", "reason", "distribution", "version")
-    return {**card, **{name: getattr(record, name) for name in names}}
+    return facts | {name: getattr(record, name) for name in names}
 
 
-def listing(discovery: Discovery) -> Iterator[str]:
-    """Yield the lines of the listing, header first."""
+def print_listing(discovery: Discovery) -> None:
+    """Print a row for each plugin: where it comes from, and what it is or why it cannot be used."""
     rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")]
     for record in _ordered(discovery):
         about = record.reason or (record.card.summary if record.card else "")
         rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
-    return table(rows)
+    print_table(rows)
 
 
 def _explain(discovery: Discovery) -> Iterator[str]:
@@ -152,33 +152,24 @@ def examine(name: str) -> None:
     from accel_core.plugins.tasks import ask
 
     record = _find(name)
-    checks: dict[str, Callable[[], Any]] = {
+    calls: dict[str, Callable[[], Any]] = {
         "task": lambda: ask(record),
         "launch_environment": lambda: environment_of(record, RunConfig(), World()),
         "visible_devices": lambda: visible_devices(record, RunConfig()),
-        "verify": lambda: verify(record),
     }
-    for what in (
-        "task",
-        "launch_environment",
-        "visible_devices",
-        "config",
-        "hookspecs",
-        "implementation",
-        "verify",
-    ):
+    for what in (*calls, "config", "hookspecs", "implementation", "verify"):
         path = getattr(record.card, what)
         if path is None:
             continue
         print(f"  {what}: {path} ... ", end="", flush=True)
         try:
             load(record, path)
-            answer = checks[what]() if what in checks else None
-            reason = answer if what == "verify" else None
+            calls.get(what, lambda: None)()
+            reason = verify(record) if what == "verify" else None
         except Exception as error:  # of the plugin's own, where core calls it
             cause = error.__cause__ if isinstance(error, PluginError) else error
             say("failed")
-            print(*(traceback.format_exception(cause) if cause else [error]), sep="\n")
+            print(*traceback.format_exception(cause or error), sep="\n")
             sys.exit(1)
         say(reason or "ok")
         if reason:

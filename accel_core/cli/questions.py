@@ -2,137 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 import click
-from attrs import frozen
 
-from accel_core.cli.terminal import say
 from accel_core.config.convert import convert_option, members, plain
 from accel_core.config.sections import CORE, Sections
 from accel_core.config.sources import RawText
-from accel_core.contract.card import Slot
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Option, options_of
-from accel_core.plugins.catalog import not_installed, unknown_device
 from accel_core.plugins.discovery import Discovery
 
-MEETING: Final = "launch.rendezvous"
-"""Option that is asked for if there are several nodes."""
-
-
-@frozen
-class Answer:
-    """An option, its help, and the answered value."""
-
-    path: str
-    help: str
-    value: Any
-    default: Any
-
-
-def ask(paths: Sequence[str], discovery: Discovery, *, silent: bool = False) -> list[Answer]:
-    """Ask for each option on the terminal, then for those of the named strategy.
-
-    silent: ask nothing, answer with the defaults.
-    """
-    answers: list[Answer] = []
-    for path in paths:
-        if path != MEETING or next(it.value for it in answers if it.path == "launch.nodes") > 1:
-            answers.append(_answer(path, _core_option(path), discovery, silent))
-    strategy = next((answer.value for answer in answers if answer.path == "strategy"), "auto")
-    options = Sections(discovery).class_of(strategy)
-    if options and click.confirm(f"Set options of {strategy}?"):
-        for name, option in options_of(options).items():
-            if not (option.python_only or option.refused or option.section):
-                answers.append(_answer(f"{strategy}.{name}", option, discovery, silent))
-    return answers
-
-
-def _core_option(path: str) -> Option:
-    section, _, name = path.rpartition(".")
-    return options_of(CORE[section] or RunConfig if section else RunConfig)[name]
-
-
-def _answer(path: str, option: Option, discovery: Discovery, silent: bool) -> Answer:
-    default = plain(option.default_for(None))
-    if silent:
-        return Answer(path, option.sentence, default, default)
-    names = _names(path, discovery)
-    choices = names or [str(plain(choice)) for choice in option.choices or members(option.kind)]
-    one_of = f" One of: {', '.join(choices)}." if choices else ""
-    say("", f"{option.sentence}{one_of}")
-    shown = "" if default is None else default
-    parse = _parser(option, lambda value: _misnamed(path, value, names, discovery))
-    value = click.prompt(path, default=shown, value_proc=parse, show_default=bool(shown))
-    return Answer(path, option.sentence, plain(value), default)
-
-
-SLOTS: Final[Mapping[str, tuple[Slot, tuple[str, ...]]]] = {
-    "device": ("device", ("auto", "cpu")),
-    "strategy": ("strategy", ("auto",)),
-    "mixed_precision": ("precision", ("no",)),
+PATHS: Final = (
+    "device",
+    "strategy",
+    "mixed_precision",
+    "gradient_accumulation_steps",
+    "launch.processes_per_node",
+    "launch.nodes",
+    "launch.rendezvous",
+    "project.project_dir",
+)
+"""Options that `init` asks for."""
+PLUGINS: Final = {
+    "device": ("device", "auto", "cpu"),
+    "strategy": ("strategy", "auto"),
+    "mixed_precision": ("precision", "no"),
 }
 """Option that names a plugin -> its slot, and the words that name none."""
 
 
-def _names(path: str, discovery: Discovery) -> list[str]:
-    """Return the possible answers of a question for a plugin, else nothing."""
-    if path not in SLOTS:
-        return []
-    slot, words = SLOTS[path]
-    return [*words, *(record.name for record in discovery.of(slot))]
+def core_options() -> dict[str, Option]:
+    """Return the options that `init` asks for, by path."""
+    parts = {path: path.rpartition(".") for path in PATHS}
+    return {
+        path: options_of(CORE[section] or RunConfig if section else RunConfig)[name]
+        for path, (section, _, name) in parts.items()
+    }
 
 
-def _misnamed(path: str, value: Any, names: Sequence[str], discovery: Discovery) -> str:
-    if not names or value in names or discovery.answering(SLOTS[path][0], value):
-        return ""
-    return (
-        unknown_device(value, discovery)
-        if path == "device"
-        else not_installed(value, SLOTS[path][0], discovery)
-    )
+def ask(options: dict[str, Option], discovery: Discovery) -> Iterator[tuple[str, Any]]:
+    """Ask for each option on the terminal, then for those of the named strategy: (path, answer).
+
+    options: those that are asked for; the strategy's join them.
+    """
+    answers: dict[str, Any] = {}
+    for path, option in options.items():
+        if path != "launch.rendezvous" or answers["launch.nodes"] > 1:
+            answers[path] = _answer(path, option, discovery)
+            yield path, answers[path]
+    strategy = answers["strategy"]
+    cls = Sections(discovery).class_of(strategy)
+    if cls and click.confirm(f"Set options of {strategy}?"):
+        for name, option in options_of(cls).items():
+            if not (option.python_only or option.refused or option.section):
+                options[f"{strategy}.{name}"] = option
+                yield f"{strategy}.{name}", _answer(f"{strategy}.{name}", option, discovery)
 
 
-def _parser(option: Option, misnamed: Callable[[Any], str]) -> Callable[[str], Any]:
-    def parse(text: Any) -> Any:
+def _answer(path: str, option: Option, discovery: Discovery) -> Any:
+    """Ask until the answer is a value of the option."""
+    slot, *words = PLUGINS.get(path, ("",))
+    names = [*words, *(record.name for record in discovery.of(slot))]
+    choices = names or [str(plain(choice)) for choice in option.choices or members(option.kind)]
+
+    def parse(text: str) -> Any:
+        word = click.Choice(choices)(text) if choices and text else text
         try:
-            raw = RawText(text or "null") if isinstance(text, str) else text
-            value = convert_option(raw, option)
+            return convert_option(RawText(word or "null"), option)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        if problem := misnamed(value):
-            raise click.UsageError(problem)
-        return value
 
-    return parse
+    one_of = f" One of: {', '.join(choices)}." if choices else ""
+    click.echo(f"\n{option.sentence}{one_of}")
+    default = plain(option.default_for(None))
+    shown = "" if default is None else str(default)
+    return plain(click.prompt(path, default=shown, value_proc=parse, show_default=bool(shown)))
 
 
-def render(answers: Sequence[Answer]) -> str:
+def render(options: Mapping[str, Option], answers: Mapping[str, Any]) -> str:
     """Return the answers as YAML, each under its option's help, sections last.
 
     What is the default stays a comment, so that the file does not pin it.
     """
-    lines = ["# Settings of accel runs. All options: accel config schema; their origins: accel config show."]
-    section = ""
-    for answer in sorted(answers, key=lambda answer: "." in answer.path):
-        head, _, name = answer.path.rpartition(".")
-        if head != section:
-            lines += ["", f"{head}:"]
-            section = head
-        indent = "  " if head else ""
-        mark = "# " if answer.value == answer.default else ""
-        lines += [
-            *([] if head else [""]),
-            f"{indent}# {answer.help}",
-            f"{indent}{mark}{name or head}: {_scalar(answer.value)}",
-        ]
-    return "\n".join(lines) + "\n"
-
-
-def _scalar(value: Any) -> str:
     import yaml
 
-    text: str = yaml.safe_dump(value, default_flow_style=True)
-    return text.removesuffix("\n").removesuffix("\n...")
+    lines = ["# Settings of accel runs. All options: accel config schema; their origins: accel config show."]
+    section = ""
+    for path, option in sorted(options.items(), key=lambda item: "." in item[0]):
+        head, _, name = path.rpartition(".")
+        if head != section:
+            section = head
+            lines += ["", f"{section}:"]
+        elif not section:
+            lines.append("")
+        default = plain(option.default_for(None))
+        value = answers.get(path, default)
+        indent, mark = "  " * bool(section), "# " * (value == default)
+        written = yaml.safe_dump([value], default_flow_style=True, width=math.inf).strip()[1:-1]
+        lines += [f"{indent}# {option.sentence}", f"{indent}{mark}{name}: {written}"]
+    return "\n".join(lines) + "\n"

@@ -169,7 +169,7 @@ def test_env_reports_versions_plugins_and_what_they_say_of_themselves(toys, acce
     ended = accel("env", environment={**environment, "ACCEL_DEBUG": "1", "PONY_TOKEN": "secret"})
 
     assert ended.returncode == 0
-    assert "accel-core     0.1" in ended.stdout
+    assert "accel-core: 0.1" in ended.stdout
     assert "pony ... driver: 7.1" in ended.stdout
     assert "ACCEL_DEBUG=1" in ended.stdout
     assert "secret" not in ended.stdout

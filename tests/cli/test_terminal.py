@@ -1,10 +1,9 @@
-"""On a terminal the command line fits its width and has colours; in a pipe it is plain lines without rich."""
+"""On a terminal the command line fits its width and has colours; in a pipe it is plain lines."""
 
 from __future__ import annotations
 
 import os
 import re
-import sys
 
 import pytest
 
@@ -96,18 +95,6 @@ def test_answers_are_asked_for_again_until_they_are_right(tmp_path, start_comman
     assert "gradient_accumulation_steps [1]: " in shown
     assert "Error: " in shown
     assert "gradient_accumulation_steps: 3" in (tmp_path / "accel.yaml").read_text()
-
-
-def test_a_pipe_needs_no_rich(run_command):
-    code = (
-        "import sys; from accel_core.cli import accel\n"
-        "accel(['plugins'], standalone_mode=False)\nprint('rich' in sys.modules)"
-    )
-    ended = run_command(
-        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True
-    )
-
-    assert ended.stdout.splitlines()[-1] == "False"
 
 
 def test_long_words_are_folded_and_not_cut(toys, tmp_path, start_command):

@@ -175,9 +175,8 @@ def test_init_with_defaults_writes_a_commented_file_that_pins_nothing(accel):
 def test_init_asks_again_after_an_answer_that_cannot_be_and_writes_what_differs(accel):
     answers = "gpu\n\nfdsp\nsingle\nbf61\nbf16\n0\nmany\n4\n\n2\nhost:29500\nout\n"
     done = accel("init", answers=answers)
-    assert "'gpu' is neither an installed device" in done.stdout
-    assert "no strategy 'fdsp' is installed" in done.stdout
-    assert "did you mean 'bf16'?" in done.stdout
+    for word in ("gpu", "fdsp", "bf61"):
+        assert f"Error: '{word}' is not one of " in done.stdout
     assert "must be at least 1, got 0" in done.stdout
     assert "expected integer, got 'many'" in done.stdout
     assert yaml.safe_load((accel.folder / "accel.yaml").read_text()) == {

@@ -13,7 +13,8 @@ from checkout import ROOT, modules, place, refuse, text, tree
 from click.exceptions import BadOptionUsage, BadParameter, NoArgsIsHelpError
 
 from accel_core import errors
-from accel_core.cli import BUILT_IN, accel
+from accel_core.cli.commands import BUILT_IN
+from accel_core.cli.group import accel
 from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of
 from accel_core.errors import PluginError

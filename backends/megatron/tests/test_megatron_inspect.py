@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 from megatron_jobs import go_on
 
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 pytest.importorskip("accel_checkpoint_tools")
 

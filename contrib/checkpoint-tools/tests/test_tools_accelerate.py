@@ -15,7 +15,7 @@ from opened import tensor, tensors_of
 from accel_checkpoint_tools import accelerate, load_accelerate, load_dcp
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_core import Accelerator, CheckpointError
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 
 def run(run_processes, job, *folders, world=1, **options):

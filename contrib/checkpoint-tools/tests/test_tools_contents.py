@@ -10,7 +10,7 @@ from opened import rewrite
 
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_core import Accelerator, CheckpointError, read_manifest, storage_at
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from accel_checkpoint_tools import dcp
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_checkpoint_tools.trusted import read_metadata
 from accel_core import Accelerator, CheckpointError
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 PARAMETERS = {
     "model/embedding.weight",

@@ -14,7 +14,7 @@ from opened import read, tensors_of
 from accel_checkpoint_tools import deepspeed
 from accel_checkpoint_tools.contents import Contents
 from accel_core import CheckpointError
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -22,7 +22,7 @@ from opened import rewrite
 
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_core import commits, read_manifest, storage_at
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 from accel_core.storage.files import write_file
 from accel_core.storage.manifest import manifest_of
 

@@ -9,7 +9,7 @@ import diff_jobs as jobs
 import pytest
 from click.testing import CliRunner
 
-from accel_core.cli import accel
+from accel_core.cli.group import accel
 
 pytest.importorskip("deepspeed")
 PARAMETERS = {"embedding.weight": [12, 6]} | {
