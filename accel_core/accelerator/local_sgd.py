@@ -83,18 +83,15 @@ class LocalSGD:
         """Count a step, without looking at the window; average if it is its turn, which is collective."""
         self._steps += 1
         if self._steps % self.every == 0:
-            self._average()
+            self.unit.hooks.average_parameters(self.unit)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._quiet.close()
         if self.enabled and error is None:  # else the other ranks may never come
-            self._average()
+            self.unit.hooks.average_parameters(self.unit)
             self._average_state()
-
-    def _average(self) -> None:
-        self.unit.hooks.average_parameters(self.unit)
 
     def _average_state(self) -> None:
         """Average the state of optimizers, and take the largest of counts, which may lie on the host."""

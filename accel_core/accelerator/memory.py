@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import gc
 from collections.abc import Callable
@@ -141,17 +140,9 @@ def _give_back() -> None:
 
 
 def empty_cache(run: Run) -> None:
-    """Give cached memory that is not used back, the device's and the host's."""
+    """Give the device's cached memory that is not used back."""
     if run.mark_step is not None:
         run.mark_step("state")
     module = torch.get_device_module(run.device)
     if hasattr(module, "empty_cache"):
         module.empty_cache()
-    from accel_core.storage.tensor_bytes import can_pin  # late: start-up need not wait for it
-
-    empty_host_cache = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.12
-    if empty_host_cache is not None and can_pin(run.device):
-        empty_host_cache()  # pinned memory, of saves above all
-    # Linux keeps pages between what is in use; other C libraries have no such call (Windows: TypeError).
-    with suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)

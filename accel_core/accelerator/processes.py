@@ -149,23 +149,19 @@ class Ranks:
         if self.is_main_process:
             print(*values, **options)  # noqa: T201  the method's purpose
 
-    @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> AbstractContextManager[None]:
         """Let the main process run the block before all others.
 
         Collective.
         """
-        with self._first(self.is_main_process):
-            yield
+        return self._first(self.is_main_process)
 
-    @contextmanager
-    def local_main_process_first(self) -> Iterator[None]:
+    def local_main_process_first(self) -> AbstractContextManager[None]:
         """Let the first process of each node run the block before the others.
 
         Collective.
         """
-        with self._first(self.is_local_main_process):
-            yield
+        return self._first(self.is_local_main_process)
 
     @contextmanager
     def _first(self, is_first: bool) -> Iterator[None]:

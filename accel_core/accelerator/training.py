@@ -25,18 +25,6 @@ if TYPE_CHECKING:
     from accel_core.training.windows import CountedWindow
 
 
-class UnownedError(AccelError):
-    """Parameters to clip are not those of one unit.
-
-    Attributes:
-        units: theirs; None is among them for parameters of no unit.
-    """
-
-    def __init__(self, message: str, units: set[Unit | None]) -> None:
-        super().__init__(message)
-        self.units = units
-
-
 class Training:
     """Base of Accelerator, which holds the `run`."""
 
@@ -332,11 +320,10 @@ class Training:
             if unit is not None:
                 return unit, listed
         names = sorted("no unit" if unit is None else unit.name for unit in units)
-        raise UnownedError(
+        raise AccelError(
             f"clipping: these {len(listed)} parameters belong to {', '.join(names) or 'no unit'}; one call"
             " clips the parameters of one prepared model, after its backward\n"
-            "pass model.parameters() of a model that was prepared; prepare a changed model again",
-            units,
+            "pass model.parameters() of a model that was prepared; prepare a changed model again"
         )
 
 

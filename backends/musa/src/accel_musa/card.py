@@ -96,7 +96,6 @@ MUSA = Card(
     distributed_type="MULTI_MUSA",
     torch_device="musa",
     communication_backend="mccl",
-    profiler_activity="PrivateUse1",
     offers={"bf16", "collectives.torch", "fp16", "memory_stats", "process_per_device", "rng"},
     probe=probe,
     verify="accel_musa.device:verify",
