@@ -118,15 +118,12 @@ def parse() -> argparse.Namespace:
 
 
 def prepare(work: Path, incumbent: Path) -> None:
-    """Make the data, and the folder that puts each side's `accelerate` first on the path."""
-    paths = {"incumbent": incumbent, "ours": work / "shim"}
+    """Make the data, and each side's folder with its search path."""
+    paths = {"incumbent": [incumbent], "ours": []}
     for side, path in paths.items():
         folder = work / side
         folder.mkdir(parents=True, exist_ok=True)
-        folder.joinpath("path").write_text(os.pathsep.join([str(path), str(HERE / "stand_ins")]))
-    if not (work / "shim").exists():
-        accel = Path(sysconfig.get_path("scripts")) / "accel"
-        subprocess.run([accel, "compat", "shim", work / "shim"], check=True, stdout=subprocess.DEVNULL)
+        folder.joinpath("path").write_text(os.pathsep.join(map(str, [*path, HERE / "stand_ins"])))
     if not (work / "assets").exists():
         environment = os.environ | OFFLINE | {"PYTHONPATH": (work / "incumbent/path").read_text()}
         subprocess.run([sys.executable, HERE / "assets.py", work / "assets"], check=True, env=environment)
@@ -140,7 +137,7 @@ def run(work: Path, pairs: list[tuple[Program, int]], sources: Path | None) -> N
         listed = work / side / "jobs.json"
         listed.write_text(json.dumps(jobs))
         path = (work / side / "path").read_text()
-        environment = os.environ | OFFLINE | {"PYTHONPATH": path}
+        environment = os.environ | OFFLINE | {"PYTHONPATH": path, "ACCEL_COMPAT": str(int(side == "ours"))}
         servers.append(subprocess.Popen([sys.executable, HERE / "server.py", listed], env=environment))
     for server in servers:
         server.wait()

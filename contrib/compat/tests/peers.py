@@ -16,6 +16,11 @@ from typing import Any
 import pytest
 
 OURS = "import accel_compat; accel_compat.install()\n"
+# This process has installed ours, and so has whatever it forks.
+THEIRS = """\
+import sys
+sys.meta_path[:] = [each for each in sys.meta_path if type(each).__module__ != "accel_compat.activation"]
+"""
 WORLD = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE")
 ALONE = dict.fromkeys((*WORLD, "MASTER_ADDR", "MASTER_PORT"))
 """A process that nobody launched has none of the variables."""
@@ -37,8 +42,9 @@ def run_program(
     run_processes, code: str, *, ours: bool, environment: Mapping[str, str] | None = None, processes: int = 1
 ) -> str:
     """What the code printed on rank 0, in processes that know nothing of this one's `accelerate`."""
-    text = (OURS if ours else "") + textwrap.dedent(code)
-    variables = (ALONE if processes == 1 else {}) | dict(environment or {})
+    text = (OURS if ours else THEIRS) + textwrap.dedent(code)
+    variables = {"ACCEL_COMPAT": "1" if ours else None} | (ALONE if processes == 1 else {})
+    variables |= dict(environment or {})
     return run_processes(printed, text, world=processes, environment=variables, timeout=110)[0]
 
 

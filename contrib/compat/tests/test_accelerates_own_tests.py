@@ -19,8 +19,7 @@ from xml.etree import ElementTree as ET
 import pytest
 from peers import needs_accelerate
 
-from accel_compat.import_hook import VERSION
-from accel_compat.launch.shim import write_shim
+from accel_compat.activation import VERSION
 
 ARCHIVE = Path(os.environ.get("ACCEL_TEST_VENDOR", "."), f"accelerate-{VERSION}.tar.gz")
 pytestmark = [
@@ -81,25 +80,24 @@ sys.meta_path.insert(0, Finder())
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> Path:
-    """The folder of the unpacked distribution, with a shim beside it."""
+    """The folder of the unpacked distribution, beside a folder for the search path of our side."""
     folder = tmp_path_factory.mktemp("sources")
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(folder, filter="data")
-    write_shim(folder / "shim")
+    (folder / "path").mkdir()
     source = folder / f"accelerate-{VERSION}"
     if (configs := ARCHIVE.parent / CONFIGS).is_dir():
         shutil.copytree(configs, source / "tests" / CONFIGS)
     finder = THEIR_TEST_UTILS.replace("FOLDER", repr(str(source / "src")))
-    (folder / "shim" / "sitecustomize.py").write_text(textwrap.dedent(finder))
+    (folder / "path" / "sitecustomize.py").write_text(textwrap.dedent(finder))
     return source
 
 
 def passed(run_command, sources: Path, name: str, *, ours: bool) -> set[str]:
     """The tests of a file that pass."""
-    shim = sources.parent / "shim"
-    paths = {"PYTHONPATH": str(sources)}
+    paths = {"PYTHONPATH": str(sources), "ACCEL_COMPAT": "0"}
     if ours:
-        paths = {"PYTHONPATH": f"{shim}:{sources}", "PATH": f"{shim / 'bin'}:{os.environ['PATH']}"}
+        paths = {"PYTHONPATH": f"{sources.parent / 'path'}:{sources}", "ACCEL_COMPAT": "1"}
     report = sources.parent / f"{name}.{'ours' if ours else 'theirs'}.xml"
     words = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:accel"]
     run_command(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from accel_compat import import_hook
+from accel_compat.activation import SURFACE
 from accel_compat.launch import commands, request
 from accel_compat.launch.commands import compat
 from accel_compat.unsupported import NotServedError, inventory
@@ -21,7 +21,7 @@ from accel_compat.unsupported import NotServedError, inventory
 def python(run_command, code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return run_command(
         [sys.executable, "-c", code],
-        env={**os.environ, **environment},
+        env={**os.environ, "ACCEL_COMPAT": "0", **environment},
         capture_output=True,
         text=True,
         check=False,
@@ -54,23 +54,12 @@ def test_too_late_is_an_error_that_says_so(tmp_path: Path, run_command):
     assert str(tmp_path) in ended.stderr
 
 
-def test_a_shim_makes_it_ours_for_whoever_has_it_on_the_path(tmp_path: Path, run_command):
-    shown = CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
-    code = "import accelerate, importlib.metadata as m; bases = accelerate.Accelerator.__mro__\n"
-    code += "home = 'accel_core.accelerator.accelerator';"
-    code += "print(home in [base.__module__ for base in bases], m.version('accelerate'))"
-
-    assert shown.output.startswith(f"export PYTHONPATH={tmp_path / 'shim'}")
-    assert python(run_command, code, PYTHONPATH=str(tmp_path / "shim")).stdout == "True 1.15.0\n"
-
-
-@pytest.mark.parametrize("words", [["shim"], ["import", "default_config.yaml", "-o"]])
-def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch, words, run_command):
+def test_a_place_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch, run_command):
     monkeypatch.chdir(tmp_path)
     Path("default_config.yaml").write_text("num_processes: 2\n")
     Path("file").touch()
 
-    done = CliRunner().invoke(compat, [*words, "file/inside"])
+    done = CliRunner().invoke(compat, ["import", "default_config.yaml", "-o", "file/inside"])
 
     assert done.exit_code == 1
     assert done.output.startswith("Error: Could not open file 'file/inside': ")
@@ -84,26 +73,6 @@ def test_a_file_that_is_not_text_is_named(tmp_path: Path):
     assert "bytes.yaml cannot be read: 'utf-8' codec" in str(done.exception)
 
 
-def test_the_shims_script_launches(tmp_path: Path, run_command):
-    CliRunner().invoke(compat, ["shim", str(tmp_path / "shim")])
-    script = tmp_path / "script.py"
-    script.write_text(
-        "import sys; from accelerate import PartialState\n"
-        "sys.stdout.write(f'rank {PartialState().process_index}\\n')"
-    )
-    program = [
-        str(tmp_path / "shim" / "bin" / "accelerate"),
-        "launch",
-        "--cpu",
-        "--num_processes",
-        "2",
-        str(script),
-    ]
-    ended = run_command(program, capture_output=True, text=True, check=True)
-
-    assert {"rank 0", "rank 1"} <= {line.strip()[-6:] for line in ended.stdout.splitlines()}
-
-
 def scripted(monkeypatch, *words: str) -> object:
     """What the `accelerate` script ends with: a code, or what it says."""
     monkeypatch.setattr(sys, "argv", ["accelerate", *words])
@@ -112,7 +81,7 @@ def scripted(monkeypatch, *words: str) -> object:
     return ended.value.code
 
 
-def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Path, monkeypatch):
+def test_the_script_writes_a_basic_config_which_launch_reads(tmp_path: Path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
 
     assert scripted(monkeypatch, "config", "default", "--mixed_precision", "bf16") == 0
@@ -125,7 +94,7 @@ def test_the_shims_script_writes_a_basic_config_which_launch_reads(tmp_path: Pat
     ("name", "advice"),
     {"confg": "merge-weights", "lunch": "launch"}.items(),
 )
-def test_the_shims_script_lists_its_commands_where_it_does_not_know_one(monkeypatch, capsys, name, advice):
+def test_the_script_lists_its_commands_where_it_does_not_know_one(monkeypatch, capsys, name, advice):
     assert scripted(monkeypatch, name) == 2
     said = capsys.readouterr().err
     assert f"invalid choice: {name!r}" in said
@@ -198,9 +167,9 @@ def test_the_mirror_has_nothing_but_imports():
         told = ("main = partial(accelerate, ", "if __name__ == '__main__':", "warnings.warn(")
         return isinstance(node, (ast.Import, ast.ImportFrom)) or shown.startswith(told)
 
-    files = [*import_hook.SURFACE.rglob("*.py")]
+    files = [*Path(SURFACE).rglob("*.py")]
     others = {
-        str(file.relative_to(import_hook.SURFACE)): ast.unparse(node)
+        str(file.relative_to(SURFACE)): ast.unparse(node)
         for file in files
         for number, node in enumerate(ast.parse(file.read_text()).body)
         if number and not is_one(node)  # the first is the docstring

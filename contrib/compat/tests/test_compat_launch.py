@@ -6,7 +6,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import yaml
@@ -18,7 +17,6 @@ from accel_compat.launch import parser, request
 from accel_compat.launch import workers as launching
 from accel_compat.launch.commands import compat
 from accel_compat.launch.convert import convert
-from accel_compat.launch.shim import write_shim
 from accel_compat.settings import settings
 from accel_testing.patience import patience
 
@@ -180,25 +178,18 @@ def test_a_wrong_flag_is_answered_in_two_lines(capsys):
 @pytest.mark.parametrize("module", ["launch", "accelerate_cli launch"])
 @pytest.mark.by_default
 def test_a_command_runs_as_a_module(tmp_path, module, run_command):
-    write_shim(tmp_path / "shim")
     script = tmp_path / "t.py"
     script.write_text("print('TRAINED')")
     name, *more = module.split()
     words = ["-m", f"accelerate.commands.{name}", *more, "--cpu", "--num_processes", "1", str(script)]
     done = run_command(
         [sys.executable, *words],
-        env={**os.environ, "PYTHONPATH": str(tmp_path / "shim")},
+        env={**os.environ, "ACCEL_COMPAT": "1"},
         capture_output=True,
         text=True,
         check=False,
     )
     assert "TRAINED" in done.stdout, done.stderr
-
-
-def test_the_metadata_says_whose_accelerate_it_is(tmp_path):
-    write_shim(tmp_path)
-    (file,) = Path(tmp_path).glob("*.dist-info/METADATA")
-    assert "\nHome-page: https://github.com/huggingface/accelerate\n" in file.read_text()
 
 
 def imported(tmp_path, **config):

@@ -1,7 +1,8 @@
 """Programs written for Accelerate, unchanged, on accel-core.
 
-`install()` makes `import accelerate` mean this package's, in this process. Importing this package
-imports neither torch nor its own modules (PEP 562).
+`install()` makes `import accelerate` mean this package's, in this process and its children; the variable
+ACCEL_COMPAT=1 does so for a process from its start. Importing this package imports neither torch nor its own
+modules (PEP 562).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_compat.import_hook import install
+    from accel_compat.activation import install
 
 __all__ = ["install"]
 __version__ = "0.1.0"
@@ -18,6 +19,6 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_compat' has no attribute {name!r}", name=name)
-    from accel_compat import import_hook
+    from accel_compat import activation
 
-    return getattr(import_hook, name)
+    return getattr(activation, name)

@@ -10,4 +10,5 @@ CARD = Card(
     summary="Run programs written for Accelerate.",
     api_version="1.0",
     implementation="accel_compat.launch.commands:compat",
+    verify="accel_compat.activation:explain_inactive",
 )

@@ -1,4 +1,4 @@
-"""`accel compat launch | shim | import`, and the `accelerate` script of a shim."""
+"""`accel compat launch | import`, and the script `accelerate`."""
 
 from __future__ import annotations
 
@@ -61,19 +61,6 @@ def _launch(words: tuple[str, ...]) -> int:
     if request.file is not None:
         click.echo(f"accel-compat: reads {request.file}", err=True)
     return start(request)
-
-
-@compat.command()
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
-def shim(folder: Path) -> None:
-    """Write FOLDER, which makes `import accelerate` import ours if on PYTHONPATH."""
-    from accel_compat.launch.shim import write_shim
-
-    try:
-        write_shim(folder)
-    except OSError as error:
-        raise click.FileError(str(folder), str(error)) from error
-    click.echo(f"export PYTHONPATH={folder.absolute()} PATH={folder.absolute() / 'bin'}:$PATH")
 
 
 @compat.command("import")

@@ -6,16 +6,15 @@ import os
 import signal
 import subprocess
 import sysconfig
-import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accel_compat.activation import VARIABLE, explain_inactive
 from accel_compat.launch.cloud import credentials, is_cloud
 from accel_compat.launch.convert import lay_out
 from accel_compat.launch.request import Request
-from accel_compat.launch.shim import write_shim
 from accel_compat.notices import warn_once
 from accel_compat.settings import FP8_PRODUCTS, defaults, find_setting
 from accel_core import ConfigError
@@ -46,21 +45,21 @@ def launch(request: Request) -> int:
         raise ConfigError(
             "no_python: workers are Python programs here\nname a script, or a module by --module"
         )
+    if (reason := explain_inactive()) is not None:
+        raise ConfigError(f"workers would not import accel-compat's accelerate\n{reason}")
     for name, why in request.dropped.items():
         warn_once(f"{name} has no meaning here: {why}")
     if is_cloud(request.settings):
-        variables = {**os.environ, **environment(request.settings), **credentials(request.settings)}
+        told = {**environment(request.settings), **credentials(request.settings)}
+        variables = {**os.environ, **told, VARIABLE: "1"}
         return _run(command(request), variables)
-    with tempfile.TemporaryDirectory(prefix="accel-compat-") as folder:
-        write_shim(Path(folder))
-        told = environment(request.settings)
-        _tell_replaced(told, request.settings)
-        variables = {**os.environ, **told}
-        here = [str(Path.cwd())] if request.settings.get("use_deepspeed") else []  # as DeepSpeed's launcher
-        paths = [folder, variables.get("PYTHONPATH"), *here]
+    told = environment(request.settings)
+    _tell_replaced(told, request.settings)
+    variables = {**os.environ, **told, VARIABLE: "1"}
+    if request.settings.get("use_deepspeed"):  # DeepSpeed's launcher adds the working folder
+        paths = [variables.get("PYTHONPATH"), str(Path.cwd())]
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        variables["PATH"] = os.pathsep.join([str(Path(folder, "bin")), variables.get("PATH", "")])
-        return _run(command(request), variables)
+    return _run(command(request), variables)
 
 
 def _run(words: Sequence[str], variables: Mapping[str, str]) -> int:

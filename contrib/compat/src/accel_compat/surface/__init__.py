@@ -1,3 +1,3 @@
 """`accelerate`, as programs import it; what runs is accel-core."""
 
-from accel_compat.import_hook import VERSION as __version__
+from accel_compat.activation import VERSION as __version__

@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO
 
 from attrs import define
 
-from accel_compat.import_hook import SURFACE
+from accel_compat.activation import SURFACE
 from accel_compat.test_support.skipping import device_count, pytest_xdist_worker_id
 
 
@@ -120,7 +120,7 @@ def get_torch_dist_unique_port() -> int:
 
 def path_in_accelerate_package(*components: str) -> Path:
     """Return a path below the folder of the package `accelerate`."""
-    return SURFACE.joinpath(*components)
+    return Path(SURFACE, *components)
 
 
 @contextmanager
