@@ -1,6 +1,7 @@
-"""`gather` of a nested dict of small tensors on two gloo ranks.
+"""`gather` of a nested dict of small tensors on two gloo ranks, and of one large tensor with its gradient.
 
-Plain PyTorch: one collective into one tensor for all, by hand.
+Plain PyTorch: one collective into one tensor for all, by hand. With gradients: a function of autograd, as
+contrastive losses have it, whose backward adds up the ranks' gradients and takes the rank's own part.
 
 `python gather.py [--peers PYTHON]` prints the rows; `python gather.py NAME` is one rank of one contender.
 """
@@ -10,11 +11,14 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Callable
+from functools import partial
 from operator import truediv
+from pathlib import Path
 
 from arena import Row, contest, median, rounds, serve, table, timed
 
 LEAVES, ROWS, TIMES = (1, 16, 64, 512), 8, 5
+SAMPLES, FEATURES = 4096, 2048  # of a rank: 34 MB
 TOGETHER = 8  # tensors of an inner dict
 
 
@@ -29,6 +33,13 @@ def measure(peers: str | None, count: int = 15) -> list[Row]:
             bar = f"≤ 1.5 × by hand (now {ratio:.2f})" if leaves >= 64 else ""
             tensors = f"{leaves} small tensors" if leaves > 1 else "one small tensor"
             rows.append(Row(f"`gather` of {tensors}, 2 ranks", *milliseconds, bar, "ms"))
+        two = {name: contenders[name] for name in ("raw", "ours")}
+        for case, what, unit in (("both", "forward and backward", "ms"), ("memory", "memory", "MB")):
+            figures = rounds(two, case, count)
+            ratio = statistics.median(map(truediv, figures["ours"], figures["raw"]))
+            plain, mine = median(figures, "raw"), median(figures, "ours")
+            name = f"{what} of `gather(..., gradients=True)` of 34 MB a rank, 2 ranks"
+            rows.append(Row(name, plain, None, None, mine, f"≤ 1.1 × by hand (now {ratio:.2f})", unit))
     return rows
 
 
@@ -67,6 +78,54 @@ def ours() -> Callable[[object], object]:
     return Accelerator(cpu=True).gather
 
 
+def by_hand() -> Callable[[object], object]:
+    """Return the usual function of autograd. The group is there."""
+    import torch
+    from torch import distributed
+
+    gather_into = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
+
+    class Gather(torch.autograd.Function):
+        @staticmethod
+        def forward(_, mine):
+            gathered = mine.new_empty(2 * len(mine), *mine.shape[1:])
+            gather_into(gathered, mine)
+            return gathered
+
+        @staticmethod
+        def backward(_, gradient):
+            total = gradient.clone()
+            distributed.all_reduce(total)
+            return total.chunk(2)[distributed.get_rank()]
+
+    return Gather.apply
+
+
+def both_ways(gather: Callable[[object], object]) -> dict[str, Callable[[], float]]:
+    """Cases of a gather with gradients: milliseconds of both ways, and the most MB that they add."""
+    import torch
+
+    mine = torch.randn(SAMPLES, FEATURES, requires_grad=True)
+    upstream = torch.randn(2 * SAMPLES, FEATURES)
+
+    def once() -> None:
+        torch.autograd.grad(gather(mine), mine, upstream)
+
+    def added() -> float:
+        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+        before = _status("VmRSS")
+        once()
+        return (_status("VmHWM") - before) / 1e3
+
+    return {"both": lambda: timed(once) / 1e3, "memory": added}
+
+
+def _status(name: str) -> int:
+    """kB of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
 def accelerate() -> Callable[[object], object]:
     from accelerate import Accelerator
 
@@ -95,7 +154,9 @@ def contend(name: str) -> None:
     def case(values: object) -> Callable[[], float]:
         return lambda: timed(lambda: gather(values), TIMES)
 
-    serve({str(leaves): case(tree(leaves)) for leaves in LEAVES})
+    with_gradients = {"raw": by_hand, "ours": lambda: partial(gather, gradients=True)}
+    more = both_ways(with_gradients[name]()) if name in with_gradients else {}
+    serve({str(leaves): case(tree(leaves)) for leaves in LEAVES} | more)
 
 
 if __name__ == "__main__":

@@ -78,12 +78,12 @@ class Ranks:
 
     # -- collectives: documented once, in accel_core.ops -------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: Any, *, gradients: bool = False) -> Any:
         """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
 
         Collective. See `ops.gather`.
         """
-        return ops.gather(tensor, run=self.run)
+        return ops.gather(tensor, gradients=gradients, run=self.run)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather a batch's results, without those of samples that only padded it.
@@ -92,12 +92,14 @@ class Ranks:
         """
         return ops.gather_for_metrics(input_data, use_gather_object, run=self.run)
 
-    def reduce(self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0) -> Any:
+    def reduce(
+        self, tensor: Any, reduction: Reduction = "sum", scale: float = 1.0, *, gradients: bool = False
+    ) -> Any:
         """Reduce each tensor over the ranks that have a loss of their own.
 
         Collective. See `ops.reduce`, whose default is "mean"; both defaults are those of Accelerate.
         """
-        return ops.reduce(tensor, reduction, scale, run=self.run)
+        return ops.reduce(tensor, reduction, scale, gradients=gradients, run=self.run)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
         """Overwrite each tensor, in place, with that of rank `from_process`.
@@ -132,15 +134,29 @@ class Ranks:
         self.run.require_alive()
         return ops.split_between_processes(inputs, apply_padding, run=self.run)
 
+    def any(self, flag: bool | torch.Tensor) -> bool:
+        """Return True if `flag` is true on any rank, as of a batch that all ranks have to leave out.
+
+        Collective: one number of each rank. A tensor of one element on a device is waited for.
+        """
+        return self._agreed(flag, "max")
+
+    def all(self, flag: bool | torch.Tensor) -> bool:
+        """Return True if `flag` is true on all ranks. Collective, as `any`."""
+        return self._agreed(flag, "min")
+
+    def _agreed(self, flag: bool | torch.Tensor, operation: str) -> bool:
+        own = torch.tensor([bool(flag)], dtype=torch.uint8, device="cpu")
+        return bool(self.run.collectives("control").all_reduce(own, operation).item())
+
     def set_trigger(self) -> None:
         """Make the next `check_trigger` true on every rank. On any rank, at any time."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
         """Return True if any rank called `set_trigger` since the last check. Collective."""
-        flag = torch.tensor([int(self._triggered)], device="cpu")
-        self._triggered = False
-        return bool(self.run.collectives("control").all_reduce(flag, "max").item())
+        flag, self._triggered = self._triggered, False
+        return self.any(flag)
 
     # -- rank-aware running ----------------------------------------------------------------------
 

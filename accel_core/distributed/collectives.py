@@ -3,8 +3,9 @@
 Tensors of one dtype travel together, and each operation is checked before it starts.
 
 All ranks must call. Ranks that disagree all raise, and the error shows what each one passed: always on CPU
-groups, in debug mode on others (see `exchange`). None in a structure stays None. Results carry no gradient
-and lie on the run's device. A world of one never communicates, but gets results of the same shapes.
+groups, in debug mode on others (see `exchange`). None in a structure stays None. Results lie on the run's
+device, and carry no gradient, unless `gather` or `reduce` is asked for it. A world of one never communicates,
+but gets results of the same shapes.
 
 Readers are the ranks that read data of their own: ranks that share their data (tensor or pipeline parallel)
 count as one. `run` defaults to the only live run.
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 
 import numpy as np
@@ -24,6 +26,7 @@ from torch.nn.functional import pad
 
 from accel_core.contract.run import current
 from accel_core.distributed.exchange import CollectiveCall, collective_call, summary
+from accel_core.distributed.gradients import carrying
 from accel_core.distributed.nested import describe, leaves, rebuild, recursively_apply, slice_tensors
 from accel_core.errors import CollectiveError
 
@@ -57,7 +60,7 @@ Integers converted back wrap around as in their own dtype.
 """
 
 
-def gather(tensor: Any, *, run: Run | None = None) -> Any:
+def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> Any:
     """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
 
     Parts are in reader order.
@@ -65,23 +68,40 @@ def gather(tensor: Any, *, run: Run | None = None) -> Any:
     A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes
     them so.
 
+    gradients: the result carries the gradient, for losses over the samples of all readers. A rank gets the
+    sum of the gradients that all readers have for its part: after the strategy's average, the gradient of the
+    mean of their losses. Backward is collective then.
+
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
         ValueError: the tensors are on several devices.
     """
-    return _gather(tensor, run or current(), "gather")
+    run = run or current()
+    gathered, inputs = _gather(tensor, run, "gather")
+    return carrying("gather", gathered, inputs, partial(_own_parts, run) if gradients else None)
 
 
-def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> Any:
+def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, Sequence[Tensor]]:
+    """Return what was gathered, and this rank's tensors."""
     with collective_call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
-            return rebuild(tensor, [leaf.detach().reshape(leaf.shape or 1) for leaf in tensors])
+            rows = [leaf.detach().reshape(leaf.shape or 1) for leaf in tensors]
+            return rebuild(tensor, rows), call.passed
         table = call.exchange(plan, tensors)
         if table is None:
-            table = call.data_group.all_gather(call.packed(plan, tensors)).view(call.size, -1)
-        return rebuild(tensor, plan.rows(table))
+            sent = call.packed(plan, tensors, shares=True)
+            table = call.data_group.all_gather(sent).view(call.size, -1)
+        return rebuild(tensor, plan.rows(table)), call.passed
+
+
+def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return this reader's parts of the sums, over readers, of gradients of what was gathered."""
+    dim = run.topology.gather_dim
+    group = run.collectives(dim)
+    sums = _reduce(gradients, run, dim, "sum", gradients=True)
+    return [each.tensor_split(group.size)[group.rank] for each in sums]
 
 
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
@@ -131,7 +151,7 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
     if as_objects:
         gathered = _gather_object(input_data, run, "gather_for_metrics", place, real_readers)
         return gathered if remainder < 0 or real_readers else _cut_objects(gathered, remainder)
-    gathered = _gather(input_data, run, "gather_for_metrics", place)
+    gathered, _ = _gather(input_data, run, "gather_for_metrics", place)
     if real_readers:
         readers = run.topology.readers
         return recursively_apply(lambda rows: rows[: len(rows) // readers * real_readers], gathered)
@@ -183,7 +203,14 @@ def broadcast_object_list(
         return object_list
 
 
-def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, run: Run | None = None) -> Any:
+def reduce(
+    tensor: Any,
+    reduction: Reduction = "mean",
+    scale: float = 1.0,
+    *,
+    gradients: bool = False,
+    run: Run | None = None,
+) -> Any:
     """Reduce each tensor over the ranks that have a loss of their own.
 
     Shapes must be equal on all ranks, and stay. The tensors given are not changed. Booleans are counted by
@@ -193,19 +220,28 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
         tensor: the structure.
         reduction: "sum", "mean", "min", "max"; or "none", which returns `tensor` as it is, not scaled.
         scale: multiplies the result.
+        gradients: a sum or mean carries the gradient, as in `gather`.
         run: the only live run by default.
 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
-        ValueError: an unknown reduction; the tensors are on several devices.
+        ValueError: an unknown reduction, or gradients of "min" and "max"; the tensors are on several devices.
     """
     run = run or current()
     if reduction not in get_args(Reduction):
         raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
     if reduction == "none":
         return tensor
-    with collective_call(run, run.topology.loss_dim, f"reduce ({reduction})", tensor) as call:
+    if gradients and reduction not in ("sum", "mean"):
+        raise ValueError(f"reduce: a sum or mean carries gradients, not {reduction!r}; leave gradients out")
+    return _reduce(tensor, run, run.topology.loss_dim, reduction, scale, gradients=gradients)
+
+
+def _reduce(
+    tensor: Any, run: Run, dim: str, reduction: Reduction, scale: float = 1.0, *, gradients: bool
+) -> Any:
+    with collective_call(run, dim, f"reduce ({reduction})", tensor) as call:
         reduced, plan = call.tensors(lambda leaf: _reducible(leaf, reduction))
         if call.size > 1:
             reduced = _reduced(call, plan, reduced, reduction)
@@ -214,7 +250,9 @@ def reduce(tensor: Any, reduction: Reduction = "mean", scale: float = 1.0, *, ru
             result if original.dtype in counted else result.to(original.dtype)
             for result, original in zip(reduced, call.passed, strict=True)
         ]
-        return rebuild(tensor, results if scale == 1.0 else [result * scale for result in results])
+        reduced = rebuild(tensor, results if scale == 1.0 else [result * scale for result in results])
+    again = partial(_reduce, run=run, dim=dim, reduction=reduction, scale=scale, gradients=True)
+    return carrying("reduce", reduced, call.passed, again if gradients else None)
 
 
 def pad_across_processes(

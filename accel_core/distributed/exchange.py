@@ -134,8 +134,13 @@ class CollectiveCall:
         _, table = self._exchange_headers(agreed, plan.size, lambda into: plan.pack(tensors, into))
         return table if plan.size <= table.shape[1] else None
 
-    def packed(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor:
-        """Return this rank's tensors as (bytes,) on the run's device."""
+    def packed(self, plan: Plan, tensors: Sequence[Tensor], *, shares: bool = False) -> Tensor:
+        """Return this rank's tensors as (bytes,) on the run's device.
+
+        shares: nobody writes to the bytes, so they may be those of a tensor.
+        """
+        if shares and len(tensors) == 1:
+            return tensors[0].resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
         payload = torch.empty(plan.size, dtype=torch.uint8, device=self.run.device)
         plan.pack(tensors, payload)
         return payload

@@ -460,3 +460,25 @@ def test_on_accelerators_calls_that_exchange_objects_are_compared_always(alone):
     alone.hooks = SimpleNamespace(rng_state=lambda: {"torch": torch.zeros(1, dtype=torch.uint8)})
     with pytest.raises(CollectiveError, match="ranks passed different inputs"):
         synchronize_rng_state("torch", run=alone)
+
+
+# -- any and all -----------------------------------------------------------------------------------
+
+
+def agree(accelerator):
+    rank, last = accelerator.process_index, accelerator.num_processes - 1
+    flags = {"none": False, "first": rank == 0, "last": torch.tensor(rank == last), "each": torch.ones(1) > 0}
+    calls = count_collectives(accelerator.run)
+    found = {name: (accelerator.any(flag), accelerator.all(flag)) for name, flag in flags.items()}
+    return found, calls
+
+
+@pytest.mark.needs("accel-ddp")
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_any_and_all_are_the_same_on_all_ranks_and_cost_one_collective(world, run_processes):
+    alone = world == 1
+    for found, calls in ranks(run_processes, agree, world=world):
+        assert found["none"] == (False, False)
+        assert found["first"] == found["last"] == (True, alone)
+        assert found["each"] == (True, True)
+        assert calls == ["all_reduce"] * 8

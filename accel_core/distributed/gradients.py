@@ -1,0 +1,47 @@
+"""Gradients of collectives: that of a sum over ranks is the sum of the ranks' gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from accel_core.distributed.logging import get_logger
+from accel_core.distributed.nested import leaves, rebuild
+
+_logger = get_logger(__name__)
+_REQUIRES: Final = attrgetter("requires_grad")
+
+Backward = Callable[[Sequence[Tensor]], Iterable[Tensor]]
+"""Gradients of results -> those of inputs, on all ranks; differentiable too."""
+
+
+def carrying(operation: str, result: Any, inputs: Sequence[Tensor], backward: Backward | None) -> Any:
+    """Return a collective's result with the gradient of its inputs.
+
+    Without `backward` it carries none, which is said once where an input requires one.
+    """
+    if backward is not None:
+        tensors, _ = leaves(result, operation)
+        return rebuild(result, _Collective.apply(backward, tensors, *inputs))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled() and any(map(_REQUIRES, inputs)):
+        _logger.warning_once(
+            "%s: its input requires a gradient, which the result does not carry; for a loss, give"
+            " gradients=True, and for a value to look at, the input's detach()",
+            operation,
+        )
+    return result
+
+
+class _Collective(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, backward: Backward, results: Sequence[Tensor], *_: Tensor) -> Any:
+        ctx.of_inputs = backward
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return None, None, *ctx.of_inputs(gradients)
