@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import textwrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -59,13 +60,14 @@ def overview() -> str:
 
 
 def help_of_launch(command: str) -> str:
-    """Return the help of `accel launch` or `accel submit`, with the names of sections that plugins add."""
+    """Return the help of `accel launch` or `accel submit`, and the names of plugins."""
     from accel_core.plugins.discovery import discover
 
     with open(f"{os.path.dirname(__file__)}/{command}.txt", encoding="utf-8") as file:
         text = file.read()
     names = sorted(it.name for it in discover().records if it.slot not in ("command", "store"))
-    return f"{text}  those of plugins: {', '.join(names)}"
+    listed = "\n  ".join(textwrap.wrap(", ".join(names), 78, break_on_hyphens=False))
+    return f"{text}\nOptions of plugins, as --NAME.OPTION VALUE (`accel plugins` describes them):\n  {listed}"
 
 
 def help_as_text(words: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from accel_core.cli.terminal import say
 from accel_core.errors import ConfigError, LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from accel_core.launch.plan import Launch
 
@@ -43,13 +43,10 @@ class _LaunchCommand(click.Command):
         from accel_core.plugins.catalog import renamed_flag
 
         known = [spelling for option in self.get_params(ctx) for spelling in option.opts]
-        old = renamed_flag(flag)
-        hint = (
-            f": {old}"
-            if old
-            else did_you_mean(flag, known) or f"; `accel {ctx.info_name} --help` lists them all"
-        )
-        return f"{flag} is not a flag of accel {ctx.info_name}{hint}"
+        about, old = f"{flag} is not a flag of accel {ctx.info_name}", renamed_flag(flag)
+        if old:
+            return f"{about}: {old}"
+        return about + (did_you_mean(flag, known) or f"; `accel {ctx.info_name} --help` lists them all")
 
     def get_help(self, ctx: click.Context) -> str:
         """Return the text that tools/reference.py has written: it makes it faster than the flags."""
@@ -83,28 +80,20 @@ def _own_flags() -> list[click.Parameter]:
 
 
 def _command(help_of_dry_run: str) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command that takes the flags of section `launch`, and a script."""
-
-    def make(function: Callable[..., None]) -> click.Command:
-        for decorate in (
-            click.argument("target", metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED),
-            click.option(
-                "-m", "module", is_flag=True, help="SCRIPT is a module, to be found as python -m finds it."
-            ),
-            click.option("--dry-run", is_flag=True, help=help_of_dry_run),
-            click.option(
-                "--config", metavar="FILE", help="Else $ACCEL_CONFIG, else ./accel.yaml if there is one."
-            ),
-        ):
-            function = decorate(function)
-        return click.command(
-            cls=_LaunchCommand,
-            params=_own_flags(),
-            options_metavar="[FLAGS]",
-            context_settings={"allow_interspersed_args": False},  # flags end where the script begins
-        )(function)
-
-    return make
+    """Return a decorator for a command that takes the flags of section `launch`, and a script."""
+    module = "SCRIPT is a module, to be found as python -m finds it."
+    file = "Else $ACCEL_CONFIG, else ./accel.yaml if there is one."
+    params = [
+        *_own_flags(),
+        click.Option(["--config"], metavar="FILE", help=file),
+        click.Option(["--dry-run"], is_flag=True, help=help_of_dry_run),
+        click.Option(["-m", "module"], is_flag=True, help=module),
+        click.Argument(["target"], metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED),
+    ]
+    settings = {"allow_interspersed_args": False}  # flags end where the script begins
+    return click.command(
+        cls=_LaunchCommand, params=params, options_metavar="[FLAGS]", context_settings=settings
+    )
 
 
 @_command("Say what would be started, and start nothing.")
@@ -121,18 +110,17 @@ def launch(
     if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
         require_rendezvous(section.nodes, section.rendezvous)
     if dry_run:
-        _describe(planned, words)
-        _preview(planned, words, again, submits=False)
+        _describe(planned, words, again, submits=False)
         return
     hooks, processes = planned.launcher(), planned.processes()
     # Where no strategy is installed, the script may need none; the worker's error names what to install.
     several = len(planned.discovery.of("strategy")) > 1
     shown = processes or "auto"
-    notes = [f"accel: {note}" for note in planned.no_strategy(shown) if several]
-    notes += _alone_by_variables() if section.nodes == 1 else []
-    notes += _alone_by_torchrun() if section.nodes == 1 and planned.allocation is None else []
+    notes = [*(planned.no_strategy(shown) if several else ()), *_training_alone(planned)]
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
-        print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
+        print(
+            *(f"accel: {note}" for note in notes), planned.line(shown), sep="\n", file=sys.stderr, flush=True
+        )
     with planned.job(command(words), processes, again) as job:
         code = hooks.launch(job)
     sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
@@ -159,8 +147,7 @@ def submit(
             exit_code=2,
         )
     if dry_run:
-        _describe(planned, words)
-        _preview(planned, words, again, submits=True)
+        _describe(planned, words, again, submits=True)
         return
     with planned.job((), _asked(planned), again) as job:
         submitted = hooks.submit(job)
@@ -186,23 +173,21 @@ def _planned(
     return planned, words, (sys.executable, "-m", "accel_core", "launch", *given, *words)
 
 
-def _alone_by_variables() -> list[str]:
-    """Return a note if variables that no launcher has set keep this one alone."""
+def _training_alone(planned: Launch) -> Iterator[str]:
+    """Yield a note for variables that ask other programs for more ranks than this launch starts."""
+    if planned.config.launch.nodes > 1:
+        return
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
     is_started = {"TORCHELASTIC_RUN_ID", "ACCEL_LAUNCH_CONFIG"} & os.environ.keys()
-    if rank is None or not size.isdecimal() or int(size) < 2 or is_started:
-        return []
-    found = f"RANK={rank} and WORLD_SIZE={size} are set, as in a rank, so this launch trains alone"
-    return [f"accel: {found}; to join the others, unset both (env -u RANK -u WORLD_SIZE)"]
-
-
-def _alone_by_torchrun() -> list[str]:
-    """Return a note if a variable asks torchrun, and only torchrun, for more nodes."""
+    if rank is not None and size.isdecimal() and int(size) > 1 and not is_started:
+        found = f"RANK={rank} and WORLD_SIZE={size} are set, as in a rank, so this launch trains alone"
+        yield f"{found}; to join the others, unset both (env -u RANK -u WORLD_SIZE)"
     nodes = os.environ.get("PET_NNODES", "1")
-    if nodes.rpartition(":")[2] == "1":
-        return []
-    found = f"PET_NNODES={nodes} is set, which only torchrun reads, so this launch trains on this node alone"
-    return [f"accel: {found}; to join the others, give --nodes, --node-rank and --rendezvous"]
+    if planned.allocation is None and nodes.rpartition(":")[2] != "1":
+        found = (
+            f"PET_NNODES={nodes} is set, which only torchrun reads, so this launch trains on this node alone"
+        )
+        yield f"{found}; to join the others, give --nodes, --node-rank and --rendezvous"
 
 
 def _asked(planned: Launch) -> int:
@@ -210,22 +195,19 @@ def _asked(planned: Launch) -> int:
     return 0 if asked == "auto" else asked
 
 
-def _preview(planned: Launch, words: Sequence[str], again: Sequence[str], *, submits: bool) -> None:
-    """Print the launcher's own description, if it has one."""
+def _describe(planned: Launch, words: Sequence[str], again: Sequence[str], *, submits: bool) -> None:
+    """Print what would be started, and the launcher's own description, if it has one."""
     from accel_core.launch.worker import command
 
+    say(planned.line(planned.config.launch.processes_per_node))
+    say(f"each worker: {shlex.join((sys.executable, *words))}")
+    say(*(f"  {path}: {origin}" for path, origin in sorted(planned.resolved.origins.items())))
+    say(*planned.doubts())
     hooks = planned.launcher()
     if hooks.implementations("preview"):
         processes = _asked(planned) if submits else planned.processes()
         with planned.job(() if submits else command(words), processes, again) as job:
             print(hooks.preview(job, submits), flush=True)
-
-
-def _describe(planned: Launch, words: tuple[str, ...]) -> None:
-    say(planned.line(planned.config.launch.processes_per_node))
-    say(f"each worker: {shlex.join((sys.executable, *words))}")
-    say(*(f"  {path}: {origin}" for path, origin in sorted(planned.resolved.origins.items())))
-    say(*planned.doubts())
 
 
 def _refuse_missing(target: tuple[str, ...], module: bool) -> None:

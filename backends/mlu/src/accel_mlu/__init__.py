@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from accel_mlu.card import MluConfig
+    from accel_mlu.config import MluConfig
 
 __all__ = ["MluConfig"]
 __version__ = "0.1.0"
@@ -17,6 +17,6 @@ __version__ = "0.1.0"
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'accel_mlu' has no attribute {name!r}", name=name)
-    from accel_mlu.card import MluConfig
+    from accel_mlu.config import MluConfig
 
     return MluConfig

@@ -8,29 +8,18 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
-from accel_core import Card, KwargsHandler, option
+from accel_core import Card
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
 
-__all__ = ["MLU", "MluConfig", "device_count", "probe", "visible_devices"]
+__all__ = ["MLU", "device_count", "probe", "visible_devices"]
 
 VISIBLE = "MLU_VISIBLE_DEVICES"
 RUNTIME = "libcnrt.so"
 NODE = "cambricon_dev"
 ROOT = Path("/")
 """Root of /dev and /usr; tests use a tree of their own."""
-
-
-@frozen(kw_only=True)
-class MluConfig(KwargsHandler):
-    """Switches of this process's torch_mlu. Section `mlu`."""
-
-    allow_tf32: bool | None = option(
-        None, help="Let float32 matrix products and convolutions use TF32: faster, fewer mantissa bits."
-    )
 
 
 def probe() -> str | None:
@@ -103,7 +92,7 @@ MLU = Card(
     probe=probe,
     verify="accel_mlu.device:verify",
     visible_devices="accel_mlu.card:visible_devices",
-    config="accel_mlu.card:MluConfig",
+    config="accel_mlu.config:MluConfig",
     implementation="accel_mlu.device:MluDevice",
     environment_report="accel_mlu.device:environment_report",
 )

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from accel_core import hooks, implements
-from accel_mlu.card import VISIBLE, MluConfig
+from accel_mlu.card import VISIBLE
+from accel_mlu.config import MluConfig
 
 if TYPE_CHECKING:
     from accel_core import Run, World

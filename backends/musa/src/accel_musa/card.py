@@ -8,28 +8,17 @@ from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from attrs import frozen
-
-from accel_core import Card, KwargsHandler, option
+from accel_core import Card
 
 if TYPE_CHECKING:
     from accel_core import RunConfig
 
-__all__ = ["MUSA", "MusaConfig", "device_count", "probe", "visible_devices"]
+__all__ = ["MUSA", "device_count", "probe", "visible_devices"]
 
 VISIBLE = "MUSA_VISIBLE_DEVICES"
 RUNTIME = "libmusart.so"
 ROOT = Path("/")
 """Root of /dev and /usr; tests use a tree of their own."""
-
-
-@frozen(kw_only=True)
-class MusaConfig(KwargsHandler):
-    """Switches of this process's torch_musa. Section `musa`."""
-
-    allow_tf32: bool | None = option(
-        None, help="Let float32 matrix products and convolutions use TF32; torch_musa does if this is unset."
-    )
 
 
 def probe() -> str | None:
@@ -100,7 +89,7 @@ MUSA = Card(
     probe=probe,
     verify="accel_musa.device:verify",
     visible_devices="accel_musa.card:visible_devices",
-    config="accel_musa.card:MusaConfig",
+    config="accel_musa.config:MusaConfig",
     implementation="accel_musa.device:MusaDevice",
     environment_report="accel_musa.device:environment_report",
 )

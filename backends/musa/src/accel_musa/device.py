@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 from accel_core import hooks, implements
-from accel_musa.card import VISIBLE, MusaConfig
+from accel_musa.card import VISIBLE
+from accel_musa.config import MusaConfig
 
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, World
