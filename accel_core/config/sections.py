@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Final
 
 from attrs import define, field
@@ -11,7 +12,7 @@ from accel_core.config.sources import ConfigProblem
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import options_of
 from accel_core.errors import PluginError
-from accel_core.plugins.discovery import Discovery, Record, load
+from accel_core.plugins.discovery import Discovery, Record, guarded, load
 
 CORE: Final = {name: it.section for name, it in options_of(RunConfig).items() if name != "plugins"}
 """Core's own top-level options and sections: name -> a section's class."""
@@ -69,14 +70,7 @@ def load_class(record: Record) -> type | None:
     if record.card is None or record.card.config is None:
         return None
     cls: type = load(record, record.card.config)
-    try:
-        options_of(cls)
-    except Exception as error:  # NameError, NotAnAttrsClassError: annotations are code of the plugin
-        raise record.error(
-            f": {record.card.config} cannot be read as options\n"
-            f"{type(error).__name__}: {error}\n"
-            "make it an attrs class, and option(python_only=True) what only type checkers import"
-        ) from error
+    guarded(record, f"configured by {record.card.config}", partial(options_of, cls))  # annotations are code
     return cls
 
 

@@ -106,12 +106,5 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
 
 def from_launcher(file: str) -> tuple[str | None, list[Setting]]:
     """Return the name of the launcher's file, and the settings of its merged config."""
-    try:
-        data = json.loads(FilePath(file).read_text(encoding="utf-8"))
-        return data["file"], [Setting(tuple(path), *rest) for path, *rest in data["settings"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{WORKER_CONFIG_VARIABLE} names {file}, which no launcher wrote"
-            f" ({type(error).__name__}: {error})\n"
-            f"unset {WORKER_CONFIG_VARIABLE}; `accel launch` sets it for its workers only"
-        ) from error
+    data = json.loads(FilePath(file).read_text(encoding="utf-8"))
+    return data["file"], [Setting(tuple(path), *rest) for path, *rest in data["settings"]]

@@ -358,7 +358,7 @@ def load(record: Record, path: str) -> Any:
     Raises:
         PluginError: the import failed in whatever way, SystemExit included; the cause is attached.
     """
-    return _third_party(record, f"imported from {path}", partial(_resolve, path))
+    return guarded(record, f"imported from {path}", partial(_resolve, path))
 
 
 def verify(record: Record) -> str | None:
@@ -373,7 +373,14 @@ def verify(record: Record) -> str | None:
     return reason
 
 
-def _third_party(record: Record, what: str, call: Callable[[], Any]) -> Any:
+def guarded(record: Record, what: str, call: Callable[[], Any]) -> Any:
+    """Call code of a plugin.
+
+    what: is done with the plugin, as in "imported from PATH".
+
+    Raises:
+        PluginError: the code raised anything, SystemExit included; the cause is attached.
+    """
     try:
         return call()
     except KeyboardInterrupt:
@@ -410,4 +417,4 @@ def _called(record: Record, field: str, *arguments: object) -> Any:
     path = getattr(record.card, field, None)
     if path is None or record.status != "available":
         return None
-    return _third_party(record, f"asked for {field}", partial(load(record, path), *arguments))
+    return guarded(record, f"asked for {field}", partial(load(record, path), *arguments))

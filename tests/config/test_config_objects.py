@@ -229,9 +229,9 @@ def test_a_proposal_contradicting_what_somebody_set_is_an_error(resolve):
         resolve(yaml).with_proposals(chosen("shard"))
 
 
-def test_the_digest_tells_configs_apart_but_not_machines(resolve):
-    digests = {
-        name: resolve(python=given).digest()
+def test_the_tree_tells_configs_apart_but_not_machines(resolve):
+    trees = {
+        name: resolve(python=given).tree
         for name, given in {
             "plain": {},
             "node": {"launch.nodes": 2, "launch.node_rank": 1},
@@ -239,12 +239,12 @@ def test_the_digest_tells_configs_apart_but_not_machines(resolve):
             "other": {"device": "cpu"},
         }.items()
     }
-    assert digests["plain"] == digests["node"] == digests["default"] != digests["other"]
+    assert trees["plain"] == trees["node"] == trees["default"] != trees["other"]
 
 
-def test_the_digest_knows_the_sections_within_a_named_strategy(resolve):
+def test_the_tree_knows_the_sections_within_a_named_strategy(resolve):
     yaml = "strategies: {a: {plugin: shard, policy: {min_size: %d}}}\n"
-    assert resolve(yaml % 3).digest() != resolve(yaml % 4).digest()
+    assert resolve(yaml % 3).tree != resolve(yaml % 4).digest()
 
 
 def test_what_an_object_was_given_wins_over_the_file_though_it_equals_the_default(resolve):
