@@ -87,7 +87,7 @@ def test_a_worker_reads_from_the_handover_what_the_launcher_read(file, flags):
         worker = load(discovery=TOYS, environment=variables, directory=folder)
     assert worker.config == launcher.config
     assert worker.origins == launcher.origins
-    assert worker.tree == launcher.digest()
+    assert worker.tree == launcher.tree
 
 
 def test_a_value_names_its_origin_and_what_it_won_over(resolve):
