@@ -60,8 +60,9 @@ class States:
 
         Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
         project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
-        `step` is noted for people, and `metrics`, alike on all ranks: numbers, or tensors of one. By the
-        one that `project.keep_best` names, the best numbered checkpoint stays beyond `total_limit`.
+        `step` is noted for people; its default is the number of optimizer steps that are done. So are
+        `metrics`, alike on all ranks: numbers, or tensors of one. By the one that `project.keep_best` names,
+        the best numbered checkpoint stays beyond `total_limit`.
         A checkpoint that is there is replaced; any other folder is refused.
         With `wait=False` training stops only while the state is copied, and a thread writes the copy
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,

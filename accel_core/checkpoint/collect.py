@@ -58,6 +58,7 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
     state.shared = {
         "units": units,
         "prepared": _prepared(run),
+        "steps_done": [proxy.steps_done for _, proxy in run.prepared.optimizers],
         "registered": registered,
         "run": _run_state(run, alone=alone),
     }

@@ -80,6 +80,10 @@ class Restoration:
         for unit in run.units:
             if unit.name in saved:
                 self._unit(unit, saved[unit.name])
+        steps = zip(run.prepared.optimizers, checkpoint.state.get("steps_done", ()), strict=False)
+        self._copies += [
+            ("steps done", partial(setattr, each, "steps_done", done)) for (_, each), done in steps
+        ]
         with self._understood("random streams"):
             random = plan_random(run, checkpoint, self._own["random"], self._problems, same_world=same_world)
             self._copies += random

@@ -103,6 +103,8 @@ class CheckpointSession:
             self.wait()
             self._saver = Saver(Alone() if alone else self.comm)
         saver, project = self._saver, run.config.project
+        if step is None:
+            step = max((proxy.steps_done for _, proxy in run.prepared.optimizers), default=None)
         numbers = Numbers(step, metrics, project.keep_best if directory is None else None)
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
         with without_collecting_garbage():

@@ -27,16 +27,20 @@ class PreparedOptimizer(Optimizer):
 
     clean_from: int
     """Number of the first window of which there may be gradients."""
+    steps_done: int
+    """Steps that were applied, those before a resume included."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
         self.__dict__.update(optimizer=optimizer, unit=unit, applied=True, clean_from=unit.window.number + 1)
+        self.__dict__["steps_done"] = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         """Apply the gradients, at the boundary of a window."""
         unit = self.unit
         if unit.window.boundary:
-            self.__dict__["applied"] = step.step(unit, self.optimizer, closure)
+            self.__dict__["applied"] = applied = step.step(unit, self.optimizer, closure)
+            self.__dict__["steps_done"] += applied
         elif closure is not None and unit.window.size > 1:
             step.check_closure(unit)
         elif unit.window.awaits_backward:

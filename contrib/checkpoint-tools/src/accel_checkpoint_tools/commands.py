@@ -125,7 +125,7 @@ def verify(folders: tuple[str, ...], as_json: bool) -> None:
         click.echo(json.dumps(problems, indent=1))
     else:
         for folder, found in problems.items():
-            print_lines(found or [f"{folder}: every byte is what was written"])
+            print_lines(found or [f"{folder}: OK"])
     sys.exit(1 if any(problems.values()) else 0)
 
 
