@@ -139,10 +139,6 @@ class Base(BaseState):
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:
         return model
 
-    @implements(hooks.wrap_scheduler)
-    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
-        return scheduler
-
     @no_op
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:

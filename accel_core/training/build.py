@@ -108,16 +108,14 @@ def _build_whole(
 ) -> None:
     """Build by a strategy that makes models, optimizers and schedulers one thing."""
     unit, hooks, loaders = group.unit, group.unit.hooks, plan.of_kind["dataloader"]
-    unit.schedulers.extend(
-        scheduler
-        for scheduler in plan.of_kind["scheduler"]
-        if any(scheduler.optimizer is optimizer for optimizer in unit.optimizers)
-    )
+    first, added = len(unit.schedulers), plan.schedulers_of(unit.optimizers)
+    unit.schedulers.extend(added)
     for number, parts in names.items():
         unit.replace_model(number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer, name_of)
     hooks.prepare_unit(unit, loaders)
+    plan.stepped.update(zip(map(id, added), unit.schedulers[first:], strict=False))
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
     for number, parts in names.items():
         _finish_model(unit, number, parts)

@@ -85,7 +85,7 @@ class PreparePlan:
 
     objects: as they were given; of what another run has prepared, the one inside. of_kind: kind -> its
     objects. placed: id of an object -> whether it is put on the device. schedules: (scheduler, its optimizer)
-    of the new ones.
+    of the new ones. stepped: id of a scheduler -> the one that an engine has made of it.
     """
 
     objects: Sequence[Any]
@@ -93,6 +93,11 @@ class PreparePlan:
     placed: Mapping[int, bool]
     groups: Sequence[UnitGroup]
     schedules: Sequence[tuple[Any, Any]]
+    stepped: dict[int, Any] = Factory(dict)
+
+    def schedulers_of(self, optimizers: Sequence[Optimizer]) -> list[Any]:
+        """Return the new schedulers of these optimizers."""
+        return [scheduler for scheduler, own in self.schedules if any(own is each for each in optimizers)]
 
     def in_words(self) -> str:
         """Describe what all ranks must share; parts of a model may differ by rank."""

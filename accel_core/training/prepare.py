@@ -52,7 +52,8 @@ def prepare(
     for group in plan.groups:
         build_unit(group, plan, prepared)
     for scheduler, optimizer in plan.schedules:
-        proxy = prepare_scheduler(scheduler, prepared.proxy_of(optimizer))
+        stepped = plan.stepped.get(id(scheduler), scheduler)
+        proxy = prepare_scheduler(stepped, prepared.proxy_of(optimizer))
         prepared.schedulers.append((scheduler, proxy))
     results: list[Any] = prepared.add_results(plan.objects, loaders)
     return results

@@ -195,13 +195,12 @@ class PreparedScheduler(LRScheduler):
 
 
 def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedScheduler:
-    """Return the proxy of a scheduler, wrapped by its unit."""
+    """Return the proxy of a scheduler, which is added to its unit."""
     unit = optimizer.unit
-    unit.schedulers[:] = [other for other in unit.schedulers if other is not scheduler]
-    inner = unit.hooks.wrap_scheduler(unit, scheduler)
-    unit.schedulers.append(inner)
+    if not any(scheduler is other for other in unit.schedulers):
+        unit.schedulers.append(scheduler)
     return PreparedScheduler(
-        inner,
+        scheduler,
         [optimizer],
         follows=unit.run.config.step_scheduler_with_optimizer,
         each_micro_batch=not unit.run.config.accumulation.adjust_scheduler,

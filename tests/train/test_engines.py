@@ -30,15 +30,12 @@ class Plugin:
     def prepare_unit(self, unit, loaders):
         unit.config = {"models": len(unit.models), "loaders": len(loaders)}
         self.calls.append((len(unit.wrapped), len(unit.optimizers), len(unit.schedulers)))
+        for scheduler in unit.schedulers:
+            scheduler.wrapped_by = unit
         if unit.wrapped:
             unit.wrapped[0].optimizer = unit.optimizers[0]
         else:
             unit.wrapped.append(Engine(unit.models[0], unit.optimizers[0] if unit.optimizers else None))
-
-    @implements(hooks.wrap_scheduler)
-    def wrap_scheduler(self, unit, scheduler):
-        scheduler.wrapped_by = unit
-        return scheduler
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit, model, keep_compiled):

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
     from torch.optim import Optimizer
-    from torch.optim.lr_scheduler import LRScheduler
 
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh, MeshDim
@@ -107,11 +106,6 @@ def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module
 
 
 @spec("owner")
-def wrap_scheduler(unit: Unit, scheduler: Any) -> LRScheduler:
-    """Return the scheduler that is stepped and saved. base: the user's object."""
-
-
-@spec("owner")
 def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
     """Return an iterable that moves a loader's batches to the device.
 
@@ -127,7 +121,8 @@ def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
     Replaces `place_model`, `wrap_model` and `wrap_optimizer`, in each `prepare` that adds to the unit, after
     the phases up to `compile`. The user's objects, new ones last, are in `unit.models`, `optimizers` (which
     hold the final parameters) and `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers
-    are replaced by those that per-step hooks get. Raise for late objects. base: each by its own hooks.
+    are replaced by those that per-step hooks get, and schedulers by those that are stepped and saved. Raise
+    for late objects. base: each by its own hooks.
     """
 
 

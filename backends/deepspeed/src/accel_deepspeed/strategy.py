@@ -134,8 +134,21 @@ class DeepSpeed(SharedSequences, EngineState):
             model = unit.models[0]
             unit.detach.append(run_without_graph(model) if self.config.stage == 3 else keep_loaded(unit))
         gradients.count_backward_once(engine)
-        if engine.lr_scheduler is not None and self.run.config.step_scheduler_with_optimizer:
-            unit.schedulers.append(EngineScheduler(engine.lr_scheduler, engine.basic_optimizer))
+        self._replace_dummies(unit, engine)
+
+    def _replace_dummies(self, unit: Unit, engine: Any) -> None:
+        """Put real schedulers in the place of each `DummyScheduler`: a function's, or that of the JSON."""
+        own = engine.lr_scheduler
+        if own is not None and self.run.config.step_scheduler_with_optimizer:  # the engine steps it
+            own = EngineScheduler(own, engine.basic_optimizer)
+        for number, each in enumerate(unit.schedulers):
+            if isinstance(each, DummyScheduler):
+                make = each.lr_scheduler_callable
+                unit.schedulers[number] = own if make is None else make(engine.basic_optimizer)
+        if isinstance(own, EngineScheduler) and own not in unit.schedulers:
+            unit.schedulers.append(own)
+        if own in unit.schedulers and not isinstance(own, EngineScheduler):
+            engine.lr_scheduler = None  # left to the user
 
     def _engine(self, unit: Unit) -> Any:
         deepspeed = deepspeed_for(self.run, self)
@@ -202,21 +215,6 @@ class DeepSpeed(SharedSequences, EngineState):
             from deepspeed.utils import set_z3_leaf_modules
 
             set_z3_leaf_modules(model, [found[name] for name in names])
-
-    @implements(hooks.wrap_scheduler)
-    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
-        if not isinstance(scheduler, DummyScheduler):
-            return scheduler
-        engine: Any = unit.wrapped[0]
-        if scheduler.lr_scheduler_callable is not None:
-            return scheduler.lr_scheduler_callable(engine.basic_optimizer)
-        # The scheduler of the JSON, which the engine has made and steps by itself.
-        for each in unit.schedulers:
-            if isinstance(each, EngineScheduler):
-                unit.schedulers.remove(each)
-                return each
-        made, engine.lr_scheduler = engine.lr_scheduler, None  # left to the user
-        return made
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:

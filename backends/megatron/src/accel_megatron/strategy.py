@@ -134,6 +134,10 @@ class Megatron(MegatronState):
             elif new:
                 self.release(unit)
             raise
+        for number, each in enumerate(unit.schedulers):
+            if isinstance(each, MegatronLMDummyScheduler):
+                stepper = self.steppers[unit]
+                unit.schedulers[number] = Schedule(each, stepper.user_optimizer, self.config, self.run)
 
     def _prepare(self, unit: Unit, new: bool) -> None:
         weights = {
@@ -175,12 +179,6 @@ class Megatron(MegatronState):
         self.engines[unit] = engine
         unit.wrapped.append(engine)
         unit.set_forward_is_collective()
-
-    @implements(hooks.wrap_scheduler)
-    def wrap_scheduler(self, unit: Unit, scheduler: Any) -> Any:
-        if not isinstance(scheduler, MegatronLMDummyScheduler):
-            return scheduler
-        return Schedule(scheduler, self.steppers[unit].user_optimizer, self.config, self.run)
 
     @implements(hooks.unwrap_model)
     def unwrap_model(self, unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
