@@ -34,7 +34,7 @@ _PUBLIC: Final = {
     "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",
     "contract.window": "Window",
-    "contract.world": "Collectives Task Topology World",
+    "contract.world": "Collectives RandomStream Task Topology World",
     "data.loader": "PreparedLoader",
     "data.skipping": "skip_first_batches",
     "defaults.lines": "LineFile",

@@ -15,6 +15,7 @@ from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.extra import extra_state
 from accel_core.checkpoint.numbers import Numbers, require_alike
 from accel_core.contract.state import Entry, Leaf
+from accel_core.distributed.random import stream_states
 from accel_core.distributed.streams import states
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode
@@ -62,7 +63,7 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
         "registered": registered,
         "run": _run_state(run, alone=alone),
     }
-    random = {**run.hooks.rng_state(), **states(run)}
+    random = {**stream_states(run), **states(run)}
     state.own = {
         "reader": 0 if alone else run.topology.reader,
         "random": state.encode(random, f"{path}.random", replicated=False),

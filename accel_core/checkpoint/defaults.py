@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
@@ -146,36 +147,23 @@ class BaseState:
         for name, tensor in _tensors(unit).items():
             yield name, tensor.detach().to(to, dtype if tensor.is_floating_point() else None)
 
-    @implements(hooks.rng_state)
-    def rng_state(self) -> Mapping[str, Tensor]:
-        streams = {
-            "python": _pack(random.getstate()),
-            "numpy": _pack(np.random.get_state(legacy=False)),  # noqa: NPY002 - the global stream
-            "torch": torch.get_rng_state(),
+    @implements(hooks.random_streams)
+    def random_streams(self) -> Mapping[str, RandomStream]:
+        return {
+            "python": RandomStream(
+                lambda: _pack(random.getstate()),
+                lambda state: random.setstate(_unpack(state, "python")),
+                random.seed,
+            ),
+            "numpy": RandomStream(  # the global stream
+                lambda: _pack(np.random.get_state(legacy=False)),  # noqa: NPY002
+                lambda state: np.random.set_state(_unpack(state, "numpy")),  # noqa: NPY002
+                lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002
+            ),
+            # Its seed is that of every device too.
+            "torch": RandomStream(torch.get_rng_state, torch.set_rng_state, torch.manual_seed),
+            **_device_streams(self.run),
         }
-        for name, device in _device_streams(self.run).items():
-            streams[name] = torch.get_device_module(device).get_rng_state(device)
-        return streams
-
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        if "python" in streams:
-            random.setstate(_unpack(streams["python"], "python"))
-        if "torch" in streams:
-            torch.set_rng_state(streams["torch"])
-        if "numpy" in streams:
-            np.random.set_state(_unpack(streams["numpy"], "numpy"))  # noqa: NPY002 - the global stream
-        device, devices = self.run.device, _device_streams(self.run)
-        kind = device.type
-        missing = sorted(name for name in streams if name.startswith(f"{kind}:") and name not in devices)
-        if missing:
-            raise CheckpointError(
-                f"the checkpoint has random states of {', '.join(missing)}; this process trains on {device},"
-                f" and sees {torch.get_device_module(kind).device_count()} such device(s)\n"
-                "resume on the same one of as many devices"
-            )
-        for name in devices.keys() & streams.keys():
-            torch.get_device_module(kind).set_rng_state(streams[name], devices[name])
 
 
 def model_state(unit: Unit) -> dict[str, Leaf]:
@@ -295,12 +283,17 @@ def _unpack(stream: Tensor, name: str) -> Any:
     return decode(json.loads(bytes(stream.tolist())), name)
 
 
-def _device_streams(run: Run) -> dict[str, torch.device]:
-    """Stream -> device: the run's own, and others that its only process may use."""
+def _device_streams(run: Run) -> dict[str, RandomStream]:
+    """Streams of the run's own device, and of others that its only process may use."""
     kind, own = run.device.type, run.device
     module: Any = getattr(torch, kind, None)  # not every backend gives torch a module of its device
     if not hasattr(module, "get_rng_state"):
         return {}
     others = range(module.device_count() if run.world.size == 1 else 0)
     rest = {f"{kind}:{index}": torch.device(kind, index) for index in others if index != (own.index or 0)}
-    return {kind: own, **rest}
+    return {
+        name: RandomStream(
+            partial(module.get_rng_state, device), lambda state, at=device: module.set_rng_state(state, at)
+        )
+        for name, device in {kind: own, **rest}.items()
+    }

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
+from accel_core.distributed.random import seed_streams, set_stream_states, stream_states
 from accel_core.distributed.streams import check, reseed, restore, states
 from accel_core.storage.tensor_bytes import bytes_of
 
@@ -30,7 +31,7 @@ def plan_random(
     """
     streams: dict[str, Tensor] = checkpoint.decode(saved, "random")
     own = states(run)
-    here = run.hooks.rng_state().keys() | own.keys()
+    here = run.hooks.random_streams().keys() | own.keys()
     # "kind:index" is a device that the process sees beside the run's own.
     beside = sorted(name for name in streams.keys() ^ here if ":" in name)
     if same_world and streams.keys() ^ here == {*beside}:
@@ -40,25 +41,25 @@ def plan_random(
         known = {name: state for name, state in streams.items() if name in here - own.keys()}
         _try_streams(run, known)
         check(run, streams)
-        actions = [partial(run.hooks.set_rng_state, known), partial(restore, run, streams)]
+        actions = [partial(set_stream_states, run, known), partial(restore, run, streams)]
         return [("random streams", action) for action in actions]
     first = checkpoint.decode(checkpoint.rank_state(0)["random"], "random")
     seed = derived_seed(first, run.topology.reader)
     problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
-    actions = [partial(run.hooks.seed, seed, run.topology), partial(reseed, run, derived_seed(first, 0))]
+    actions = [partial(seed_streams, run, seed), partial(reseed, run, derived_seed(first, 0))]
     if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
         _try_streams(run, {"torch": first["torch"]})
-        actions.append(partial(run.hooks.set_rng_state, {"torch": first["torch"]}))
+        actions.append(partial(set_stream_states, run, {"torch": first["torch"]}))
     return [("random streams", action) for action in actions]
 
 
 def _try_streams(run: Run, streams: Mapping[str, Tensor]) -> None:
     """Raise what the generators raise, if they do not take these states."""
-    before = run.hooks.rng_state()
+    before = stream_states(run)
     try:
-        run.hooks.set_rng_state(streams)
+        set_stream_states(run, streams)
     finally:
-        run.hooks.set_rng_state(before)
+        set_stream_states(run, before)
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:

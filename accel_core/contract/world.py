@@ -7,14 +7,14 @@ import sys
 from collections.abc import Mapping
 from contextvars import ContextVar
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, Protocol
 
 from attrs import Factory, asdict, field, frozen
 
 from accel_core.errors import LaunchError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from torch import Tensor
     from torch.distributed import ProcessGroup
@@ -170,6 +170,18 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
     # torchrun's default is the word "none", the same for jobs that have nothing to do with each other.
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     return None if run_id in (None, "", "none") else run_id
+
+
+class RandomStream(NamedTuple):
+    """A random generator of this process.
+
+    get: returns its state, a uint8 CPU tensor. set: takes such a state, or raises. seed: begins it anew from a
+    whole number; None where another stream's seed does.
+    """
+
+    get: Callable[[], Tensor]
+    set: Callable[[Tensor], object]
+    seed: Callable[[int], object] | None = None
 
 
 @frozen(kw_only=True)

@@ -25,7 +25,6 @@ from accel_core.defaults.device import local_device
 from accel_core.distributed import process_group
 from accel_core.distributed.collectives import average
 from accel_core.distributed.nested import recursively_apply
-from accel_core.distributed.random import seed_process
 from accel_core.errors import AccelError, ConfigError
 from accel_core.plugins.discovery import offering
 
@@ -54,10 +53,6 @@ class Base(BaseState):
     def select_device(self, world: World) -> torch.device:
         kind = self.run.stack.device.card.torch_device
         return local_device(kind or "cpu", world)
-
-    @implements(hooks.seed)
-    def seed(self, seed: int, topology: Topology) -> None:
-        seed_process(seed)
 
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import operator
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
 from accel_core.contract.run import current, live_runs
-from accel_core.contract.world import rank_here
+from accel_core.contract.world import RandomStream, rank_here
 from accel_core.distributed.exchange import collective_call
 from accel_core.distributed.streams import reseed
 from accel_core.errors import ConfigError
@@ -37,7 +37,7 @@ def set_seed(
     if run is None:
         seed_process(seed + rank_here() * device_specific)
     else:
-        run.hooks.seed(seed + run.topology.reader * device_specific, run.topology)
+        seed_streams(run, seed + run.topology.reader * device_specific)
         reseed(run, seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
@@ -58,26 +58,25 @@ def synchronize_rng_state(
     run = run or current()
     with collective_call(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
         with call.local():
-            streams = _streams(run, rng_type, generator)
-        agreed = call.one_object(streams[rng_type], 0)
-    if generator is not None and rng_type == "generator":
-        generator.set_state(agreed)
-    else:
-        run.hooks.set_rng_state({**streams, rng_type: agreed})
+            stream = _stream(run, rng_type, generator)
+            state = stream.get()
+        agreed = call.one_object(state, 0)
+    stream.set(agreed)
 
 
-def _streams(run: Run, rng_type: str, generator: torch.Generator | None) -> dict[str, torch.Tensor]:
-    if generator is not None and rng_type == "generator":
-        return {rng_type: generator.get_state()}
-    streams = dict(run.hooks.rng_state())
+def _stream(run: Run, rng_type: str, generator: torch.Generator | None) -> RandomStream:
     if rng_type == "generator":
-        raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
+        if generator is None:
+            raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
+        return RandomStream(generator.get_state, generator.set_state)
+    streams = run.hooks.random_streams()
     if rng_type not in streams:
         raise ConfigError(
             f"rng_types: there is no stream {rng_type!r} here\n"
             f"choose among generator, {', '.join(sorted(streams))}"
         )
-    return streams
+    found: RandomStream = streams[rng_type]
+    return found
 
 
 def synchronize_rng_states(
@@ -94,3 +93,22 @@ def seed_process(seed: int) -> None:
     torch.manual_seed(seed)  # every device's generator too
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def seed_streams(run: Run, seed: int) -> None:
+    """Seed the generators of this process that the stack knows."""
+    for stream in run.hooks.random_streams().values():
+        if stream.seed is not None:
+            stream.seed(seed)
+
+
+def stream_states(run: Run) -> dict[str, torch.Tensor]:
+    """Return the states of the generators that the stack knows, by name."""
+    return {name: stream.get() for name, stream in run.hooks.random_streams().items()}
+
+
+def set_stream_states(run: Run, states: Mapping[str, torch.Tensor]) -> None:
+    """Set those of the generators that have a state in `states`."""
+    for name, stream in run.hooks.random_streams().items():
+        if name in states:
+            stream.set(states[name])

@@ -158,7 +158,7 @@ def check_device(run: Run) -> None:
     """Raise ConfigError if a plugin or `rng_types` needs what this device lacks."""
     check_capabilities(run, run.hooks, run.stack.default)
     for stream in run.config.rng_types:
-        if stream != "generator" and stream not in (streams := run.hooks.rng_state()):
+        if stream != "generator" and stream not in (streams := run.hooks.random_streams()):
             known = ["generator", *sorted(streams)]
             origin = run.resolved.origins.get("rng_types", "default")
             raise ConfigError(

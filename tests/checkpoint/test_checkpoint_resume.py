@@ -16,7 +16,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel
 
-from accel_core import Accelerator
+from accel_core import Accelerator, RandomStream
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.checkpoint.saved_units import join_units
 from accel_core.errors import CheckpointError
@@ -285,12 +285,13 @@ def test_state_of_a_plugin_that_is_not_in_this_stack_is_left_out_and_said(prepar
 def test_other_devices_beside_the_runs_own_are_said_once_and_the_rest_goes_on(
     prepared, tmp_path, caplog, saved
 ):
-    many = {f"chip:{index}": torch.zeros(1, dtype=torch.uint8) for index in range(1, 8)}
+    stream = RandomStream(lambda: torch.zeros(1, dtype=torch.uint8), lambda state: None)
+    many = {f"chip:{index}": stream for index in range(1, 8)}
 
     def sees(prepared, others):
         hooks = prepared.accelerator.run.hooks
-        own = hooks.rng_state
-        hooks.rng_state = lambda: own() | others
+        own = hooks.random_streams
+        hooks.random_streams = lambda: own() | others
 
     first = prepared(network, steps=1)
     sees(first, many if saved else {})
@@ -314,7 +315,7 @@ def test_a_process_alone_keeps_the_streams_of_all_devices_it_sees(monkeypatch):
     monkeypatch.setattr(torch, "xpu", chips)
     state = BaseState()
     state.run = SimpleNamespace(device=torch.device("xpu", 1), world=SimpleNamespace(size=1))
-    streams = {name: stream.item() for name, stream in state.rng_state().items() if name.startswith("xpu")}
+    streams = {name: it.get().item() for name, it in state.random_streams().items() if name.startswith("xpu")}
     assert streams == {"xpu": 1, "xpu:0": 0, "xpu:2": 2}
 
 

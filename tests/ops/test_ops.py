@@ -13,7 +13,7 @@ import torch
 from rank_processes import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core import CollectiveError, Topology, ops
+from accel_core import CollectiveError, RandomStream, Topology, ops
 from accel_core.distributed.process_group import Alone
 from accel_core.distributed.random import synchronize_rng_state
 
@@ -457,7 +457,8 @@ def test_on_accelerators_some_ranks_are_compared_among_themselves(alone, monkeyp
 
 def test_on_accelerators_calls_that_exchange_objects_are_compared_always(alone):
     alone.device, alone.collectives = torch.device("meta"), lambda dim="world": OtherRank()
-    alone.hooks = SimpleNamespace(rng_state=lambda: {"torch": torch.zeros(1, dtype=torch.uint8)})
+    stream = RandomStream(lambda: torch.zeros(1, dtype=torch.uint8), torch.set_rng_state)
+    alone.hooks = SimpleNamespace(random_streams=lambda: {"torch": stream})
     with pytest.raises(CollectiveError, match="ranks passed different inputs"):
         synchronize_rng_state("torch", run=alone)
 

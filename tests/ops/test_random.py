@@ -9,7 +9,7 @@ import pytest
 import torch
 from rank_processes import ranks
 
-from accel_core import CheckpointError, ConfigError, Topology, World, set_seed
+from accel_core import ConfigError, RandomStream, Topology, World, set_seed
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.distributed.process_group import Alone
 from accel_core.distributed.random import synchronize_rng_state, synchronize_rng_states
@@ -50,16 +50,17 @@ def test_a_device_specific_seed_adds_the_rank(monkeypatch):
     assert drawn() == expected
 
 
-def test_a_run_seeds_by_its_hook():
+def test_a_run_seeds_the_streams_of_its_plugins():
     seeds = []
+    stream = RandomStream(torch.get_rng_state, torch.set_rng_state, seeds.append)
     run = SimpleNamespace(
         world=World(rank=3, size=4),
         topology=Topology(reader=3, readers=4),
         units=(),
-        hooks=SimpleNamespace(seed=lambda *arguments: seeds.append(arguments)),
+        hooks=SimpleNamespace(random_streams=lambda: {"own": stream}),
     )
     set_seed(10, device_specific=True, run=run)
-    assert seeds == [(13, run.topology)]
+    assert seeds == [13]
 
 
 def test_deterministic_algorithms_are_asked_of_torch():
@@ -70,13 +71,20 @@ def test_deterministic_algorithms_are_asked_of_torch():
         torch.use_deterministic_algorithms(False)
 
 
+def fails(state):
+    raise RuntimeError("the state is of another device")
+
+
+STREAM = RandomStream(lambda: None, fails)
+
+
 @pytest.fixture
 def run():
     """One process with two streams."""
     return SimpleNamespace(
         device=torch.device("cpu"),
         collectives=lambda dim: Alone(),
-        hooks=SimpleNamespace(rng_state=lambda: {"torch": None, "python": None}),
+        hooks=SimpleNamespace(random_streams=lambda: {"torch": STREAM, "python": STREAM}),
     )
 
 
@@ -88,10 +96,6 @@ def test_a_stream_that_is_not_there_lists_those_that_are(run):
 
 
 def test_a_state_that_cannot_be_set_raises(run):
-    def fails(streams):
-        raise RuntimeError("the state is of another device")
-
-    run.hooks.set_rng_state = fails
     with pytest.raises(RuntimeError, match="another device"):
         synchronize_rng_state("torch", run=run)
 
@@ -144,22 +148,16 @@ def state_on(index, *, world=1):
 
 
 def test_a_single_process_keeps_the_states_of_all_devices_that_it_may_use(three):
-    streams = state_on(1).rng_state()
-    state_on(1).set_rng_state(streams)
+    streams = {name: it for name, it in state_on(1).random_streams().items() if name.startswith("cuda")}
+    of_devices = {name: stream.get().item() for name, stream in streams.items()}
+    for stream in streams.values():
+        stream.set(stream.get())
 
-    of_devices = {name: state.item() for name, state in streams.items() if name.startswith("cuda")}
     assert of_devices == {"cuda": 1, "cuda:0": 0, "cuda:2": 2}
     restored = [arguments for name, arguments in three.calls if name == "set_rng_state"]
     assert sorted((state.item(), device.index) for state, device in restored) == [(0, 0), (1, 1), (2, 2)]
 
 
 def test_one_of_several_processes_keeps_its_own_devices_state(three):
-    assert "cuda" in state_on(1, world=3).rng_state()
-    assert [name for name in state_on(1, world=3).rng_state() if name.startswith("cuda:")] == []
-
-
-def test_a_state_of_a_device_that_is_not_there_is_refused(three):
-    with pytest.raises(CheckpointError, match=r"random states of cuda:5; .* trains on cuda:0, and sees 3"):
-        state_on(0).set_rng_state({"cuda:5": torch.zeros(1)})
-
-    assert [name for name, _ in three.calls] == ["device_count", "device_count"]
+    streams = state_on(1, world=3).random_streams()
+    assert [name for name in streams if name.startswith("cuda")] == ["cuda"]

@@ -10,9 +10,8 @@ from accel_core.contract.spec import merge, spec
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-    from accel_core.contract.world import Topology, World
+    from accel_core.contract.world import RandomStream, World
 
 Point = Literal["batch", "backward", "step", "host_read", "state"]
 
@@ -37,11 +36,6 @@ def capabilities(device: torch.device) -> frozenset[str]:
     """
 
 
-@spec("owner")
-def seed(seed: int, topology: Topology) -> None:
-    """Seed python's, numpy's, torch's and the device's generators of this process."""
-
-
 # -- services of a device ----------------------------------------------------------------------------
 
 
@@ -64,10 +58,5 @@ def mark_step(point: Point) -> None:
 
 
 @spec("everyone", merge)
-def rng_state() -> Mapping[str, Tensor]:
-    """Return stream (python, numpy, torch, devices) -> state, a uint8 CPU tensor."""
-
-
-@spec("everyone")
-def set_rng_state(streams: Mapping[str, Tensor]) -> None:
-    """Restore the streams that this plugin's `rng_state` names, or raise."""
+def random_streams() -> Mapping[str, RandomStream]:
+    """Return name -> random generator of this process. base: python, numpy, torch, and torch's devices."""

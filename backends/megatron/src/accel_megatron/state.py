@@ -13,7 +13,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core import AccelError, Entry, Leaf, OptimizerState, hooks, implements, refuse_own_state, whole
+from accel_core import (
+    AccelError,
+    Entry,
+    Leaf,
+    OptimizerState,
+    RandomStream,
+    hooks,
+    implements,
+    refuse_own_state,
+    whole,
+)
 from accel_megatron.building import first_ranks
 from accel_megatron.shard_map import boxes
 
@@ -218,26 +228,22 @@ class MegatronState:
         each = self.steppers[unit].inner_optimizers() if unit in self.steppers else ()
         return getattr(each[0], "grad_scaler", None) if each else None
 
-    @implements(hooks.rng_state)
-    def rng_state(self) -> Mapping[str, Tensor]:
+    @implements(hooks.random_streams)
+    def random_streams(self) -> Mapping[str, RandomStream]:
         """megatron-core's own streams: what ranks that split a layer draw apart."""
         if not self.engines:
             return {}
         from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-        return {
-            f"{_STREAM}{name}": state.cpu() for name, state in get_cuda_rng_tracker().get_states().items()
-        }
+        tracker = get_cuda_rng_tracker()
 
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        mine = {
-            name.removeprefix(_STREAM): each for name, each in streams.items() if name.startswith(_STREAM)
-        }
-        if mine and self.engines:
-            from megatron.core.tensor_parallel import get_cuda_rng_tracker
+        def stream(name: str) -> RandomStream:
+            return RandomStream(
+                lambda: tracker.get_states()[name].cpu(),
+                lambda state: tracker.set_states({**tracker.get_states(), name: state}),
+            )
 
-            get_cuda_rng_tracker().set_states(mine)
+        return {f"{_STREAM}{name}": stream(name) for name in tracker.get_states()}
 
     @implements(hooks.full_parameters)
     def full_parameters(

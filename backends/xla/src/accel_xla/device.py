@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core import LaunchError, hooks, implements
+from accel_core import LaunchError, RandomStream, hooks, implements
 from accel_xla import machine
 from accel_xla.communication import XlaCollectives
 from accel_xla.config import XlaConfig
@@ -20,7 +20,7 @@ from accel_xla.loading import Uploading
 from accel_xla.recompute import recomputed
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from accel_core import Collectives, Run, Topology, Unit, World
 
@@ -81,11 +81,6 @@ class XlaDevice:
         pjrt.initialize_multiprocess(world.local_rank, world.local_size)
         _require_replicas(world, self._xr.addressable_device_count(), self._xr.world_size())
 
-    @implements(hooks.seed)
-    def seed(self, seed: int, topology: Topology) -> None:
-        self.below.seed(seed, topology)
-        self._xm.set_rng_state(seed % 2**63)
-
     @implements(hooks.capabilities)
     def capabilities(self, device: torch.device) -> frozenset[str]:
         able: frozenset[str] = self.below.capabilities(device)
@@ -132,15 +127,16 @@ class XlaDevice:
 
     # -- state and services ----------------------------------------------------------------------
 
-    @implements(hooks.rng_state)
-    def rng_state(self) -> Mapping[str, Tensor]:
+    @implements(hooks.random_streams)
+    def random_streams(self) -> Mapping[str, RandomStream]:
         # The device's generator is one number, which each operation that draws replaces.
-        return {"xla": torch.tensor([*self._xm.get_rng_state().to_bytes(8, "little")], dtype=torch.uint8)}
-
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams: Mapping[str, Tensor]) -> None:
-        if "xla" in streams:
-            self._xm.set_rng_state(int.from_bytes(bytes(streams["xla"].tolist()), "little"))
+        xm = self._xm
+        stream = RandomStream(
+            lambda: torch.tensor([*xm.get_rng_state().to_bytes(8, "little")], dtype=torch.uint8),
+            lambda state: xm.set_rng_state(int.from_bytes(bytes(state.tolist()), "little")),
+            lambda seed: xm.set_rng_state(seed % 2**63),
+        )
+        return {"xla": stream}
 
     @implements(hooks.memory_stats)
     def memory_stats(self, device: torch.device) -> Mapping[str, int]:

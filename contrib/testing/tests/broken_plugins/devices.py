@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from accel_core import hooks, implements
+from accel_core import RandomStream, hooks, implements
 from accel_core.contract.spec import _impl_marker
 from accel_testing.simulated.plugin import SimulatedDevice
 
@@ -69,15 +69,25 @@ class UntiesWeights(SimulatedDevice):
 
 
 class ForgetsSeeds(SimulatedDevice):
-    @implements(hooks.seed)
-    def seed(self, seed, topology):
-        return None
+    """Seeds its stream with another number each time."""
+
+    @implements(hooks.random_streams)
+    def random_streams(self):
+        return {"own": RandomStream(torch.get_rng_state, torch.set_rng_state, lambda seed: torch.seed())}
 
 
 class LosesRandomness(SimulatedDevice):
-    @implements(hooks.set_rng_state)
-    def set_rng_state(self, streams):
-        torch.rand(1, device="sim")
+    """Draws a number whenever its stream is restored."""
+
+    own = torch.zeros(1, dtype=torch.uint8)
+
+    @implements(hooks.random_streams)
+    def random_streams(self):
+        def restore(state):
+            self.own.copy_(state)
+            torch.rand(1, device="sim")
+
+        return {"own": RandomStream(self.own.clone, restore, self.own.fill_)}
 
 
 class SeedsAllButItsOwn(SimulatedDevice):
@@ -85,9 +95,9 @@ class SeedsAllButItsOwn(SimulatedDevice):
 
     own = torch.zeros(1, dtype=torch.uint8)
 
-    @implements(hooks.rng_state)
-    def rng_state(self):
-        return {**self.below.rng_state(), "own": self.own}
+    @implements(hooks.random_streams)
+    def random_streams(self):
+        return {"own": RandomStream(lambda: self.own, lambda state: None)}
 
 
 class CountsKilobytes(SimulatedDevice):

@@ -31,7 +31,7 @@ def write(run: Run, target: Path) -> None:
     """Leave this rank's file beside the checkpoint `target`. Not collective."""
     file = _file(target, run.world.rank)
     file.parent.mkdir(parents=True, exist_ok=True)
-    streams = {name: state.cpu().contiguous() for name, state in run.hooks.rng_state().items()}
+    streams = {name: stream.get().cpu().contiguous() for name, stream in run.hooks.random_streams().items()}
     own = {"moment": _moment(run), "loaders": [loader.state_dict() for loader in run.prepared.loaders]}
     beside = file.with_suffix(f".{os.getpid()}")
     save_file(streams, beside, metadata={"own": json.dumps(own)})
@@ -75,7 +75,8 @@ def read(run: Run, loaded: Path) -> None:
         loaders, streams = found or ([], {})
         for loader, position in zip(run.prepared.loaders, loaders, strict=True):
             loader.load_state_dict(position)
-        run.hooks.set_rng_state(streams)
+        for name, stream in run.hooks.random_streams().items() if streams else ():
+            stream.set(streams[name])
     elif run.world.rank == 0:
         _logger.warning("%s was saved by one rank alone: random streams start anew", loaded)
 
@@ -94,7 +95,7 @@ def _opened(run: Run, target: Path, rank: int) -> tuple[list[Any], dict[str, tor
             streams = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  no mapping
     except (OSError, SafetensorError):  # it was not called there, or is being replaced
         return None
-    fits = own["moment"] == _moment(run) and streams.keys() == run.hooks.rng_state().keys()
+    fits = own["moment"] == _moment(run) and streams.keys() == run.hooks.random_streams().keys()
     return (own["loaders"], streams) if fits else None
 
 

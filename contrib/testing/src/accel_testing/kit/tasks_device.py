@@ -92,12 +92,13 @@ def seeded(arguments: Mapping[str, Any]) -> list[list[float]]:
 def random_streams(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return saved streams, and True if drawing goes on from where they were saved."""
     accelerator = make(arguments)
-    hooks, device = accelerator.run.hooks, accelerator.device
+    streams, device = accelerator.run.hooks.random_streams(), accelerator.device
     set_seed(3)
     torch.rand(5, device=device)
-    saved = {name: state.clone() for name, state in hooks.rng_state().items()}
+    saved = {name: stream.get().clone() for name, stream in streams.items()}
     first = (torch.rand(4, device=device).cpu(), torch.rand(4))
-    hooks.set_rng_state(saved)
+    for name, state in saved.items():
+        streams[name].set(state)
     second = (torch.rand(4, device=device).cpu(), torch.rand(4))
     found = {
         "types": sorted({f"{state.dtype} {state.device.type}" for state in saved.values()}),
@@ -111,18 +112,19 @@ def random_streams(arguments: Mapping[str, Any]) -> dict[str, Any]:
 def seeded_streams(arguments: Mapping[str, Any]) -> dict[str, list[str]]:
     """List streams of the stack that a seed does not set, or that stay as they were."""
     accelerator = make(arguments)
-    hooks = accelerator.run.hooks
+    streams = accelerator.run.hooks.random_streams()
 
-    def streams() -> dict[str, Tensor]:
-        return {name: state.clone() for name, state in hooks.rng_state().items()}
+    def read() -> dict[str, Tensor]:
+        return {name: stream.get().clone() for name, stream in streams.items()}
 
     states = []
     for seed in (3, 4, 3):
         set_seed(seed)
-        states.append(streams())
+        states.append(read())
     first, other, again = states
-    hooks.set_rng_state(other)
-    restored = streams()
+    for name, state in other.items():
+        streams[name].set(state)
+    restored = read()
     accelerator.end_training()
     return {
         "not repeated by a seed": [name for name in first if not torch.equal(first[name], again[name])],
