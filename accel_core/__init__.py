@@ -61,6 +61,7 @@ _PUBLIC: Final = {
     "storage.protocols": "Storage",
     "storage.tensors": "Checkpoint Stored",
     "storage.write": "Outline write_checkpoint",
+    "training.plan": "kind_of",
     "training.prior_state": "has_state",
     "training.proxies": "PreparedOptimizer PreparedScheduler",
     "training.unwrap": "unwrap_model",

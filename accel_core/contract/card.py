@@ -16,6 +16,8 @@ API_VERSION: Final = "1.0"
 
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "store", "command"]
 
+PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
+
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 
 # Spelt out because every listing of plugins needs these words, and the config classes cost 9 ms to import.
@@ -123,6 +125,8 @@ class Card(NamedTuple):
 
     Must not import torch, which core asks after None.
     """
+    prepares: Mapping[str, PreparedKind] = field(factory=dict, hash=False)
+    """Path of a class of the package -> what `prepare` takes its objects for, beside torch's own classes."""
     environment_report: str | None = None
     """Device slot: path of a function () -> lines for `accel env`: what -> found. Must not raise."""
     hookspecs: str | None = None

@@ -175,8 +175,8 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
 class RandomStream(NamedTuple):
     """A random generator of this process.
 
-    get: returns its state, a uint8 CPU tensor. set: takes such a state, or raises. seed: begins it anew from a
-    whole number; None where another stream's seed does.
+    get: returns its state, a uint8 CPU tensor. set: takes such a state, or raises. seed: begins it anew from
+    a whole number; None where another stream's seed does.
     """
 
     get: Callable[[], Tensor]

@@ -5,14 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.checkpoint import checkpoint
-from torch.utils.data import DataLoader
 
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract import hooks
@@ -30,6 +27,7 @@ from accel_core.plugins.discovery import offering
 
 if TYPE_CHECKING:
     from torch import Tensor
+    from torch.optim import Optimizer
 
     from accel_core.contract.config import InitProcessGroupKwargs
     from accel_core.contract.hooks import Point
@@ -84,16 +82,6 @@ class Base(BaseState):
         return process_group.collectives_over(self.run, dim)
 
     # -- prepare ---------------------------------------------------------------------------------
-
-    @implements(hooks.kind_of)
-    def kind_of(self, object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
-        if isinstance(object, nn.Module):
-            return "model"
-        if isinstance(object, Optimizer):
-            return "optimizer"
-        if isinstance(object, LRScheduler):
-            return "scheduler"
-        return "dataloader" if isinstance(object, DataLoader) else None
 
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:

@@ -12,18 +12,36 @@ from zlib import crc32
 import torch
 from attrs import Factory, define, frozen
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from accel_core.contract.prepared import given_of
 from accel_core.errors import AccelError, ConfigError
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
-    from torch.optim import Optimizer
-
     from accel_core.contract.prepared import ParameterIndex, PreparedObjects
+    from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 
-KINDS: Final = ("model", "optimizer", "scheduler", "dataloader")
+KINDS: Final[Mapping[str, type]] = {
+    "model": nn.Module,
+    "optimizer": Optimizer,
+    "scheduler": LRScheduler,
+    "dataloader": DataLoader,
+}
+"""What `prepare` takes -> torch's class."""
+
+
+def kind_of(run: Run, thing: object) -> str | None:
+    """Return what an object is to `prepare`: a key of `KINDS`, or None if it is of no known class."""
+    for kind, cls in KINDS.items():
+        if isinstance(thing, cls):
+            return kind
+    paths = {f"{cls.__module__}:{cls.__qualname__}" for cls in type(thing).__mro__}
+    declared = (item for card in run.cards.values() for item in card.prepares.items())
+    return next((kind for path, kind in declared if path in paths), None)
 
 
 @define(eq=False)
@@ -163,7 +181,7 @@ def plan_prepare(
 ) -> PreparePlan:
     """Plan `prepare(*objects)` beside what is prepared already. Not collective.
 
-    kind_of: the hook. placement: whether each object is put on the device.
+    kind_of: see the function. placement: whether each object is put on the device.
 
     Raises:
         AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of

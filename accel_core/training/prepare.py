@@ -6,13 +6,14 @@ Everything that can be wrong with the objects is found before anything is change
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.together import agree_on_call
 from accel_core.errors import ConfigError
 from accel_core.training.build import build_unit
-from accel_core.training.plan import plan_prepare
+from accel_core.training.plan import kind_of, plan_prepare
 from accel_core.training.proxies import prepare_scheduler
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def prepare(
     run.require_alive()
     prepared = run.prepared
     places = _places(placement, len(objects), run.config.device_placement)
-    plan = plan_prepare(prepared, objects, run.hooks.kind_of, places, strategy=strategy, name=name)
+    plan = plan_prepare(prepared, objects, partial(kind_of, run), places, strategy=strategy, name=name)
     for number, group in enumerate(plan.groups):
         if not group.units:
             earlier = [other.unit for other in plan.groups[:number]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 from accel_core.contract.spec import concatenate, enter, spec
 
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from accel_core.contract.mesh import Mesh, MeshDim
     from accel_core.contract.unit import Unit
     from accel_core.contract.world import Collectives, Topology, World
-
-PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
 PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", "post")
 """Phases of `transform_model`, in order.
@@ -62,14 +60,6 @@ def collectives(dim: str) -> Collectives:
 
 
 # -- a unit, on all ranks ----------------------------------------------------------------------------
-
-
-@spec("owner")
-def kind_of(object: object) -> PreparedKind | None:
-    """Kind of an object given to `prepare`; None is an error.
-
-    Ask `below` about other objects. base: torch's Module, Optimizer, LRScheduler, DataLoader.
-    """
 
 
 @spec("everyone", concatenate)

@@ -24,6 +24,10 @@ DEEPSPEED = Card(
     distributed_type="DEEPSPEED",
     needs={"collectives.torch", "process_per_device"},
     probe=probe,
+    prepares={
+        "accel_deepspeed.placeholders:DummyOptim": "optimizer",
+        "accel_deepspeed.placeholders:DummyScheduler": "scheduler",
+    },
     config="accel_deepspeed.config:DeepSpeedPlugin",
     implementation="accel_deepspeed.strategy:make",
 )

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from accel_core import AccelError, ConfigError, hooks, implements, no_op
 from accel_deepspeed import auto_values, experts, gradients, settings
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from accel_deepspeed.gradients import Gradients
 
 __all__ = ["DeepSpeed", "make", "select"]
-
-Kind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
 
 def make(config: DeepSpeedPlugin | None, run: Run) -> DeepSpeed:
@@ -73,13 +71,6 @@ class DeepSpeed(SharedSequences, EngineState):
         return list(refused_settings(self.config, self.run))
 
     # -- prepare ---------------------------------------------------------------------------------
-
-    @implements(hooks.kind_of)
-    def kind_of(self, object: object) -> Kind | None:
-        if isinstance(object, (DummyOptim, DummyScheduler)):
-            return "optimizer" if isinstance(object, DummyOptim) else "scheduler"
-        kind: Kind | None = self.below.kind_of(object)
-        return kind
 
     @implements(hooks.refuse_unit)
     def refuse_unit(

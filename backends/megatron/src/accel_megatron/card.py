@@ -27,6 +27,7 @@ MEGATRON = Card(
     distributed_type="MEGATRON_LM",
     needs={"collectives.torch", "process_per_device"},
     probe=probe,
+    prepares={"accel_megatron.placeholders:MegatronLMDummyScheduler": "scheduler"},
     launch_environment="accel_megatron.launching:launch_environment",
     config="accel_megatron.config:MegatronLMPlugin",
     implementation="accel_megatron.strategy:Megatron",

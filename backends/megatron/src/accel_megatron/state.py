@@ -239,7 +239,7 @@ class MegatronState:
 
         def stream(name: str) -> RandomStream:
             return RandomStream(
-                lambda: tracker.get_states()[name].cpu(),
+                lambda: tracker.get_states()[name].cpu(),  # noqa: PLW0108  of the state then
                 lambda state: tracker.set_states({**tracker.get_states(), name: state}),
             )
 

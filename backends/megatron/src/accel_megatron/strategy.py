@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve
@@ -86,13 +86,6 @@ class Megatron(MegatronState):
         ]
 
     # -- prepare ---------------------------------------------------------------------------------
-
-    @implements(hooks.kind_of)
-    def kind_of(self, object: object) -> Literal["model", "optimizer", "scheduler", "dataloader"] | None:
-        if isinstance(object, MegatronLMDummyScheduler):
-            return "scheduler"
-        kind: Literal["model", "optimizer", "scheduler", "dataloader"] | None = self.below.kind_of(object)
-        return kind
 
     @implements(hooks.model_init_context)
     def model_init_context(self, unit_name: str | None) -> AbstractContextManager[Any] | None:

@@ -20,7 +20,7 @@ from accel_compat.loaders.sharing import skip_first_batches
 from accel_compat.modeling.wrappers import extract_model_from_parallel
 from accel_compat.notices import warn_once
 from accel_compat.unsupported import NotServedError
-from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler
+from accel_core import PreparedLoader, PreparedOptimizer, PreparedScheduler, kind_of
 
 
 class Preparing(accel_core.Accelerator):
@@ -53,7 +53,7 @@ class Preparing(accel_core.Accelerator):
                 f"`device_placement` should be a list with {len(args)} elements (the number of objects"
                 " passed)."
             )
-        kinds = [None if thing is None else self.run.hooks.kind_of(thing) for thing in args]
+        kinds = [None if thing is None else kind_of(self.run, thing) for thing in args]
         results: list[Any] = [None] * len(args)
         for number in sorted(range(len(args)), key=lambda number: kinds[number] == "scheduler"):
             results[number] = self._aside(args[number], kinds[number], args)
@@ -287,7 +287,7 @@ class Preparing(accel_core.Accelerator):
 
     def _refuse_other(self, thing: Any, kind: str, name: str) -> None:
         """Raise TypeError for what is no such object, which `prepare` would return."""
-        if self.run.hooks.kind_of(thing) != kind.replace("_", ""):
+        if kind_of(self.run, thing) != kind.replace("_", ""):
             raise TypeError(
                 f"prepare_{kind}: a {type(thing).__name__} is not a {name}\n"
                 f"pass a {name}, or call accelerator.prepare(...) with what need not be one"
@@ -295,7 +295,7 @@ class Preparing(accel_core.Accelerator):
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """`prepare` for one scheduler, of any class."""
-        known = isinstance(scheduler, AcceleratedScheduler) or self.run.hooks.kind_of(scheduler) is not None
+        known = isinstance(scheduler, AcceleratedScheduler) or kind_of(self.run, scheduler) is not None
         if known:
             return super().prepare_scheduler(scheduler)
         return self._scheduled_by_itself(scheduler)
