@@ -55,6 +55,7 @@ from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit
 from accel_core.contract.window import Window as Window
 from accel_core.contract.world import Collectives as Collectives
+from accel_core.contract.world import RandomStream as RandomStream
 from accel_core.contract.world import Task as Task
 from accel_core.contract.world import Topology as Topology
 from accel_core.contract.world import World as World
@@ -108,6 +109,7 @@ from accel_core.storage.tensors import Checkpoint as Checkpoint
 from accel_core.storage.tensors import Stored as Stored
 from accel_core.storage.write import Outline as Outline
 from accel_core.storage.write import write_checkpoint as write_checkpoint
+from accel_core.training.plan import kind_of as kind_of
 from accel_core.training.prior_state import has_state as has_state
 from accel_core.training.proxies import PreparedOptimizer as PreparedOptimizer
 from accel_core.training.proxies import PreparedScheduler as PreparedScheduler

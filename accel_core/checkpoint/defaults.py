@@ -291,9 +291,8 @@ def _device_streams(run: Run) -> dict[str, RandomStream]:
         return {}
     others = range(module.device_count() if run.world.size == 1 else 0)
     rest = {f"{kind}:{index}": torch.device(kind, index) for index in others if index != (own.index or 0)}
-    return {
-        name: RandomStream(
-            partial(module.get_rng_state, device), lambda state, at=device: module.set_rng_state(state, at)
-        )
-        for name, device in {kind: own, **rest}.items()
-    }
+
+    def stream(at: torch.device) -> RandomStream:
+        return RandomStream(lambda: module.get_rng_state(at), lambda state: module.set_rng_state(state, at))
+
+    return {name: stream(device) for name, device in {kind: own, **rest}.items()}
