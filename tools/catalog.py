@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import attrs
 import tomllib
 import yaml
 
@@ -41,17 +40,13 @@ def rows(member: Path) -> list[dict[str, Any]]:
                 row["folder"] = member.relative_to(ROOT).as_posix()
                 card = _resolve(target)
                 also = {"also": list(card.also)} if card.also else {}
-                found.append({**row, "keys": _keys(card), **also})
+                found.append({**row, **also})
     return found
 
 
 def _resolve(target: str) -> Any:
     module, _, name = target.partition(":")
     return getattr(importlib.import_module(module), name)
-
-
-def _keys(card: Any) -> list[str]:
-    return [a.name for a in attrs.fields(_resolve(card.config))] if card.config else []
 
 
 def render(root: Path = ROOT) -> str:

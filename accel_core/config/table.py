@@ -213,7 +213,4 @@ class Table:
             return similar
         owners = ["the top level"] if name in CORE else []
         owners += [it for it, cls in self.sections.all() if name in options_of(cls) and [it] != section]
-        for entry in catalog.catalog_entries():
-            if name in entry.keys and discovery.get(entry.name) is None:
-                owners.append(f"{entry.name} (not installed; {catalog.install_hint(entry.folder)})")
         return f"; it is an option of {' and '.join(owners)}" if owners else ""

@@ -12,27 +12,26 @@ from typing import Any, NamedTuple
 
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import Slot
-from accel_core.plugins.discovery import Discovery
+from accel_core.contract.options import options_of
+from accel_core.plugins.discovery import Discovery, discover, load
 
 
 class CatalogEntry(NamedTuple):
-    """A plugin of this repository: name, slot, option names and distribution."""
+    """A plugin of this repository: name, slot and distribution."""
 
     name: str
     slot: str
     distribution: str
     folder: str
     """Folder of the distribution in this repository."""
-    keys: tuple[str, ...] = ()
     also: tuple[str, ...] = ()
     """Words that it answers beside its name."""
 
 
 def catalog_entries() -> tuple[CatalogEntry, ...]:
     """Return the plugins of this repository, installed or not."""
-    lists = ("keys", "also")
     rows: list[dict[str, Any]] = _data()["plugins"]
-    return tuple(CatalogEntry(**{**row, **{key: tuple(row.get(key, ())) for key in lists}}) for row in rows)
+    return tuple(CatalogEntry(**{**row, "also": tuple(row.get("also", ()))}) for row in rows)
 
 
 def catalog_entry(name: str) -> CatalogEntry | None:
@@ -96,7 +95,10 @@ def _option_of_family(name: str) -> str | None:
         rest = name[2:] if family.get("whole") else name.removeprefix(prefix)
         option = family.get("renamed", {}).get(rest, rest)
         choice = f"use --{plugin.slot} {plugin.name} with --{plugin.name}"
-        if option.replace("-", "_") in plugin.keys:
+        record = discover().get(plugin.name)
+        if record is None or not record.card or not record.card.config:
+            return f"{choice}.OPTION VALUE ({install_hint(plugin.folder)})"
+        if option.replace("-", "_") in options_of(load(record, record.card.config)):
             return f"{choice}.{option} VALUE"
         other = f"--{plugin.name} has no such option; `accel config schema {plugin.name}` lists them"
         return str(family.get("rest", other)).replace("OPTION", rest.replace("-", "_"))

@@ -9,7 +9,8 @@ import pytest
 from accel_core.cli.launch import launch
 from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of
-from accel_core.plugins.catalog import catalog_entries, catalog_entry, renamed_flag
+from accel_core.plugins.catalog import catalog_entries, install_hint, renamed_flag
+from accel_core.plugins.discovery import Discovery, discover, load
 
 
 def test_each_known_plugin_has_the_distribution_to_install():
@@ -21,6 +22,13 @@ def test_spellings_with_underscores_are_the_same_flag():
     assert renamed_flag("--num_processes") == renamed_flag("--num-processes")
 
 
+def test_a_family_of_flags_is_answered_with_the_plugin_to_install(monkeypatch):
+    monkeypatch.setattr("accel_core.plugins.catalog.discover", lambda: Discovery([]))
+    answer = f"--strategy fsdp with --fsdp.OPTION VALUE ({install_hint('backends/fsdp')})"
+    assert answer in (renamed_flag("--fsdp_offload_params") or "")
+
+
+@pytest.mark.needs("accel-fsdp", "accel-deepspeed", "accel-megatron")
 @pytest.mark.parametrize(
     ("flag", "option"),
     [
@@ -61,9 +69,9 @@ def is_flag(word: str, ours: list[str]) -> bool:
     section, _, option = word[2:].partition(".")
     if not option:
         return word in ours
-    plugin = catalog_entry(section)
-    keys = plugin.keys if plugin else options_of(CORE[section])
-    return option == "OPTION" or option.replace("-", "_") in keys
+    record = discover().get(section)
+    cls = load(record, record.card.config) if record else CORE.get(section)
+    return option == "OPTION" or (cls is not None and option.replace("-", "_") in options_of(cls))
 
 
 def test_what_nobody_had_is_not_known():

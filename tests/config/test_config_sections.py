@@ -21,11 +21,7 @@ from accel_core.plugins.catalog import CatalogEntry, install_hint
 @pytest.fixture
 def workspace(monkeypatch):
     """Plugins that exist, and are not installed."""
-    rows = (
-        CatalogEntry(
-            name="far", slot="strategy", distribution="accel-far", folder="backends/far", keys=("reach",)
-        ),
-    )
+    rows = (CatalogEntry(name="far", slot="strategy", distribution="accel-far", folder="backends/far"),)
     monkeypatch.setattr(catalog, "catalog_entries", lambda: rows)
 
 
@@ -76,10 +72,6 @@ def test_what_somebody_typed_never_becomes_an_install_hint(resolve, workspace):
 def test_a_key_of_another_plugin_says_whose_it_is(resolve, workspace):
     assert problems(resolve, "rival-one: {level: 1, compression: half}\n") == (
         "accel.yaml:1:23: rival-one.compression: unknown key; it is an option of shard",
-    )
-    (line,) = problems(resolve, "shard: {reach: 3}\n")
-    assert line.endswith(
-        f"unknown key; it is an option of far (not installed; {install_hint('backends/far')})"
     )
 
 

@@ -19,6 +19,7 @@ from accel_core.config.sections import CORE
 from accel_core.contract.options import options_of
 from accel_core.errors import PluginError
 from accel_core.plugins.catalog import catalog_entries
+from accel_core.plugins.discovery import discover, load
 
 KINDS = {name for name in errors.__all__ if name.endswith("Error")}
 COMMAND = re.compile(rf"accel ((?:{'|'.join(BUILT_IN)})\b[^`\n;,()|]*)")
@@ -142,7 +143,11 @@ def members() -> dict[str, set[str]]:
 def test_each_option_and_member_that_a_remedy_names_is_there() -> None:
     classes = dict(CORE)
     options = {name: set(options_of(cls)) for name, cls in classes.items() if attrs.has(cls)}
-    options |= {entry.name: set(entry.keys) for entry in catalog_entries()}
+    options |= {
+        record.name: set(options_of(load(record, record.card.config)))
+        for record in discover().records
+        if record.card and record.card.config
+    }
     options["accelerator"] = set(members())
     dotted = re.compile(rf"(?<![\w./'-])({'|'.join(map(re.escape, options))})\.([a-z]\w*)(?!\w*\.)")
     named = [(where, *match) for where, words in remedies() for match in dotted.findall(words)]
