@@ -31,8 +31,6 @@ _WRAPPERS: Final = {
     "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
 }
 """Parts of names that torch.compile and checkpointing add -> their modules."""
-_LISTS: Final = ("given", "models", "wrapped", "optimizers", "schedulers", "detach")
-"""Lists with an entry per object of the unit."""
 _WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
 PartName = tuple[str, str, Any]
 """(name in the model as it is, the user's name, tensor or module)."""
@@ -225,14 +223,6 @@ class Unit:
         with nullcontext() if no_sync is None else no_sync(self, models), self.step_state.without_reduction():
             yield
 
-    def use_scaler(self, scaler: GradScaler | None) -> None:
-        """Scale losses by this scaler from now on."""
-        self.scaler = scaler
-
-    def use_config(self, config: Any) -> None:
-        """Keep the strategy's options, with values that follow from the unit's objects."""
-        self.config = config
-
     def use_changes(self, changes: Any) -> None:
         """Check these as each window opens, if there is something that the strategy cannot follow."""
         self.changes = changes or None
@@ -314,40 +304,7 @@ class Unit:
                     found.append((own_name(model, name) if _WRAPPED(name) else name, parameter))
         return found
 
-    # -- while it is prepared ---------------------------------------------------------------------
-
-    @contextmanager
-    def extended(
-        self,
-        models: Sequence[nn.Module],
-        optimizers: Sequence[Optimizer],
-        joining: Sequence[Unit],
-        stream: Any,
-    ) -> Iterator[dict[int, list[PartName]]]:
-        """Take in models and optimizers, and the models of units without optimizers.
-
-        stream: for the random numbers of forwards; None for the process's own.
-        Gives the number and names of each new model. The block inside transforms and wraps them. If it
-        raises, the unit is as before; what plugins have changed in the objects themselves stays.
-        """
-        before, self.stream = self._snapshot(), stream
-        attached = {id(detach) for unit in (self, *joining) for detach in unit.detach}
-        try:
-            for other in joining:
-                self._merge(other)
-            names = self.add_models(models)
-            self.optimizers.extend(optimizers)
-            yield names
-            if models:
-                self._record_ties()
-                if self.scaler is None:  # a model that comes later shares the unit's scale
-                    self.scaler = self.hooks.grad_scaler(self)
-        except BaseException:  # a plugin may raise anything
-            for detach in self.detach:  # units that were to join keep their own
-                if id(detach) not in attached:
-                    detach()
-            self._restore(before)
-            raise
+    # -- names of new models, and ties ------------------------------------------------------------
 
     def add_models(self, originals: Sequence[nn.Module]) -> dict[int, list[PartName]]:
         """Add models that are not wrapped yet; return the number and names of each.
@@ -362,43 +319,10 @@ class Unit:
         return {
             number: [
                 (name, own_name(model, name) if _WRAPPED(name) else name, part)
-                for name, part in _parts(model)
+                for name, part in parts_of(model)
             ]
             for number, model in enumerate(self.models[first:], start=first)
         }
-
-    def replace_model(self, number: int, model: nn.Module, names: Sequence[PartName]) -> None:
-        """Put a transformed or wrapped model in the place of the one with these names.
-
-        Its parameters keep those names.
-        """
-        self.models[number] = model = inside(model)
-        users: dict[int, list[str]] = {}
-        for _, name, part in names:
-            users.setdefault(id(part), []).append(name)
-        old = {name for name, _, _ in names}
-        new = [(name, part) for name, part in _parts(model) if name not in old]
-        renamed = {name: users[id(part)].pop(0) for name, part in new if users.get(id(part))}
-        self.renamed[model] = {**renamed, **self.renamed.get(model, {})}
-
-    def _merge(self, other: Unit) -> None:
-        """Take over the models of a unit without optimizers."""
-        self.given.extend(other.given)
-        self.models.extend(other.models)
-        self.wrapped.extend(other.wrapped)
-        self.renamed.update(other.renamed)
-        self.detach.extend(other.detach)
-        other.stream = self.stream
-        self.record_aliases()
-
-    def _snapshot(self) -> dict[str, Any]:
-        lists = {name: list(getattr(self, name)) for name in _LISTS}
-        return {**lists, "renamed": dict(self.renamed), "config": self.config, "scaler": self.scaler}
-
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        for name, value in state.items():
-            setattr(self, name, value)
-        self.record_aliases()
 
     def record_aliases(self) -> None:
         """Find tied weights: the first name of each keeps it, later names are aliases."""
@@ -407,12 +331,6 @@ class Unit:
         for name, parameter in self.all_names():
             if first.setdefault(parameter, name) != name:
                 self.aliases[name] = first[parameter]
-
-    def _record_ties(self) -> None:
-        """Find the aliases that are one parameter still, once the models are wrapped."""
-        now = dict(self.all_names())
-        owners = {alias: now.get(owner) for alias, owner in self.aliases.items() if alias in now}
-        self.tied = {alias for alias, owner in owners.items() if now[alias] is owner}
 
     def drop_cut_ties(self) -> None:
         """Forget ties of weights that were one parameter when prepared and are two now."""
@@ -439,8 +357,8 @@ def inside(model: Any) -> Any:
     return model._modules["_orig_mod"] or model if compiled else model
 
 
-def _parts(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
-    """All named parts of the model: tensors, and modules that may hold more state."""
+def parts_of(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
+    """Return all named parts of the model: tensors, and modules that may hold more state."""
     return [
         *model.named_modules(remove_duplicate=False),
         *model.named_parameters(remove_duplicate=False),

@@ -177,8 +177,7 @@ class Float16(_Autocast):
             return
         if not scaler.is_enabled():
             return
-        with _named():
-            scaler.unscale_(applier)  # type: ignore[arg-type]
+        scaler.unscale_(applier)  # type: ignore[arg-type]
         applier.stage, self._is_due = "unscaled", True
 
     @implements(hooks.optimizer_step)
@@ -190,12 +189,6 @@ class Float16(_Autocast):
             )
         applier, scaler = self._applier(unit, optimizer), _scaler(unit)
         self.below.mark_step("host_read")
-        if applier.stage == "stepped" and applier.has_gradients():
-            raise AccelError(
-                "mixed_precision fp16: no loss was scaled since the last optimizer.step(): it was called"
-                " twice, or after loss.backward(), which does not scale\n"
-                "call accelerator.backward(loss) before each step"
-            )
         self.unscale(unit, optimizer)
         if applier.stage != "unscaled":  # no gradients, which is no error in plain PyTorch
             applied: bool = self.below.optimizer_step(unit, optimizer, None)
@@ -339,17 +332,3 @@ def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
         "load the model in float32 (model.float()); autocast still computes in float16"
     )
     return [reason]
-
-
-@contextmanager
-def _named() -> Iterator[None]:
-    """Name the missing call in an error of torch's scaler."""
-    try:
-        yield
-    except AssertionError as error:
-        if "_scale is None" not in str(error):
-            raise
-        raise AccelError(
-            "mixed_precision fp16: gradients cannot be unscaled, as no loss was scaled; loss.backward() does"
-            " not scale\ncall accelerator.backward(loss)"
-        ) from error

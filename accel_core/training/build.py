@@ -12,6 +12,7 @@ from accel_core.distributed.streams import fork
 from accel_core.errors import AccelError
 from accel_core.training.autocast import attach_contexts
 from accel_core.training.changes import Changes
+from accel_core.training.joining import joining, replace_model
 from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer
 
@@ -37,7 +38,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     earlier = [(each, name, p) for each in group.units for name, p in each.all_names()]
     with (
         show_progress(f"preparing {models} for {unit.strategy}"),
-        unit.extended(group.models, group.optimizers, group.units[1:], stream) as names,
+        joining(group, stream) as names,
     ):
         before = {parameter: name for name, parameter in unit.all_names()}
         moved = {
@@ -111,7 +112,7 @@ def _build_whole(
     first, added = len(unit.schedulers), plan.schedulers_of(unit.optimizers)
     unit.schedulers.extend(added)
     for number, parts in names.items():
-        unit.replace_model(number, _transform(unit, unit.given[number]), parts)
+        replace_model(unit, number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer, name_of)
     hooks.prepare_unit(unit, loaders)
@@ -146,7 +147,7 @@ def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
     """Run what follows the wrapping: the last phase, names, gradients, autocast."""
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
-    unit.replace_model(number, hooks.unwrap_model(unit, wrapped, True), before)
+    replace_model(unit, number, hooks.unwrap_model(unit, wrapped, True), before)
     attach_contexts(unit, unit.models[number])
 
 
