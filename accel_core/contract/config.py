@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal
@@ -174,16 +175,15 @@ class ProjectConfiguration(Remembering):
             metric_and_mode(self.keep_best)
 
 
-def metric_and_mode(keep_best: Any) -> tuple[str, bool]:
+def metric_and_mode(keep_best: str) -> tuple[str, bool]:
     """Return the metric's name, and True if the largest value is the best.
 
     Raises:
         ValueError: it is not a loss, and no mode says which value is the best.
     """
-    text = keep_best if isinstance(keep_best, str) else ""
-    mode, _, name = text.partition(":")
+    mode, _, name = f"{keep_best}".partition(":")
     if mode not in ("min", "max"):
-        mode, name = "", text
+        mode, name = "", f"{keep_best}"
     if not name or not (mode or name.endswith("loss")):
         raise ValueError(
             f"keep_best {keep_best!r} does not say which value is the best;"
@@ -193,20 +193,15 @@ def metric_and_mode(keep_best: Any) -> tuple[str, bool]:
 
 
 def host_and_port(place: str, nodes: int) -> tuple[str, int]:
-    """Split a `rendezvous`; raise ValueError if no node can be reached there."""
-    host, _, digits = place.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")  # as IPv6 addresses are written before a port
-    port = int(digits) if digits.isdecimal() else -1
-    numbers = bare.split(".")
-    named = not set(bare) & set("/@ ,") and (":" not in bare or host.startswith("["))
-    if all(map(str.isdecimal, numbers)):
-        named = len(numbers) == 4 and all(int(number) < 256 for number in numbers)
-    if not bare or not named or not (0 if nodes == 1 else 1) <= port < 65536:
+    """Split a `rendezvous`; raise ValueError if it is not a place where nodes can meet."""
+    found = re.fullmatch(r"(\[[\da-fA-F:.]+\]|[\w.-]+):(\d+)", place)
+    host, port = (found[1].strip("[]"), int(found[2])) if found else ("", -1)
+    if not (0 if nodes == 1 else 1) <= port < 65536:
         raise ValueError(
             f"rendezvous {place!r} is not HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500, with a port"
             " up to 65535"
         )
-    return bare, port
+    return host, port
 
 
 @frozen(kw_only=True)

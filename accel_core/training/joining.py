@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core.contract.unit import PartName, Unit
+    from accel_core.training.plan import UnitGroup
 
 
 @contextmanager

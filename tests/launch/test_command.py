@@ -204,7 +204,7 @@ def test_nodes_without_a_place_to_meet(tmp_path, accel):
     )
 
 
-IMPOSSIBLE = ["host", ":29500", "host:", "host:http", "host:0", "host:65536", "10.0.0.256:1", "10.0.1:1"]
+IMPOSSIBLE = ["host", ":29500", "host:", "host:http", "host:0", "host:65536"]
 IMPOSSIBLE += ["tcp://host:29500", "fd00::1:29500", "a b:29500"]
 
 
