@@ -103,27 +103,20 @@ def implements(spec: Any) -> Any:
 
 
 def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge mappings. Two different answers for one key are an error."""
-    merged: dict[str, tuple[str, Any]] = {}
+    """Merge mappings. Two answers for one key are an error."""
+    merged: dict[str, Any] = {}
+    owners: dict[str, str] = {}
     for plugin, answer in answers:
-        for key, value in answer.items():
-            other, first = merged.setdefault(key, (plugin, value))
-            if other != plugin and not _is_same(first, value):
-                both = f"{other} answers {key} = {first!r:.80}, {plugin} answers {key} = {value!r:.80}"
-                raise PluginError(
-                    f"hook {hook}: {both}\n"
-                    f"only one of them can be right: leave {other} or {plugin} out of the stack",
-                    plugin=plugin,
-                    hook=hook,
-                )
-    return {key: value for key, (_, value) in merged.items()}
-
-
-def _is_same(first: Any, second: Any) -> bool:
-    try:
-        return bool(first == second)
-    except (RuntimeError, ValueError):  # arrays compare element by element
-        return False
+        for key in merged.keys() & answer.keys():
+            raise PluginError(
+                f"hook {hook}: {owners[key]} and {plugin} both answer {key}\n"
+                f"only one of them can be right: leave {owners[key]} or {plugin} out of the stack",
+                plugin=plugin,
+                hook=hook,
+            )
+        merged |= answer
+        owners |= dict.fromkeys(answer, plugin)
+    return merged
 
 
 def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list[Any]:

@@ -18,11 +18,6 @@ if TYPE_CHECKING:
 
 AGENT: Final = "TORCHELASTIC_RUN_ID"
 """Variable of a process that an agent of torch started."""
-_asked_for: dict[str, int] = {}
-"""Device type -> the index that a run asked for last.
-
-The run made that device current, not the program.
-"""
 
 
 class NativeDevice:
@@ -52,8 +47,7 @@ class NativeDevice:
 def local_device(kind: str, world: World, index: int | None = None) -> torch.device:
     """Make this process's torch device of type `kind` current, and return it.
 
-    index: of the device; by default the local rank, or where one process is alone the device that the program
-        itself made current.
+    index: of the device; by default the local rank, or where one process is alone the current device.
 
     Raises:
         LaunchError: this machine has no such device, or fewer than processes.
@@ -62,9 +56,7 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
         return torch.device("cpu")
     module = torch.get_device_module(kind)
     if index is None:
-        index = _current(module, kind, world)
-    else:
-        _asked_for[kind] = index
+        index = _current(module, world)
     count = module.device_count()
     # Workers of an agent all see the same devices.
     if count == 1 and index == world.local_rank and world.is_task and AGENT not in os.environ:
@@ -79,9 +71,9 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     return torch.device(kind, index)
 
 
-def _current(module: Any, kind: str, world: World) -> int:
+def _current(module: Any, world: World) -> int:
     is_used = getattr(module, "is_initialized", None)
     if world.size > 1 or world.local_rank or is_used is None or not is_used():
         return world.local_rank
     current: int = getattr(module, "current_device", lambda: 0)()
-    return world.local_rank if current == _asked_for.get(kind) else current
+    return current

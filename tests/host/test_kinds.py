@@ -148,33 +148,15 @@ def test_mappings_merge():
     assert found == {"a": 1, "b": 2}
 
 
-def test_the_same_answer_to_a_key_twice_is_fine():
-    assert stack(base=Answers({"a": 1}), device=Answers({"a": 1})).variables("u") == {"a": 1}
-
-
 def test_two_answers_to_a_key_name_both_plugins():
     with pytest.raises(PluginError) as caught:
         stack(base=Answers({"a": 1}), device=Answers({"a": 2})).variables("u")
 
     assert str(caught.value).splitlines() == [
-        "hook variables: base answers a = 1, device answers a = 2",
+        "hook variables: base and device both answer a",
         "only one of them can be right: leave base or device out of the stack",
     ]
     assert caught.value.hook == "variables"
-
-
-def test_two_arrays_for_a_key_are_two_answers():
-    class Array:
-        __hash__ = None
-
-        def __eq__(self, other):
-            return self
-
-        def __bool__(self):
-            raise RuntimeError("Boolean value of Tensor with more than one value is ambiguous")
-
-    with pytest.raises(PluginError, match="base answers a = "):
-        stack(base=Answers({"a": Array()}), device=Answers({"a": Array()})).variables("u")
 
 
 def test_sequences_concatenate_bottom_up():

@@ -393,17 +393,3 @@ def test_a_process_alone_trains_on_the_device_that_the_program_made_current(
     world = World(rank=rank, size=size, local_rank=rank, local_size=size)
     assert local_device("meta", world).index == index
     assert made_current == [index]
-
-
-def test_a_run_without_an_index_does_not_follow_one_that_asked_for_a_device(monkeypatch):
-    made_current = [0]
-    module = SimpleNamespace(
-        device_count=lambda: 4,
-        is_initialized=lambda: True,
-        current_device=lambda: made_current[-1],
-        set_device=made_current.append,
-    )
-    monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    alone = World(rank=0, size=1, local_rank=0, local_size=1)
-    assert local_device("meta", alone, 3).index == 3
-    assert local_device("meta", alone).index == 0
