@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
+from types import MappingProxyType
 from typing import Final, Literal, NamedTuple, get_args
 
 from accel_core.contract.arguments import did_you_mean
@@ -125,7 +126,7 @@ class Card(NamedTuple):
 
     Must not import torch, which core asks after None.
     """
-    prepares: Mapping[str, PreparedKind] = field(factory=dict, hash=False)
+    prepares: Mapping[str, PreparedKind] = MappingProxyType({})
     """Path of a class of the package -> what `prepare` takes its objects for, beside torch's own classes."""
     environment_report: str | None = None
     """Device slot: path of a function () -> lines for `accel env`: what -> found. Must not raise."""
