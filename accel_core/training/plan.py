@@ -31,7 +31,7 @@ KINDS: Final[Mapping[str, type]] = {
     "scheduler": LRScheduler,
     "dataloader": DataLoader,
 }
-"""What `prepare` takes -> torch's class."""
+"""Kind of an object that `prepare` takes -> torch's class."""
 
 
 def kind_of(run: Run, thing: object) -> str | None:
