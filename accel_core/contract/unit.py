@@ -223,6 +223,18 @@ class Unit:
         with nullcontext() if no_sync is None else no_sync(self, models), self.step_state.without_reduction():
             yield
 
+    def use_scaler(self, scaler: GradScaler | None) -> None:
+        """Scale losses by this scaler from now on."""
+        self.scaler = scaler
+
+    def use_stream(self, stream: Any) -> None:
+        """Have forwards draw random numbers from this stream; None: from the process's own."""
+        self.stream = stream
+
+    def use_config(self, config: Any) -> None:
+        """Keep the strategy's options, with values that follow from the unit's objects."""
+        self.config = config
+
     def use_changes(self, changes: Any) -> None:
         """Check these as each window opens, if there is something that the strategy cannot follow."""
         self.changes = changes or None
@@ -331,6 +343,12 @@ class Unit:
         for name, parameter in self.all_names():
             if first.setdefault(parameter, name) != name:
                 self.aliases[name] = first[parameter]
+
+    def record_ties(self) -> None:
+        """Find the aliases that are one parameter still, once the models are wrapped."""
+        now = dict(self.all_names())
+        owners = {alias: now.get(owner) for alias, owner in self.aliases.items() if alias in now}
+        self.tied = {alias for alias, owner in owners.items() if now[alias] is owner}
 
     def drop_cut_ties(self) -> None:
         """Forget ties of weights that were one parameter when prepared and are two now."""

@@ -28,7 +28,7 @@ def joining(group: UnitGroup, stream: Any) -> Iterator[dict[int, list[PartName]]
     before = {name: getattr(unit, name) for name in unit.__slots__ if name != "__weakref__"}
     before = {name: copy(each) if isinstance(each, (list, dict)) else each for name, each in before.items()}
     attached = {id(detach) for each in group.units for detach in each.detach}
-    unit.stream = stream
+    unit.use_stream(stream)
     try:
         for other in others:
             _merge(unit, other)
@@ -36,9 +36,9 @@ def joining(group: UnitGroup, stream: Any) -> Iterator[dict[int, list[PartName]]
         unit.optimizers.extend(group.optimizers)
         yield names
         if group.models:
-            _record_ties(unit)
+            unit.record_ties()
             if unit.scaler is None:  # a model that comes later shares the unit's scale
-                unit.scaler = unit.hooks.grad_scaler(unit)
+                unit.use_scaler(unit.hooks.grad_scaler(unit))
     except BaseException:  # a plugin may raise anything
         for detach in unit.detach:  # units that were to join keep their own
             if id(detach) not in attached:
@@ -55,7 +55,7 @@ def _merge(unit: Unit, other: Unit) -> None:
     unit.wrapped.extend(other.wrapped)
     unit.renamed.update(other.renamed)
     unit.detach.extend(other.detach)
-    other.stream = unit.stream
+    other.use_stream(unit.stream)
     unit.record_aliases()
 
 
@@ -72,10 +72,3 @@ def replace_model(unit: Unit, number: int, model: nn.Module, names: Sequence[Par
     new = [(name, part) for name, part in parts_of(model) if name not in old]
     renamed = {name: users[id(part)].pop(0) for name, part in new if users.get(id(part))}
     unit.renamed[model] = {**renamed, **unit.renamed.get(model, {})}
-
-
-def _record_ties(unit: Unit) -> None:
-    """Find the aliases that are one parameter still, once the models are wrapped."""
-    now = dict(unit.all_names())
-    owners = {alias: now.get(owner) for alias, owner in unit.aliases.items() if alias in now}
-    unit.tied = {alias for alias, owner in owners.items() if now[alias] is owner}

@@ -95,11 +95,13 @@ class DeepSpeed(SharedSequences, EngineState):
 
         A late optimizer has the engine built anew, in its place.
         """
-        unit.config = DeepSpeedPlugin(
-            hf_ds_config=auto_values.complete(self.config, unit, loaders),
-            is_train_batch_min=self.config.is_train_batch_min,
-            zero3_init_flag=self.config.zero3_init_flag,
-            transformer_moe_cls_names=self.config.transformer_moe_cls_names,
+        unit.use_config(
+            DeepSpeedPlugin(
+                hf_ds_config=auto_values.complete(self.config, unit, loaders),
+                is_train_batch_min=self.config.is_train_batch_min,
+                zero3_init_flag=self.config.zero3_init_flag,
+                transformer_moe_cls_names=self.config.transformer_moe_cls_names,
+            )
         )
         new = unit not in self._units
         try:

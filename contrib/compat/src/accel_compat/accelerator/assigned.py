@@ -145,7 +145,7 @@ class Assignable(States):
                 'make it Accelerator(mixed_precision="fp16"), and assign the scaler after `prepare`'
             )
         for unit in scaled if value is not None else ():
-            unit.scaler = value
+            unit.use_scaler(value)
         self.__dict__["_scaler"] = value
 
     # -- what there is -----------------------------------------------------------------------------
