@@ -48,7 +48,7 @@ def measure(peers: str | None, count: int = 5) -> list[Row]:
         crowded = lean | {"PYTHONPATH": f"{folder}{os.pathsep}{crowd}"}
         rows = [
             _row(f"{what}, {where}", _turns(commands, environment, count, folder), bar)
-            for where, environment in (("12 backends", lean), (f"and {OTHERS} distributions", crowded))
+            for where, environment in (("12 backends", lean), (f"12 and {OTHERS} others", crowded))
             for what, (commands, bar) in _listings(peers).items()
         ]
         rows += _after_torch(peers, count)
