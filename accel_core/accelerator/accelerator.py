@@ -299,13 +299,11 @@ class Accelerator(Ranks, Training, States):
         Returns as many None as arguments.
 
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
+        Take whole weights (`get_state_dict`) before: of a sharded model each rank has parts only afterwards.
         """
-        # late: start-up need not wait for them
-        from accel_core.accelerator.memory import empty_cache
-        from accel_core.checkpoint.weights import note_parts
+        from accel_core.accelerator.memory import empty_cache  # late: start-up need not wait for it
 
         run = self.run
-        note_parts(run.units)
         run.release_units()
         run.prepared.forget()
         run.registered.clear()

@@ -13,7 +13,7 @@ from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.extra import extra_state
-from accel_core.checkpoint.numbers import Numbers, require_alike
+from accel_core.checkpoint.numbers import require_alike
 from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.random import stream_states
 from accel_core.distributed.streams import states
@@ -21,8 +21,6 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode
 from accel_core.storage.files import as_json
 from accel_core.storage.state import State
-
-__all__ = ["Numbers", "collect", "settle", "without_collecting_garbage"]
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -38,15 +36,15 @@ NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
 
 
-def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
+def collect(run: Run, numbers: Mapping[str, Any], *, alone: bool) -> State:
     """Collect the state of the run that this rank has.
 
-    alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this rank is.
+    numbers: see `numbers_of`. alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this
+    rank is.
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
     """
-    noted = numbers.checked()
     if run.mark_step is not None:
         run.mark_step("state")
     for unit in run.units:
@@ -61,7 +59,7 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
         "prepared": _prepared(run),
         "steps_done": [proxy.steps_done for _, proxy in run.prepared.optimizers],
         "registered": registered,
-        "run": _run_state(run, alone=alone),
+        "run": _run_state(run),
     }
     random = {**stream_states(run), **states(run)}
     state.own = {
@@ -71,7 +69,7 @@ def collect(run: Run, numbers: Numbers, *, alone: bool, wait: bool) -> State:
         "plugins": plugins,
     }
     digests = [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
-    state.note, state.check = (digests, noted), partial(_check_names, run)
+    state.note, state.check = (digests, numbers), partial(_check_names, run)
     return state
 
 
@@ -105,20 +103,17 @@ def settle(state: State, notes: Sequence[Any], rank: int) -> None:
         )
     if digests[rank][0] != digests[0][0]:
         state.own["units"] = state.shared["units"]
-    for number, thing in enumerate(state.shared["registered"], 1) if rank == 0 else ():
-        others = tuple(
-            other for other, told in enumerate(digests) if told[number:][:1] != digests[0][number:][:1]
-        )
-        if others:
-            _tell_of_others(number - 1, thing["class"], others)
+    for number, thing in enumerate(state.shared["registered"]) if rank == 0 else ():
+        if len({told[number + 1] for told in digests}) > 1:
+            _tell_of_others(number, thing["class"])
 
 
 @cache
-def _tell_of_others(number: int, kind: str, ranks: tuple[int, ...]) -> None:
+def _tell_of_others(number: int, kind: str) -> None:
     logger.warning(
-        "registered object %d (%s) has other values on ranks %s than on rank 0, whose values are saved;"
+        "registered object %d (%s) has other values on other ranks than on rank 0, whose values are saved;"
         " make them equal before save_state, by reduce for example",
-        *(number, kind, ", ".join(map(str, ranks[:8])) + (", ..." if ranks[8:] else "")),
+        *(number, kind),
     )
 
 
@@ -185,18 +180,10 @@ def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
     return {name: each for name, each in named.items() if name.partition(".")[0] not in apart}
 
 
-def _run_state(run: Run, *, alone: bool) -> dict[str, Any]:
+def _run_state(run: Run) -> dict[str, Any]:
     """Plugin -> its state of the whole run; of the main process, whose file has it."""
-    saving = {name: plugin for name, plugin in run.plugins.items() if hasattr(plugin, "state_dict")}
-    if run.world.rank != 0:
-        names = ", ".join(name for name in saving if name in run.trackers.names)
-        if names and alone:  # else rank 0 saves them
-            logger.warning(
-                "save_state(alone=True): only rank 0 knows the runs of %s; a run that loads this checkpoint"
-                " starts new ones",
-                names,
-            )
-        return {}
+    plugins = run.plugins if run.world.rank == 0 else {}
+    saving = {name: plugin for name, plugin in plugins.items() if hasattr(plugin, "state_dict")}
     states = {name: state for name, plugin in saving.items() if (state := plugin.state_dict())}
     return {plugin: encode(dict(state), f"run.{plugin}") for plugin, state in states.items()}
 

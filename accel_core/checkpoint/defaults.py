@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -51,7 +51,6 @@ class BaseState:
         # late: start-up need not wait for them
         from accel_core.checkpoint.undeclared import refuse_own_state
         from accel_core.contract.state import LeavesOnUse, OptimizerState
-        from accel_core.storage.codec import key_text
 
         refuse_own_state(optimizer)
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
@@ -71,11 +70,8 @@ class BaseState:
                     )
                 listed.append(name)
                 state = held.get(id(parameter), {})
-                tensors = {
-                    key if type(key) is str and key.isidentifier() else key_text(key, name): value
-                    for key, value in state.items()
-                    if isinstance(value, Tensor)
-                }
+                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+                _require_names(optimizer, tensors)
                 kept.append((name, parameter, tensors))
                 if len(state) > len(tensors):
                     plain[name] = {
@@ -107,19 +103,14 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        # late: start-up need not wait for them
-        from accel_core.storage.codec import key_of
-        from accel_core.storage.tensor_bytes import DTYPES
+        from accel_core.storage.tensor_bytes import DTYPES  # late: start-up need not wait for it
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 name = names[id(parameter)]
-                asked, values = template.get(name, {}), plain.get(name, {})
-                wanted = {
-                    key_of(text) if text.startswith("%") else text: tensor for text, tensor in asked.items()
-                }
+                wanted, values = template.get(name, {}), plain.get(name, {})
                 if not (wanted or values) and id(parameter) not in held:
                     continue  # `state` makes an entry on access; an optimizer without state has none
                 state = held[id(parameter)] if id(parameter) in held else optimizer.state[parameter]
@@ -203,6 +194,16 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
                 kind: Kind = "like_param" if value.shape == shape else "factored"
                 leaves[f"{name}/{key}"] = leaf_of(value, kind=kind)
     return leaves
+
+
+def _require_names(optimizer: Optimizer, keys: Iterable[Any]) -> None:
+    """Refuse keys of an optimizer's tensors that the key of a leaf cannot end with."""
+    for key in keys:
+        if type(key) is not str or "/" in key:
+            raise CheckpointError(
+                f"{type(optimizer).__qualname__} keeps a tensor of a parameter under {key!r}\n"
+                "name it by text without '/'"
+            )
 
 
 def _require_present(unit: Unit) -> None:

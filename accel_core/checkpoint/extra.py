@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from accel_core.checkpoint.same import is_same
 from accel_core.errors import CheckpointError
+from accel_core.storage.codec import is_same
 
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
@@ -26,7 +26,7 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for prefix, module in _telling(unit, number):
-        own, told = _own(module), _told(module)
+        own, told = {**module._parameters, **module._buffers}, _told(module)
         weights = {id(each) for each in own.values()}
         found |= {
             f"{prefix}{key}": value
@@ -36,38 +36,11 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     return found
 
 
-def left_out(unit: Unit, number: int) -> set[str]:
-    """Return the names of weights that their modules leave out of `state_dict`."""
-    found: set[str] = set()
-    for prefix, module in _telling(unit, number):
-        if type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-            told = _told(module)
-            there = {id(value) for value in told.values()}
-            own = {key: value for key, value in _own(module).items() if value is not None}
-            found |= {
-                f"{prefix}{key}" for key, each in own.items() if key not in told and id(each) not in there
-            }
-    return found
-
-
-def _own(module: nn.Module) -> dict[str, Any]:
-    return {**module._parameters, **module._buffers}
-
-
 def _told(module: nn.Module) -> dict[str, Any]:
-    """Return what the module tells in `state_dict`, weights of children left out."""
-    told: dict[str, Any] = {}
-    if type(module).state_dict is not nn.Module.state_dict:
-        told = {key: value for key, value in module.state_dict(keep_vars=True).items() if "." not in key}
-    elif type(module)._save_to_state_dict is not nn.Module._save_to_state_dict:
-        module._save_to_state_dict(told, "", True)
-    elif type(module).get_extra_state is not nn.Module.get_extra_state:
-        told["_extra_state"] = module.get_extra_state()
-    if hooks := _own_hooks(module):
-        told = {**_own(module), **told}
-        for hook in hooks:
-            hook(module, told, "", {})
-    return told
+    """Return what the module tells in `state_dict`, but for that of its children."""
+    children = tuple(f"{name}." for name, _ in module.named_children())
+    told = module.state_dict(keep_vars=True)
+    return {key: value for key, value in told.items() if not key.startswith(children)}
 
 
 def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, dict[str, str]]:
@@ -85,7 +58,7 @@ def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, 
     return taken
 
 
-def restore_extra(module: nn.Module, state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str, Any]) -> None:
     """Give a module its extra state back. Weights are left as they are.
 
     here: what it has now.
@@ -99,19 +72,12 @@ def restore_extra(module: nn.Module, state: Mapping[str, Any], here: Mapping[str
         else value
         for key, value in state.items()
     }
-    unexpected: list[str] = []
-    errors: list[str] = []
-    if type(module).load_state_dict is not nn.Module.load_state_dict:
-        told = module.load_state_dict(dict(values), strict=False)
-        unexpected += getattr(told, "unexpected_keys", ())
-    else:
-        metadata = {"version": module._version}
-        module._load_from_state_dict(dict(values), "", metadata, True, [], unexpected, errors)
-    ignored = [key for key in unexpected if not is_same(values.get(key), here.get(key))]
-    if errors or ignored:
-        what = "; ".join(errors) or f"it takes no notice of its {', '.join(ignored)}, and has other values"
+    told = module.load_state_dict(values, strict=False)
+    unexpected = getattr(told, "unexpected_keys", ())
+    if ignored := [key for key in unexpected if not is_same(values.get(key), here.get(key))]:
         raise CheckpointError(
-            f"{type(module).__qualname__}: {what}\nbuild the model as it was when it was saved"
+            f"{type(module).__qualname__} takes no notice of its {', '.join(ignored)}, and has other values\n"
+            "build the model as it was when it was saved"
         )
 
 

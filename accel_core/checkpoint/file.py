@@ -16,10 +16,6 @@ from accel_core.checkpoint.places import local_path
 from accel_core.errors import CheckpointError
 
 
-class UnfitObjectError(CheckpointError, TypeError, ValueError):
-    """An object that safetensors cannot hold: no mapping of names to dense tensors."""
-
-
 class UnwritableError(CheckpointError, RuntimeError):
     """A place that the disk does not write: a RuntimeError, as of `torch.save`."""
 
@@ -87,12 +83,12 @@ def _as_safetensors(obj: Any, path: Path) -> None:
 
 @contextmanager
 def _refused_objects() -> Iterator[None]:
-    """Raise UnfitObjectError where safetensors refuses an object, by any error."""
+    """Raise CheckpointError where safetensors refuses an object, by any error."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
         text = f"safetensors cannot hold this object: {error}\nsave with safe_serialization=False"
-        raise UnfitObjectError(text) from error
+        raise CheckpointError(text) from error
 
 
 def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:

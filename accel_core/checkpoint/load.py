@@ -12,7 +12,7 @@ from attrs import frozen
 
 from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import is_there, manifests, read_manifest
+from accel_core.storage.commit import commits, manifests, not_a_checkpoint, read_manifest
 from accel_core.storage.files import DamagedError, damaged, listed, understanding
 from accel_core.storage.manifest import SAVE
 from accel_core.storage.opened import Block, Opened, reading
@@ -57,12 +57,15 @@ class Search:
         """Return number and save ids, the newest first, of what is on this disk."""
         if self.place is not None:
             entries = listed(self.place)
-            if not is_there(self.place) and (not entries or any(map(SAVE.fullmatch, entries))):
+            if not commits(self.place) and (not entries or any(map(SAVE.fullmatch, entries))):
                 return []  # of killed saves only
             return [(None, [manifest.save_id for manifest in manifests(self.place)])]
+        numbers = self.series.candidates(best=self.best is not None)
+        if self.best is not None and not numbers and self.series.candidates():
+            raise self._none_there("to take the newest, load_state()")
         return [
             (number, [manifest.save_id for manifest in manifests(self.series.path_of(number))])
-            for number in self.series.candidates(best=self.best is not None)
+            for number in numbers
         ]
 
     def at(self, choice: Choice) -> Storage:
@@ -77,32 +80,26 @@ class Search:
         """The folder that is looked into."""
         return self.place or self.series.folder
 
-    def nothing(self, tried: int, lacking: Sequence[str], *, others: bool) -> CheckpointError:
-        """Return the error where none was loaded.
-
-        lacking: what only some nodes have. others: there are some without the metric.
-        """
+    def nothing(self, tried: int, lacking: Sequence[str]) -> CheckpointError:
+        """Return the error where none was loaded. lacking: what only some nodes have."""
         if lacking:
             return CheckpointError(
                 f"{lacking[0]}\ncopy its folder to where it is missing, or load another: load_state('path')",
                 path=str(self.folder),
             )
         if self.place is not None:
-            return CheckpointError(
-                f"{self.place} is not a checkpoint: manifest-N.json is missing\n"
-                "give the folder that save_state() returned",
-                path=str(self.place),
-            )
-        if tried:
-            text = (
-                f"none of the {tried} checkpoints in {self.folder} can be loaded, the log says why\n"
-                "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')"
-            )
-        else:
-            metric = f" with a value of {self.best!r}" if self.best else ""
-            start = "load_state(missing_ok=True)" if not others else "load_state()"
-            instead = "start without one" if not others else "take the newest"
-            text = f"there is no checkpoint{metric} in {self.folder}\nto {instead}, {start}"
+            return not_a_checkpoint(self.place)
+        if not tried:
+            return self._none_there("to start without one, load_state(missing_ok=True)")
+        return CheckpointError(
+            f"none of the {tried} checkpoints in {self.folder} can be loaded, the log says why\n"
+            "restore one of them, or load another: accelerator.load_state('path/of/the/checkpoint')",
+            path=str(self.folder),
+        )
+
+    def _none_there(self, remedy: str) -> CheckpointError:
+        metric = f" with a value of {self.best!r}" if self.best else ""
+        text = f"there is no checkpoint{metric} in {self.folder}\n{remedy}"
         return CheckpointError(text, path=str(self.folder))
 
 
@@ -111,13 +108,11 @@ def load(
 ) -> tuple[Storage, Manifest] | None:
     """Load a checkpoint, and return its folder and manifest.
 
-    See `CheckpointSession.load`. entered: called first, on all ranks.
+    See `CheckpointSession.load`. entered: waits for the save under way, if there is one.
     """
-    entered_once = [entered]
 
     def look() -> _Seen:
-        while entered_once:
-            entered_once.pop()()
+        entered()
         return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
     choices, lacking = _choices(comm, search, look)
@@ -139,18 +134,9 @@ def load(
             tried.append(choice.number)
             if comm.rank == 0:
                 logger.warning("passed over: %s", str(error))  # a record of it would keep what was read
-    others = (
-        search.best is not None
-        and not tried
-        and any(comm.together("load_state: look", _any_of(search, comm)))
-    )
-    if search.missing_ok and not (tried or lacking or others):
+    if search.missing_ok and not (tried or lacking):
         return None
-    raise search.nothing(len(tried), lacking, others=others)
-
-
-def _any_of(search: Search, comm: Comm) -> Callable[[], bool]:
-    return lambda: first_here(comm, search.folder) and bool(search.series.candidates())
+    raise search.nothing(len(tried), lacking)
 
 
 def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[list[Choice], list[str]]:
@@ -198,10 +184,8 @@ class _Loading:
             checkpoint = self._opened()
             with understanding(checkpoint.place, calls_plugins=True):
                 made.append(restoration := Restoration(self.run, checkpoint, strict=strict))
-                if strict and len(comm.nodes) == 1:  # it reads all but what other ranks had for themselves
-                    return {*checkpoint.blocks}
-                heads = {(rank, number) for rank, number in checkpoint.blocks if number == 0}
-                return heads | restoration.blocks()
+                # Of a place that all see, the ranks verify all; a node brings and verifies what it needs.
+                return set() if self._near.shared else restoration.blocks()
 
         with self._stack:
             needed = comm.together("load_state: compare", compare)
@@ -230,7 +214,8 @@ class _Loading:
         """Verify what the ranks that see the same files need, each a share."""
         comm = self.comm
         ranks = sharers(comm, self._near)
-        blocks = sorted(set().union(*(needed[rank] for rank in ranks)))
+        near = self._near
+        blocks = checkpoint.blocks if near.shared else sorted(set().union(*(needed[rank] for rank in ranks)))
         share, shares = ranks.index(comm.rank), len(ranks)
         mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
         before, total = checkpoint.meter.count, checkpoint.bytes_of(mine)

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
-from accel_core.checkpoint.same import is_same
 from accel_core.contract.state import TensorTemplate
 from accel_core.errors import CheckpointError
+from accel_core.storage.codec import is_same
 from accel_core.storage.tensors import fill
 
 if TYPE_CHECKING:
@@ -25,30 +25,19 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
     from accel_core.storage.tensors import Checkpoint, Stored
 
-_PER_GROUP: Final = frozenset(
-    {"base_lrs", "_last_lr", "lr_lambdas", "max_lrs", "min_lrs", "base_momentums", "max_momentums"}
-)
-"""Attributes of torch's schedulers that are lists of one value per group."""
-
-
-class SavedGroup(NamedTuple):
-    """A group of an optimizer, by their numbers in the checkpoint."""
-
-    optimizer: int
-    group: int
-
 
 @frozen
 class Saved:
     """The saved optimizer state of one parameter.
 
-    values: its group's. plain: its state that is not a tensor. algorithm: the class that stepped it.
+    values: its group's. plain: its state that is not a tensor. algorithm: the class that stepped it. group:
+    the numbers of its optimizer and group in the checkpoint.
     """
 
     values: Mapping[str, Any]
     plain: Mapping[str, Any]
     algorithm: str
-    group: SavedGroup
+    group: tuple[int, int]
 
 
 class OptimizerPlan:
@@ -77,7 +66,8 @@ class OptimizerPlan:
             unit.aliases.get(name, name): saved
             for name, saved in _saved_parameters(unit, checkpoint, described)
         }
-        self._origins: dict[Optimizer, list[set[SavedGroup]]] = {}
+        self._regrouped: set[Optimizer] = set()
+        """Optimizers whose parameters are in groups of other numbers than in the checkpoint."""
 
     def add_optimizer(self, optimizer: Optimizer) -> None:
         """Claim what was saved of the optimizer's parameters."""
@@ -94,8 +84,8 @@ class OptimizerPlan:
             what = f"{unit.name}: group {number} of {algorithm}"
             values = _group_values(what, group, mine, problems)
             self.actions.append((what, partial(_set_group, optimizer, number, values)))
-            places = {mine[name].group for name in group["params"] if name in mine}
-            self._origins.setdefault(optimizer, []).append(places)
+            if any(mine[name].group[1] != number for name in group["params"] if name in mine):
+                self._regrouped.add(optimizer)
         self._add_state(optimizer, algorithm, mine, state.leaves)
 
     def places(self) -> Iterator[tuple[str, Stored, Leaf | None]]:
@@ -113,11 +103,14 @@ class OptimizerPlan:
         self._problems.compare(f"{self._unit.name}: optimizer state of ", left, ())
 
     def add_scheduler(self, what: str, scheduler: Any, state: dict[str, Any]) -> None:
-        """Fit a scheduler's saved state to the groups of its optimizer.
+        """Plan to restore a scheduler, whose optimizer must be added already.
 
-        The optimizer must be added already.
+        Its state has values of each group, by number.
         """
-        self._problems.fatal.extend(_regroup(what, state, self._origins.get(scheduler.optimizer, ())))
+        if scheduler.optimizer in self._regrouped:
+            self._problems.fatal.append(
+                f"{what}: its optimizer has other groups, or has them in another order"
+            )
         self.actions.append((what, partial(scheduler.load_state_dict, state)))
 
     def _add_state(
@@ -148,24 +141,6 @@ class OptimizerPlan:
         self.actions.append((what, partial(_fill_state, unit, optimizer, stored, template, plain)))
 
 
-def _regroup(what: str, state: dict[str, Any], origins: Sequence[Collection[SavedGroup]]) -> Iterator[str]:
-    """Fit a scheduler's lists of one value per group to the groups here.
-
-    Yields problems.
-
-    origins: for each group, the saved groups in which its parameters were.
-    """
-    for key in [key for key in state if key in _PER_GROUP]:
-        saved = dict(enumerate(state[key]))
-        values = [[saved[n] for _, n in sorted(origin) if n in saved] for origin in origins]
-        if any(value != found[0] for found in values for value in found[1:]):
-            yield f"{what}: {key} was {state[key]}, and parameters of several of these groups are in one now"
-        if values and all(values):
-            state[key] = [found[0] for found in values]
-    for nested in state.get("_schedulers", ()):
-        yield from _regroup(what, nested, origins)
-
-
 def _saved_parameters(
     unit: Unit, checkpoint: Checkpoint, described: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[str, Saved]]:
@@ -175,7 +150,7 @@ def _saved_parameters(
         plain = checkpoint.decode(each["plain"], f"{path}.state")
         for position, group in enumerate(checkpoint.decode(each["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-            bare = Saved(values, {}, algorithm, SavedGroup(number, position))
+            bare = Saved(values, {}, algorithm, (number, position))
             for name in group["params"]:
                 yield name, evolve(bare, plain=plain[name]) if name in plain else bare
 

@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from accel_core.errors import CheckpointError, PluginError
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -93,7 +93,7 @@ def store_for(scheme: str) -> Callable[[str], Storage]:
     """Return the function of the installed plugin that serves these URLs.
 
     Raises:
-        CheckpointError: there is none, it cannot be used here, or two do.
+        CheckpointError: there is none, or it cannot be used here.
     """
     from accel_core.plugins.catalog import catalog_entry, install_hint
     from accel_core.plugins.discovery import discover, implementation
@@ -109,11 +109,5 @@ def store_for(scheme: str) -> Callable[[str], Storage]:
             f"no plugin here reads and writes {scheme}: URLs{f' ({why})' if why else ''}\n"
             f"{remedy if not answers else f'`accel plugins doctor {answers[0].name}` looks closer'}",
             path=f"{scheme}://",
-        )
-    if len(usable) > 1:
-        raise PluginError(
-            f"{scheme}: URLs are served by {' and '.join(each.origin for each in usable[:2])}\n"
-            "uninstall one of them, or name it in ACCEL_PLUGINS_BLOCK",
-            plugin=usable[0].name,
         )
     return implementation(usable[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from xxhash import xxh3_64_intdigest
 
-from accel_core.distributed.random import seed_streams, set_stream_states, stream_states
+from accel_core.distributed.random import seed_streams, set_stream_states
 from accel_core.distributed.streams import check, reseed, restore, states
 from accel_core.storage.tensor_bytes import bytes_of
 
@@ -25,8 +25,6 @@ def plan_random(
 ) -> list[Action]:
     """Actions that restore random streams.
 
-    Generators are tried and put back as they are.
-
     saved: this rank's streams, still encoded.
     """
     streams: dict[str, Tensor] = checkpoint.decode(saved, "random")
@@ -39,7 +37,6 @@ def plan_random(
             seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
             problems.warn(f"{seen}; the random streams of all others go on")
         known = {name: state for name, state in streams.items() if name in here - own.keys()}
-        _try_streams(run, known)
         check(run, streams)
         actions = [partial(set_stream_states, run, known), partial(restore, run, streams)]
         return [("random streams", action) for action in actions]
@@ -48,18 +45,8 @@ def plan_random(
     problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
     actions = [partial(seed_streams, run, seed), partial(reseed, run, derived_seed(first, 0))]
     if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
-        _try_streams(run, {"torch": first["torch"]})
         actions.append(partial(set_stream_states, run, {"torch": first["torch"]}))
     return [("random streams", action) for action in actions]
-
-
-def _try_streams(run: Run, streams: Mapping[str, Tensor]) -> None:
-    """Raise what the generators raise, if they do not take these states."""
-    before = stream_states(run)
-    try:
-        set_stream_states(run, streams)
-    finally:
-        set_stream_states(run, before)
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,7 +17,6 @@ from accel_core.checkpoint.random_state import plan_random
 from accel_core.checkpoint.saved_units import join_units, tensors_by_sort
 from accel_core.contract.state import Entry, Leaf
 from accel_core.errors import CheckpointError
-from accel_core.storage.codec import stored_keys
 from accel_core.storage.tensors import Checkpoint, fill
 
 if TYPE_CHECKING:
@@ -43,10 +42,7 @@ class Restoration:
     def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
         self.run, self.checkpoint = run, checkpoint
         self._problems = Problems(checkpoint.place, strict)
-        self._values: list[Any] = []
-        """Encoded values with large tensors, which `apply` reads."""
         # By what they restore. First what other people's code does, which may fail; then what core copies.
-        self._decoding: list[Action] = []
         self._objects: list[Action] = []
         self._copies: list[Action] = []
         self._places: list[tuple[Stored, Leaf]] = []
@@ -72,7 +68,7 @@ class Restoration:
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         for what, item, state in registered:
-            self._objects.append((what, self._handed(state, what, item.load_state_dict)))
+            self._give(what, state, item.load_state_dict)
         self._run_state(checkpoint.state.get("run", {}))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = join_units([part["units"] for part in parts if "units" in part])
@@ -95,7 +91,7 @@ class Restoration:
         Raises:
             CheckpointError: an action failed; it says which, and what it leaves behind.
         """
-        actions = [*self._decoding, *self._objects, *self._copies]
+        actions = [*self._objects, *self._copies]
         with torch.inference_mode(False), torch.no_grad():  # what is made here is trained on
             for done, (what, action) in enumerate(actions):
                 try:
@@ -105,23 +101,18 @@ class Restoration:
                     raise _mixed(self.checkpoint.place, what, before, error) from error
 
     def blocks(self) -> set[Block]:
-        """Return the blocks that `apply` reads."""
+        """Return the blocks that `apply` reads: values of objects are read already."""
         places: list[tuple[Stored, Leaf | None]] = [*self._places]
         for plan, leaves in self._optimizer_places:
             for name, stored, made in plan.places():
                 leaf = made or leaves.get(name)  # what is not made yet will be split as its parameter is
                 alike = leaf and (leaf.global_shape, leaf.layout) == (stored.shape, stored.layout)
                 places.append((stored, leaf if alike else None))
-        return self.checkpoint.blocks_of_values(self._values) | self.checkpoint.blocks_of(places)
+        return self.checkpoint.blocks_of(places)
 
-    def _handed(self, encoded: Any, path: str, take: Callable[[Any], object]) -> Callable[[], object]:
-        """Return a function that gives the decoded value to `take`. What cannot be decoded raises now."""
-        if not any(stored_keys(encoded)):
-            value = self.checkpoint.decode(encoded, path)
-            return lambda: take(value)
-        self.checkpoint.try_decode(encoded, path)
-        self._values.append(encoded)
-        return lambda: take(self.checkpoint.decode(encoded, path))
+    def _give(self, what: str, encoded: Any, take: Callable[[Any], object]) -> None:
+        """Plan to give the decoded value to `take`. What cannot be decoded raises now."""
+        self._objects.append((what, partial(take, self.checkpoint.decode(encoded, what))))
 
     def _run_state(self, saved: Mapping[str, Any]) -> None:
         """Plugins' state of the whole run, as `_plugins` takes that of a unit."""
@@ -129,7 +120,7 @@ class Restoration:
             what = f"state of plugin {name}"
             load = getattr(self.run.plugins.get(name), "load_state_dict", None)
             if load is not None:
-                self._objects.append((what, self._handed(encoded, what, load)))
+                self._give(what, encoded, load)
             else:
                 self._problems.warn(f"{what}, which is not in this stack, is left out")
 
@@ -172,8 +163,7 @@ class Restoration:
                 here = {name: present[keys[key]] for name, key in names.items() if keys[key] in present}
                 takeable += [keys[key] for key in names.values()]
                 what = f"extra state of {unit.name}: {', '.join(names.values())} ({class_of(module)})"
-                take = partial(_restore_extra, module, here)
-                self._objects.append((what, self._handed(encoded, what, take)))
+                self._give(what, encoded, partial(restore_extra, module, here))
         self._problems.compare(f"{unit.name}: extra state ", saved, [*present, *takeable])
 
     def _loaders(self) -> None:
@@ -252,29 +242,21 @@ class Restoration:
             self._problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
         for scope, plugin, encoded in self._plain_entries(unit):
             taken = restored.setdefault(plugin, {})
-            for name in [name for name in encoded if name not in taken]:
-                taken[name] = Entry(value=None, scope=scope)  # until it is decoded
-                path = f"units.{unit.name}.{plugin}.{name}"
-                decode = self._handed(encoded[name], path, partial(_set_entry, taken, name, scope))
-                self._decoding.append((path, decode))
-        self._give_back(unit, restored, saving)
+            for name in encoded.keys() - taken.keys():
+                value = self.checkpoint.decode(encoded[name], f"units.{unit.name}.{plugin}.{name}")
+                taken[name] = Entry(value=value, scope=scope)
+        self._give_back(unit, restored)
 
-    def _give_back(
-        self, unit: Unit, restored: Mapping[str, Mapping[str, Entry]], saving: Collection[str]
-    ) -> None:
+    def _give_back(self, unit: Unit, restored: Mapping[str, Mapping[str, Entry]]) -> None:
         """Let plugins take back their entries, some of them none; warn of entries that none takes."""
         loading = unit.hooks.implementations("load_state")
         for plugin, load in loading:
             what = f"{unit.name}: state of plugin {plugin}"
             self._copies.append((what, partial(load, unit, restored.get(plugin, {}))))
-        for plugin in restored.keys() - {each.plugin for each in loading}:
-            taken = restored[plugin]
-            if plugin not in saving:
-                what = f"{unit.name}: state of plugin {plugin}, which is not in this stack, is left out"
-                self._problems.warn(what)
-            elif plain := [name for name, entry in taken.items() if not isinstance(entry.value, Leaf)]:
-                what = f"{unit.name}: plugin {plugin} has no hook load_state to take back {', '.join(plain)}"
-                self._problems.warn(what)
+        for plugin in sorted(restored.keys() - {each.plugin for each in loading}):
+            if not all(isinstance(entry.value, Leaf) for entry in restored[plugin].values()):
+                why = "which is not in this stack, or has no hook load_state"
+                self._problems.warn(f"{unit.name}: state of plugin {plugin}, {why}, is left out")
 
     def _plain_entries(self, unit: Unit) -> Iterator[tuple[Scope, str, Mapping[str, Any]]]:
         """(scope, plugin, name -> encoded value) of each rank to take them from."""
@@ -292,14 +274,6 @@ class Restoration:
             raise
         except Exception as error:  # torch's, Python's and numpy's generators raise what they like
             self._problems.fatal.append(f"{what}: {type(error).__name__}: {error}")
-
-
-def _set_entry(taken: dict[str, Entry], name: str, scope: Scope, value: Any) -> None:
-    taken[name] = Entry(value=value, scope=scope)
-
-
-def _restore_extra(module: torch.nn.Module, here: Mapping[str, Any], state: Any) -> None:
-    restore_extra(module, state, here)
 
 
 def _mixed(folder: object, what: str, done: Sequence[str], error: Exception) -> CheckpointError:

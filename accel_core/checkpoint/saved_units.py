@@ -5,10 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from accel_core.storage.codec import decode
-
 if TYPE_CHECKING:
     from accel_core.checkpoint.problems import Problems
     from accel_core.contract.unit import Unit
@@ -18,7 +14,7 @@ if TYPE_CHECKING:
 def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
     """Units as several ranks have described them.
 
-    Where two tell of one thing, the first is right.
+    Where two tell of one thing, the first is right: of a parameter's optimizers, the last in the list.
     """
     joined: dict[str, dict[str, Any]] = {}
     for part in reversed(parts):
@@ -27,8 +23,7 @@ def join_units(parts: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
             known["schedulers"] = unit["schedulers"]
             known["aliases"].update(unit["aliases"])
             known["extra"].update(unit["extra"])
-            told = [_parameters_of(optimizer) for optimizer in unit["optimizers"]]
-            others = [other for other in known["optimizers"] if _parameters_of(other) not in told]
+            others = [other for other in known["optimizers"] if other not in unit["optimizers"]]
             known["optimizers"] = others + unit["optimizers"]
     return joined
 
@@ -48,18 +43,3 @@ def tensors_by_sort(unit: Unit, checkpoint: Checkpoint, problems: Problems) -> d
                 problems.fatal.append(f"{unit.name}: {first} and {key} are one here, by a tie, and were two")
         tensors[sort][here] = stored
     return tensors
-
-
-def _parameters_of(optimizer: Mapping[str, Any]) -> set[str]:
-    """Parameters of an optimizer that a rank has described.
-
-    The same ones mean the same optimizer.
-    """
-    return {name for group in optimizer["groups"] for name in _names_in(group)}
-
-
-def _names_in(group: Mapping[str, Any]) -> list[str]:
-    if "params" not in group:  # keys of the user's own are no strings, so the group is stored in a tag
-        group = decode(group, "groups", lambda _: torch.empty(0))
-    names: list[str] = group["params"]
-    return names

@@ -7,13 +7,12 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from accel_core.errors import CheckpointError
-
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.save import Saver
     from accel_core.storage.series import Numbering, Series
+    from accel_core.storage.state import State
 
 
 class CheckpointSession:
@@ -91,9 +90,9 @@ class CheckpointSession:
                 `alone` this rank holds only a part of something.
                 Raised on all ranks; what was there before is unchanged.
         """
-        from accel_core.checkpoint.collect import Numbers, collect, settle, without_collecting_garbage
+        from accel_core.checkpoint.collect import collect, settle, without_collecting_garbage
+        from accel_core.checkpoint.numbers import numbers_of
         from accel_core.checkpoint.places import storage_at
-        from accel_core.storage.plan import IncompleteError
         from accel_core.storage.protocols import Alone
         from accel_core.storage.save import Saver
 
@@ -105,25 +104,24 @@ class CheckpointSession:
         saver, project = self._saver, run.config.project
         if step is None:
             step = max((proxy.steps_done for _, proxy in run.prepared.optimizers), default=None)
-        numbers = Numbers(step, metrics, project.keep_best if directory is None else None)
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
+        numbers: dict[str, Any] = {}
+
+        def collected() -> State:
+            numbers.update(numbers_of(step, metrics, project.keep_best if directory is None else None))
+            return collect(run, numbers, alone=alone)
+
         with without_collecting_garbage():
-            try:
-                pending = saver.save(
-                    lambda: collect(run, numbers, alone=alone, wait=wait),
-                    lambda state, notes: settle(state, notes, saver.comm.rank),
-                    lambda: {**numbers.members(), **self._members(len(saver.comm.nodes))},
-                    series,
-                    where,
-                    wait=wait,
-                    entered=self.wait,
-                )
-            except IncompleteError as error:
-                if not alone:
-                    raise
-                text = f"save_state(alone=True): this rank does not hold the whole state\n{error}"
-                raise CheckpointError(f"{text}\ncall save_state() without alone, on all ranks") from error
-        self._step = numbers.step
+            pending = saver.save(
+                collected,
+                lambda state, notes: settle(state, notes, saver.comm.rank),
+                lambda: {**numbers, **self._members(len(saver.comm.nodes))},
+                series,
+                where,
+                wait=wait,
+                entered=self.wait,
+            )
+        self._step = numbers["step"]
         if wait:
             self.wait()
         return pending.place
@@ -208,8 +206,7 @@ class CheckpointSession:
         found, manifest = loaded
         if run.world.run_id is None:  # a run that a launcher has named keeps its own id
             run.run_id = manifest.run_id
-        first = run.world.first_of_disk(each_node=project.save_on_each_node)
-        self.series.resume(manifest, counts=project.automatic_checkpoint_naming and first)
+        self.series.resume(manifest)
         return found
 
     def wait(self, patience: float | None = None) -> None:

@@ -54,35 +54,27 @@ def write_weights(
     limit: int | str,
     *,
     safe: bool,
-    total: int = 0,
     replace: bool = False,
 ) -> None:
     """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
 
-    Needs memory for one file's. What was there before stays until all of it is written. total: bytes of all,
-    if they are known. replace: weights of the other format go too; else they stay beside. In a store,
-    weights that are there are not replaced: a reader could mix the two.
+    Needs memory for one file's. What was there before stays until all of it is written. replace: weights of
+    the other format go too; else they stay beside. In a store, weights that are there are not replaced: a
+    reader could mix the two.
     """
     if scheme_of(path_text(folder)):
         with tempfile.TemporaryDirectory(prefix="accel-weights-") as beside:
             where = storage_at(folder)
             _refuse_there(where)
-            write_weights(beside, weights, extra, limit, safe=safe, total=total)
+            write_weights(beside, weights, extra, limit, safe=safe)
             _send(Path(beside), where)
         return
     home, size = local_path(folder), bytes_in(limit)
-    _refuse(home, extra, safe=safe, replace=replace)
-    done = 0
-
-    def counted() -> Iterator[tuple[Names, Tensor]]:
-        nonlocal done
-        for names, tensor in weights:
-            yield names, tensor
-            done += tensor.nbytes
-
+    if not (safe or replace):
+        _refuse_unread(home)
     try:
-        with show_progress(f"writing {home}", lambda: (done, total)), _workshop(home) as beside_it:
-            written = _write_parts(beside_it, counted(), extra, size, safe=safe)
+        with show_progress(f"writing {home}"), _workshop(home) as beside_it:
+            written = _write_parts(beside_it, weights, extra, size, safe=safe)
             _publish(home, beside_it, written, safe=safe, replace=replace)
     except OSError as error:
         raise not_written(home, error) from error
@@ -130,15 +122,9 @@ def _send(source: Path, folder: Storage) -> None:
         raise not_written(folder, error) from error
 
 
-def _refuse(folder: Path, extra: Mapping[str, Any], *, safe: bool, replace: bool) -> None:
-    odd = [name for name, value in extra.items() if not isinstance(value, Tensor)]
-    if safe and odd:
-        raise CheckpointError(
-            f"{odd[0]} is not a tensor, and safetensors holds nothing else\n"
-            "save with safe_serialization=False"
-        )
+def _refuse_unread(folder: Path) -> None:
     preferred = folder / "model.safetensors"
-    if not (safe or replace) and (preferred.exists() or Path(f"{preferred}.index.json").exists()):
+    if preferred.exists() or Path(f"{preferred}.index.json").exists():
         raise CheckpointError(
             f"{folder} has weights as safetensors, which readers take instead of pytorch_model.bin\n"
             "save to another folder, or remove them",

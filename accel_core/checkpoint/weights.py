@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
-from weakref import WeakSet
 
-from accel_core.checkpoint.extra import extra_state, left_out
-from accel_core.checkpoint.weight_files import Names, bytes_in, write_weights
+from accel_core.checkpoint.extra import extra_state
+from accel_core.checkpoint.weight_files import Names, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
 from accel_core.distributed.together import agree_on_call, run_on_all_ranks
@@ -21,11 +20,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from accel_core.contract.run import Run
-    from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
-
-_IN_PARTS: WeakSet[nn.Module] = WeakSet()
-"""Modules of units that are gone, of whose weights this rank has parts."""
 
 
 def weights_of(
@@ -51,10 +46,7 @@ def _weights(
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
-    absent = left_out(unit, number)
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
-        if canonical.removeprefix(prefix) in absent:
-            continue
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
             yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
 
@@ -83,25 +75,17 @@ def full_parameters(
 def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
     """Return the model's state dict as if whole and unwrapped. Collective.
 
-    Parts that only other ranks hold come last.
+    Parameters come first, then buffers, then what modules add.
     """
     unit, number = _home(run, model)
     found: dict[str, Any] = {name: tensor for names, tensor in _weights(unit, number) for name in names}
     found |= extra_state(unit, number)
-    whole = OrderedDict((key, found.pop(key)) for key in _in_order(unit, number) if key in found)
-    whole.update(found)
+    whole = OrderedDict(found)
     versions = ((_key(unit, number, name), m) for name, m in unit.models[number].named_modules())
     whole._metadata = OrderedDict(  # type: ignore[attr-defined]  # for `load_state_dict`
         (name, {"version": module._version}) for name, module in versions
     )
     return whole
-
-
-def _in_order(unit: Unit, number: int) -> Iterator[str]:
-    """Yield the keys of the model's `state_dict` in its order: each module's weights, and what it adds."""
-    for name, module in unit.models[number].named_modules(remove_duplicate=False):
-        own = (*module._parameters, *module._buffers, "_extra_state")
-        yield from (_key(unit, number, f"{name}.{key}" if name else key) for key in own)
 
 
 def _key(unit: Unit, number: int, name: str) -> str:
@@ -121,14 +105,13 @@ def save_model(
     Raises:
         CheckpointError: a rank could not write them; raised on all.
     """
-    size = bytes_in(limit)
     unit, number = _home(run, model)
     weights = _weights(unit, number)
 
     def write() -> None:
         try:
             if here:
-                write_weights(directory, weights, extra_state(unit, number), size, safe=safe)
+                write_weights(directory, weights, extra_state(unit, number), limit, safe=safe)
         finally:
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)
@@ -143,21 +126,13 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     A unit of its own if it was not prepared.
 
     Raises:
-        AccelError: it was not, but is around a model, or inside one, that is or was prepared and whose
-            weights are in parts.
+        AccelError: it was not, but has weights of one that was, of which this rank has parts.
     """
     run.require_alive()
     place = run.prepared.place_of(model)
     if place is None:
-        _require_model(model)
         for unit in run.units:
             _refuse_parts(unit, model)
-        if not _IN_PARTS.isdisjoint(model.modules()):
-            raise AccelError(
-                f"this {type(model).__name__} is of before free_memory, and this rank has parts of its"
-                " weights: its unit, which knew where the others are, is gone\n"
-                "call get_state_dict before free_memory, and load_state_dict of a model that is built anew"
-            )
         inner = run.prepared.inside_copy(model)
         unit = run.make_unit("unprepared", "single")
         unit.add_models([inner])
@@ -168,70 +143,16 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
     return owner, number
 
 
-def _require_model(model: Any) -> None:
-    if isinstance(model, type) or not hasattr(model, "modules"):
-        raise AccelError(
-            f"a {type(model).__name__} is not a model whose weights there are\n"
-            "give the model that accelerator.prepare(...) returned"
-        )
-
-
-def note_parts(units: Iterable[Unit]) -> None:
-    """Remember the modules of units that are forgotten, where ranks have parts.
-
-    Weights that lie in files are whole, and giving memory back reads none.
-    """
-    for unit in units:
-        if unit.run.world.size == 1 or _lies_elsewhere(unit):
-            continue
-        try:
-            leaves = unit.hooks.model_state(unit)
-            weights = [each for model in unit.wrapped for each in model.parameters()]
-            here = unit.named_parameters()
-            absent = [name for name, leaf in leaves.items() if not leaf.shards and name not in here]
-            in_parts = bool(absent) or not _are_whole(unit, leaves, weights)
-        except Exception:  # a unit of which a step failed: its memory is given back all the same
-            in_parts = True
-        if in_parts:
-            _IN_PARTS.update(module for model in unit.wrapped for module in model.modules())
-
-
-def _lies_elsewhere(unit: Unit) -> bool:
-    """Return True if weights that nothing trains are loaded while they are used."""
-    return not unit.optimizers and any(each.is_meta for model in unit.wrapped for each in model.parameters())
-
-
 def _refuse_parts(unit: Unit, model: nn.Module) -> None:
-    """Raise for a model that shares weights of which this rank has parts.
-
-    Weights may be whole all the same, where only what the strategy steps is in parts.
-    """
-    own = {*_members(unit.wrapped)}
-    leaves = {} if own.isdisjoint(_members([model])) else unit.hooks.model_state(unit)
-    if all(_is_whole(leaf, leaf.global_shape) for leaf in leaves.values()):
-        return
-    weights = [each for each in model.parameters() if each in own]
-    if weights and _are_whole(unit, leaves, weights):
-        return
-    kinds = ", ".join(type(each).__name__ for each in unit.models)
-    raise AccelError(
-        f"this {type(model).__name__} was not prepared, but has modules or weights of the {kinds} that was,"
-        " of which this rank has parts\npass the model that accelerator.prepare(...) returned"
-    )
-
-
-def _are_whole(unit: Unit, leaves: Mapping[str, Leaf], weights: Iterable[nn.Parameter]) -> bool:
-    shapes = {
-        each: leaves[name].global_shape for name, each in unit.named_parameters().items() if name in leaves
-    }
-    return all(_is_whole(leaf_of(each), shapes.get(each)) for each in weights)
-
-
-def _is_whole(leaf: Leaf, shape: tuple[int, ...] | None) -> bool:
-    return [tuple(tensor.shape) for _, tensor in leaf.shards] == [shape]
-
-
-def _members(models: Iterable[nn.Module]) -> Iterator[Any]:
-    for model in models:
-        yield from model.modules()
-        yield from model.parameters()
+    """Raise for a model that shares weights of which this rank has parts."""
+    asked = {*model.parameters()}
+    shared = {name: each for name, each in unit.named_parameters().items() if each in asked}
+    leaves = unit.hooks.model_state(unit) if shared else {}
+    for name, each in shared.items():
+        here = [tuple(tensor.shape) for _, tensor in leaf_of(each).shards]
+        if name in leaves and here != [tuple(leaves[name].global_shape)]:
+            kinds = ", ".join(type(each).__name__ for each in unit.models)
+            raise AccelError(
+                f"this {type(model).__name__} was not prepared, but has weights of the {kinds} that was, of"
+                " which this rank has parts\npass the model that accelerator.prepare(...) returned"
+            )

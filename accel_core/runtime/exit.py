@@ -41,12 +41,6 @@ def end_runs() -> None:
         except BaseException:  # of a tracker, for example, or Ctrl-C; the other runs must end too
             traceback.print_exc()
             lost = True
-    from accel_core.storage.pending import unreported  # late: start-up need not wait for it
-
-    for process, said in unreported.values():
-        if process == os.getpid():
-            tell(f"accel: {said}\n")
-            lost = True
     if lost:  # raised here it would be printed and forgotten: the job would count as done
         with suppress(AttributeError, OSError, ValueError):  # none, full, or closed
             sys.stdout.flush()

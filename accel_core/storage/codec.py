@@ -8,17 +8,13 @@ and calls nothing that a file names.
 
 from __future__ import annotations
 
-import json
 import math
 from base64 import b64decode, b64encode
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from datetime import date, datetime, time, timedelta, timezone
-from enum import Enum
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote, unquote
 
 import numpy as np
 import torch
@@ -36,12 +32,6 @@ Store = Callable[[str, Tensor], str]
 """Function that stores a tensor: (path in the state, tensor) -> its key."""
 Fetch = Callable[[str], Tensor]
 """The key given by a `Store` -> the tensor."""
-_REMEDY: Final = (
-    "let state_dict() return numbers, text, bytes, tensors, arrays, or tuples, lists, sets, dicts of them"
-)
-_PLAIN_TENSOR: Final = (
-    "let state_dict() return an ordinary tensor that has its values, such as to_dense() or dequantize() gives"
-)
 _FACTORIES: Final = {kind.__name__: kind for kind in (list, dict, set, tuple, int, float, str, bool)}
 """Types that a defaultdict may fill itself with."""
 _NOWHERE: Final[Mapping[str, Tensor]] = {}
@@ -100,15 +90,14 @@ def encode(value: Any, path: str, store: Store | None = None) -> Any:
         return {_TAG_OF[kind]: [_factory(value, path), body] if kind is defaultdict else body}
     if isinstance(value, Tensor):
         if odd := not_plain(value):
-            raise _refusal(path, f"{odd} is not plain data", _PLAIN_TENSOR)
+            raise _refusal(path, odd)
         if kind in _TAG_OF and store is not None and value.nbytes > INLINE_BYTES:
             return {"$stored": store(path, value.detach())}
     tag = "$scalar" if isinstance(value, np.generic) else _TAG_OF.get(kind)
     if tag in ("$array", "$scalar") and value.dtype.kind not in _KINDS:
-        about = f"an array of dtype {value.dtype} is not plain data"
-        raise _refusal(path, about, "let state_dict() return its tolist(), or an array of numbers or text")
+        raise _refusal(path, f"an array of dtype {value.dtype}")
     if tag is None:
-        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__} is not plain data", _instead_of(value))
+        raise _refusal(path, f"a {kind.__module__}.{kind.__qualname__}")
     body = encode(_TAGS[tag][1](value), path, store)
     # A set of text has another order in each process, and ranks compare what they encode.
     return {tag: sorted(body, key=repr) if isinstance(value, set | frozenset) else body}
@@ -140,29 +129,9 @@ def decode(value: Any, path: str, fetch: Fetch = _NOWHERE.__getitem__) -> Any:
         ) from error
 
 
-def stored_keys(value: Any) -> Iterator[str]:
-    """Yield the keys of the large tensors in tagged JSON, as `decode` asks for them."""
-    if isinstance(value, dict) and value.keys() == {"$stored"}:
-        yield value["$stored"]
-    elif isinstance(value, dict | list):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from stored_keys(item)
-
-
-def key_text(key: Any, path: str) -> str:
-    """Return the key of a mapping as text without "/": itself, where it is such text.
-
-    Raises:
-        CheckpointError: it is not plain data; the message names its path.
-    """
-    if type(key) is str and not key.startswith("%") and "/" not in key:
-        return key
-    return "%" + quote(json.dumps(encode(key, path)), safe="")
-
-
-def key_of(text: str) -> Any:
-    """Return the key that `key_text` made this text of."""
-    return decode(json.loads(unquote(text[1:])), text) if text.startswith("%") else text
+def is_same(one: Any, other: Any) -> bool:
+    """Compare two values of plain data to the last bit; NaN is the same as NaN."""
+    return bool(encode(one, "value") == encode(other, "value"))
 
 
 def _step(key: str) -> str:
@@ -173,37 +142,21 @@ def _step(key: str) -> str:
     return f"[{key!r}]" if "." in key or "[" in key else f".{key}"
 
 
-def _refusal(path: str, problem: str, remedy: str = _REMEDY) -> CheckpointError:
-    return CheckpointError(f"{path} cannot be stored: {problem}\n{remedy}")
-
-
-def _instead_of(value: Any) -> str:
-    """Return the remedy for a value whose class a load would have to import."""
-    if isinstance(value, Enum):
-        return "let state_dict() return its member's .value"
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return "let state_dict() return its _asdict()"
-    return _REMEDY
+def _refusal(path: str, problem: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path} cannot be stored: {problem} is not plain data\n"
+        "let state_dict() return numbers, text, bytes, dense tensors, arrays of numbers or text, or tuples,"
+        " lists, sets, dicts of them"
+    )
 
 
 def _factory(value: defaultdict[Any, Any], path: str) -> str | None:
     made = value.default_factory
-    name = getattr(made, "__name__", "")
-    if made is not None and _FACTORIES.get(name) is not made:
-        known = ", ".join(_FACTORIES)
-        raise _refusal(
-            path, f"a defaultdict of {made!r} is not plain data", f"make it a dict, or one of {known}"
-        )
-    return made and name
-
-
-def _of_moment(value: Any) -> list[Any]:
-    return [value.replace(tzinfo=None, fold=0).isoformat(), value.fold, value.tzinfo]
-
-
-def _moment(kind: type[datetime | time], body: Any) -> Any:
-    text, fold, zone = body
-    return kind.fromisoformat(text).replace(fold=fold, tzinfo=zone)
+    if made is None:
+        return None
+    if made not in _FACTORIES.values():
+        raise _refusal(path, f"a defaultdict of {made!r}")
+    return made.__name__
 
 
 def _text(data: Any) -> str:
@@ -233,19 +186,6 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
     "$bytes": (bytes, _text, _bytes),
     "$bytearray": (bytearray, _text, lambda body: bytearray(_bytes(body))),
     "$range": (range, lambda value: [value.start, value.stop, value.step], lambda body: range(*body)),
-    "$date": (date, date.isoformat, date.fromisoformat),
-    "$time": (time, _of_moment, partial(_moment, time)),
-    "$datetime": (datetime, _of_moment, partial(_moment, datetime)),
-    "$timedelta": (
-        timedelta,
-        lambda value: [value.days, value.seconds, value.microseconds],
-        lambda body: timedelta(*body),
-    ),
-    "$timezone": (
-        timezone,
-        lambda value: [value.utcoffset(None), value.tzname(None)],
-        lambda body: timezone(*body),
-    ),
     "$path": (type(Path()), str, Path),
     "$tuple": (tuple, list, tuple),
     "$size": (torch.Size, list, torch.Size),

@@ -48,11 +48,6 @@ def _numbered(entries: Iterable[str]) -> dict[int, str]:
     return {number: found[number] for number in sorted(found)}
 
 
-def is_there(place: Storage) -> bool:
-    """Return True if the folder is a checkpoint, damaged or not."""
-    return bool(commits(place))
-
-
 def manifests(place: Storage) -> list[Manifest]:
     """Return the manifests of a folder that are whole, the newest first. Raises UnreadableError."""
     return _whole(place)[0]
@@ -67,7 +62,12 @@ def read_manifest(place: Storage) -> Manifest:
     found, failure = _whole(place, 1)
     if found:
         return found[0]
-    raise failure or CheckpointError(
+    raise failure or not_a_checkpoint(place)
+
+
+def not_a_checkpoint(place: Storage) -> CheckpointError:
+    """Return the error for a folder without a manifest."""
+    return CheckpointError(
         f"{place} is not a checkpoint: manifest-N.json is missing\n"
         "give the folder that save_state() returned",
         path=str(place),
@@ -223,13 +223,10 @@ def _remove_unnamed(place: Storage) -> None:
 def discard(place: Storage, save_id: str) -> None:
     """Remove a save that failed, its manifest first. What fails is logged."""
     try:
-        mine = [m.number for m in manifests(place) if m.save_id == save_id]
-        if mine:
-            place.remove([f"manifest-{number:08d}.json" for number in mine])
+        place.remove([f"manifest-{m.number:08d}.json" for m in manifests(place) if m.save_id == save_id])
         home = place.at(save_id)
-        if left := [*listed(home)]:
-            home.remove(left)
-            place.remove([])
+        home.remove([*listed(home)])
+        place.remove([])
     except (OSError, CheckpointError) as error:
         logger.warning("%s, left by a failed save, could not be removed: %s", place.at(save_id), error)
 

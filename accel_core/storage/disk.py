@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import platform
 import secrets
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import lru_cache, partial
 from pathlib import Path
 from stat import S_ISREG
-from typing import Any, BinaryIO, Final
+from typing import BinaryIO, Final
 
 try:
     import fcntl
@@ -31,10 +29,8 @@ BEGIN_SECONDS = 10.0
 """Time that a process has from making a folder or a claim's file to locking it: then its save fails."""
 OPEN_FILES: Final = 64
 """Largest number of files of a folder that are open at once."""
-_AT_FDCWD: Final = -100
-_RENAME_NOREPLACE: Final = 1
 _NOT_HERE: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL)
-"""Errors by which file systems and kernels say that they have no such operation."""
+"""Errors by which file systems say that they have no links."""
 _held: Final[set[Path]] = set()
 """Claims of this process: on some systems a lock is lost when its own process looks at it."""
 
@@ -44,8 +40,7 @@ class Disk:
 
     def __init__(self, path: Path, *, shared: bool = True) -> None:
         self.path, self.shared = path, shared
-        self._open: OrderedDict[str, int] = OrderedDict()
-        self._open_lock = threading.Lock()
+        self._opened = lru_cache(OPEN_FILES)(partial(_Opened, path))
 
     def __str__(self) -> str:
         return str(self.path)
@@ -64,7 +59,7 @@ class Disk:
 
     def list(self) -> Mapping[str, int | None]:
         """Return name -> bytes of each regular file, None of all else: links are not followed."""
-        for _ in range(1000):
+        while True:
             try:
                 with os.scandir(self.path) as entries:
                     return {each.name: _size(each) for each in entries}
@@ -75,29 +70,15 @@ class Disk:
                     raise
                 # A file was removed since, and what replaces it may not be listed: look again.
                 time.sleep(0.001)
-        raise OSError(errno.ESTALE, "a name is listed that is not there", str(self.path))
 
     def read(self, name: str, start: int, into: memoryview) -> None:
         """Fill `into`; follows no symbolic link and waits for no pipe."""
+        file = self._opened(name)
         while into:
-            with self._open_lock:  # another thread may close the oldest, or move this one before it is read
-                count = _read_at(self._handle(name), into, start)
+            count = _read_at(file.handle, into, start)
             if not count:
                 raise EOFError(f"it ends after {start} bytes")
             start, into = start + count, into[count:]
-
-    def _handle(self, name: str) -> int:
-        if (handle := self._open.get(name)) is not None:
-            return handle
-        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
-        path = self.path / name
-        handle = os.open(path, sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY))
-        self._open[name] = handle
-        if not S_ISREG(os.fstat(handle).st_mode):
-            raise FileNotFoundError(errno.ENOENT, "it is not a file", str(path))
-        if len(self._open) > OPEN_FILES:
-            os.close(self._open.popitem(last=False)[1])
-        return handle
 
     def create(self, name: str, content: bytes) -> None:
         """Give a synced file of a folder of its own this name too, which fails if the name is taken."""
@@ -180,9 +161,22 @@ class Disk:
             finally:
                 os.close(handle)
 
+
+class _Opened:
+    """A file that is open until nobody reads it any more."""
+
+    handle = -1
+
+    def __init__(self, folder: Path, name: str) -> None:
+        wanted = ("O_NOFOLLOW", "O_NONBLOCK", "O_BINARY")  # as far as the system has them
+        flags = sum((getattr(os, flag, 0) for flag in wanted), os.O_RDONLY)
+        self.handle = os.open(folder / name, flags)
+        if not S_ISREG(os.fstat(self.handle).st_mode):
+            raise FileNotFoundError(errno.ENOENT, "it is not a file", str(folder / name))
+
     def __del__(self) -> None:
-        while self._open:
-            os.close(self._open.popitem()[1])
+        if self.handle >= 0:
+            os.close(self.handle)
 
 
 def _size(entry: os.DirEntry[str]) -> int | None:
@@ -203,30 +197,13 @@ def _name_once(source: Path, target: Path, content: bytes) -> None:
     """Give a file a name that nothing has, in one step where the file system can."""
     try:
         os.link(source, target)
-    except FileExistsError:
-        raise
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
-        if not _rename_once(source, target):
-            with target.open("xb") as file:  # not whole at once: until it is, the one before counts
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-
-
-def _rename_once(source: Path, target: Path) -> bool:
-    """Rename, unless the target exists; False where the system cannot."""
-    try:
-        rename: Any = ctypes.CDLL(None, use_errno=True).renameat2
-    except (AttributeError, OSError, TypeError):
-        return False
-    if rename(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in _NOT_HERE:
-        return False
-    raise OSError(number, os.strerror(number), str(target))
+        with target.open("xb") as file:  # not whole at once: until it is, the one before counts
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _lock(handle: int) -> bool:

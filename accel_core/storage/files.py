@@ -153,7 +153,7 @@ class DataFile:
         """
         blocks = range(start // BLOCK_BYTES, -(-(start + len(into)) // BLOCK_BYTES))
         if not self.verified.issuperset(blocks):
-            self.verify(number for number in blocks if number not in self.verified)
+            self.verify(blocks)
         self._read(start, into)
 
     def _read(self, start: int, into: memoryview) -> None:
@@ -167,13 +167,6 @@ class DataFile:
         """Return the bytes of a block: only the last one may have less than all."""
         return min(BLOCK_BYTES, self.record.size - number * BLOCK_BYTES)
 
-    def fetch(self, blocks: Iterable[int]) -> None:
-        """Bring these blocks near. Raises CheckpointError."""
-        try:
-            self.home.fetch(self.name, [(number * BLOCK_BYTES, self.size_of(number)) for number in blocks])
-        except OSError as error:
-            raise cannot_be_read(str(self), error) from error
-
     def block(self, number: int, piece: memoryview) -> str:
         """Return the digest of a block, as it is now. piece: memory of `PIECE_BYTES` to read into."""
         digest, begin = xxh3_64(), number * BLOCK_BYTES
@@ -184,9 +177,14 @@ class DataFile:
         return digest.hexdigest()
 
     def verify(self, blocks: Iterable[int]) -> None:
-        """Compare blocks with their digests. Raises CheckpointError."""
+        """Bring blocks near and compare them with their digests, once. Raises CheckpointError."""
+        numbers = [number for number in blocks if number not in self.verified]
+        try:
+            self.home.fetch(self.name, [(number * BLOCK_BYTES, self.size_of(number)) for number in numbers])
+        except OSError as error:
+            raise cannot_be_read(str(self), error) from error
         piece = memoryview(bytearray(PIECE_BYTES))
-        for number in blocks:
+        for number in numbers:
             if self.block(number, piece) != self.digests[number]:
                 raise damaged(self, f"block {number} is not what was written")
             self.verified.add(number)

@@ -96,7 +96,6 @@ class Opened:
     def verify(self, blocks: Iterable[Block]) -> None:
         """Compare these blocks with their digests. Raises CheckpointError."""
         for data, numbers in self._by_file(blocks):
-            data.fetch(numbers)
             data.verify(numbers)
 
     def note_verified(self, blocks: Iterable[Block]) -> None:

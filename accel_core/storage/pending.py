@@ -18,10 +18,9 @@ what is left of the save.
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -34,6 +33,7 @@ from accel_core.storage.files import FileRecord, Meter, UnreadableError, as_json
 from accel_core.storage.protocols import first_here, firsts
 
 if TYPE_CHECKING:
+    from accel_core.storage.layout import Layout
     from accel_core.storage.protocols import Comm, Mailbox, Message, Storage
 
 HEARD_SECONDS: Final = 10.0
@@ -43,8 +43,6 @@ LOOK_SECONDS: Final = 0.5
 SAID_RANKS: Final = 10
 SAID_BYTES: Final = 500
 """Length of a rank's error in its vote: a vote stays below 1 KiB."""
-unreported: Final[dict[str, tuple[int, str]]] = {}
-"""Background saves whose failure was not reported yet: id -> (process, message)."""
 
 
 class Part(Protocol):
@@ -64,28 +62,30 @@ class Part(Protocol):
 class Share:
     """The files of one rank, as bytes and buffers: writing runs no loop over leaves.
 
-    head, body: of the data file, `size` bytes; each part of the body is valid until the next one.
-    own: JSON of this rank's state. index: members of a JSON object, of where the tensors are.
-    state: JSON of what all ranks share, for the rank that writes it.
+    body: of the data file; each part is valid until the next one. own: JSON of this rank's state. state: JSON
+    of what all ranks share, for the rank that writes it.
     """
 
     rank: int
-    head: bytes
+    layout: Layout
     body: Iterable[memoryview]
-    size: int
     own: bytes
-    index: bytes
     state: bytes | None
     meter: Meter = field(factory=Meter)
+
+    @property
+    def size(self) -> int:
+        """Bytes of the tensors."""
+        return self.layout.size
 
     def write(self, home: Storage) -> dict[str, FileRecord]:
         """Write the files, durably; name -> record."""
         data, index = f"rank-{self.rank:05d}.safetensors", f"rank-{self.rank:05d}.json"
         with home.writer(data) as file:
-            record, blocks = write_file(file, chain([self.head], self.body), self.meter)
+            record, blocks = write_file(file, chain([self.layout.head], self.body), self.meter)
         text = [b'{"rank":%d,"state":' % self.rank, self.own, b',"blocks":', as_json(blocks)]
         parts = {
-            index: [*text, b",", self.index, b"}"],
+            index: [*text, b",", self.layout.index, b"}"],
             **({} if self.state is None else {"state.json": [self.state]}),
         }
         records = {data: record}
@@ -101,15 +101,15 @@ class Pending:
 
     `run` does it, here or in a thread of its own; `wait` waits for it.
 
-    place: the checkpoint. number: of the commit there. claim: of the save's folder, which this releases.
-    members: of the manifest, but for its files; of rank 0. committed: called on the first rank of each disk.
-    what: in words, for errors.
+    place: the checkpoint. number: of the commit there. parts: what this rank writes. claim: of the save's
+    folder, which this releases. members: of the manifest, but for its files; of rank 0. committed: called on
+    the first rank of each disk. what: in words, for errors.
     """
 
     place: Storage
     save_id: str
     number: int
-    share: Part
+    parts: Sequence[Part]
     members: Mapping[str, Any]
     claim: ExitStack
     comm: Comm
@@ -126,25 +126,20 @@ class Pending:
     """
     _is_given_up: bool = field(default=False, init=False)
     _thread: threading.Thread | None = field(default=None, init=False)
-    _done: threading.Event = field(factory=threading.Event, init=False)
 
     def start(self) -> None:
-        """Let a thread do it. Where no thread can be had, this raises, and the save fails on all ranks."""
+        """Let a thread do it."""
         # Daemon thread: the run's atexit handler waits for it and shows progress.
         self._thread = threading.Thread(target=self.run, name=f"save {self.place.name}", daemon=True)
         try:
             self._thread.start()
-        except BaseException as error:
-            if self._thread.ident is None:  # it has not begun
-                self._thread, self._cause = None, error
-                self.run()
-            raise
+        except RuntimeError:  # no thread can be had
+            self._thread = None
+            self.run()
 
     def run(self) -> None:
         """Write, vote, and hear the verdict. A failure is kept for `wait`."""
         rank = self.comm.rank
-        if self._done.is_set():  # a thread that was given up before it had begun
-            return
         try:
             others_wait = len(self.comm.nodes) > 1
             with self.claim, self.mail.alive() if others_wait else nullcontext():
@@ -155,17 +150,13 @@ class Pending:
         except Exception as error:  # the mailbox's: the process that serves it is gone
             self._failure = f"rank {rank}: {type(error).__name__}: {error}"
             self._cause = self._cause or error
-        finally:
-            if self._thread is not None and self._failure is not None and not self._is_given_up:
-                unreported[self.save_id] = os.getpid(), self._message
-            self._done.set()
         if self._cause is not None and not isinstance(self._cause, Exception):
             raise self._cause  # Ctrl-C: the others know
 
     @property
     def is_over(self) -> bool:
         """True once nothing of it is read or written any more."""
-        return self._thread is None or self._done.is_set()
+        return self._thread is None or not self._thread.is_alive()
 
     def wait(self, patience: float | None = None) -> None:
         """Return once it is over.
@@ -175,19 +166,21 @@ class Pending:
         """
         deadline = None if patience is None else time.monotonic() + patience
         with nullcontext() if self.is_over else self.shown():
-            while not self.is_over and not self._done.wait(LOOK_SECONDS):
+            while self._thread is not None and self._thread.is_alive():
+                self._thread.join(LOOK_SECONDS)
                 if deadline is not None and time.monotonic() > deadline:
                     self._is_given_up = True
                     self._failure = f"it was not over after {patience:g} s"
                     break
-        unreported.pop(self.save_id, None)
         if self._failure is not None:
             raise CheckpointError(self._message, path=str(self.place)) from self._cause
 
     def shown(self) -> AbstractContextManager[object]:
         """Show how much of this rank's data is written, while that is waited for."""
+        parts = self.parts
         return self.comm.shown(
-            f"writing {self.place.name}", lambda: (self.share.meter.count, self.share.size)
+            f"writing {self.place.name}",
+            lambda: (sum(part.meter.count for part in parts), sum(part.size for part in parts)),
         )
 
     @property
@@ -200,16 +193,16 @@ class Pending:
     def _attempt(self, action: Callable[[], Message]) -> Message:
         """Return the result of `action`, or its error, as a message to the other ranks."""
         try:
-            if self._cause is not None:
-                raise self._cause
             return action()
         except BaseException as error:
             self._cause = error
             return {"error": f"{type(error).__name__}: {error}"[:SAID_BYTES]}
 
     def _write(self) -> Message:
+        home, records = self.place.at(self.save_id), dict[str, FileRecord]()
         try:
-            records = self.share.write(self.place.at(self.save_id))
+            for part in self.parts:
+                records |= part.write(home)
         except FileNotFoundError as error:
             raise CheckpointError(
                 f"{self.place}/{self.save_id}, made by rank 0, is not visible here\n"
@@ -266,13 +259,9 @@ class Pending:
         # Rank 0 often serves the store: it must not be gone before all have heard.
         alive = [rank for rank, vote in heard.items() if vote is not None and rank]
         left = mail.wait({rank: f"heard-{rank}" for rank in alive}, HEARD_SECONDS)
-        mail.delete(
-            "vote-0", "alive-0", *(f"commit-{rank}" for rank in others), *(["commit"] if others else [])
-        )
-        for rank in [rank for rank, answer in left.items() if answer is not None]:
-            mail.delete(f"vote-{rank}", f"heard-{rank}", f"alive-{rank}")
-        if None not in [*heard.values(), *left.values()]:
-            mail.delete("verdict")
+        if None not in [*heard.values(), *left.values()]:  # else somebody may still ask
+            words = ("vote", "heard", "alive", *(["commit"] if others else []))
+            mail.delete("verdict", "commit", *(f"{word}-{rank}" for word in words for rank in ranks))
         return failure
 
     def _failures(self, heard: Mapping[int, Message | None]) -> list[str]:

@@ -63,10 +63,6 @@ class Declared(NamedTuple):
     boxes: tuple[Box, ...]
 
 
-class IncompleteError(CheckpointError):
-    """The parts that ranks hold do not make up the state."""
-
-
 @frozen
 class Group:
     """Leaves of which each rank that has one has all, declared alike.
@@ -138,8 +134,8 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
                 load[near[0]] += box.volume * len(group.keys)
                 if near[0] == rank:
                     mine += [(-box.volume, key, box) for key in group.keys]
-    remedy = "this must be fixed in the plugin that describes it"
-    raise_problems(problems, "the state of this run cannot be saved", remedy, kind=IncompleteError)
+    remedy = "save on all ranks, without `alone`" if len(disks) == 1 else "the plugin must describe all of it"
+    raise_problems(problems, "what the ranks hold is not the whole state", remedy)
     mine.sort(key=itemgetter(0))
     for volume, key, box, near in sorted(shared, key=itemgetter(0, 1)):
         writer = min(near, key=load.__getitem__)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_core.errors import CheckpointError
@@ -78,12 +77,12 @@ class Saver:
             commits.append(self._begin(target, save_id, claim, is_new=place is None))
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
             own = as_json(state.own)
-            shares.append(Share(comm.rank, layout.head, body, layout.size, own, layout.index, shared))
+            shares.append(Share(comm.rank, layout, body, own, shared))
 
         try:
             comm.together("save_state: begin", start)
             series.number_from(number + 1)
-            (commit,), (share,) = commits, shares
+            (commit,) = commits
             named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
             about = {**named, "domains": self._domains(target), **members()} if comm.rank == 0 else {}
         except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
@@ -92,9 +91,9 @@ class Saver:
             claim.close()
             raise
 
-        committed = partial(series.committed, number, save_id) if place is None else _nothing
+        committed = series.apply_limit if place is None else _nothing
         mail = comm.mailbox(f"save/{save_id}")
-        pending = Pending(target, save_id, commit, share, about, claim, comm, mail, committed)
+        pending = Pending(target, save_id, commit, shares, about, claim, comm, mail, committed)
         self._pending = pending
         if wait:
             with pending.shown():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
@@ -50,16 +50,16 @@ class Series:
 
     next_number: the number of the next checkpoint, whether it is named by it or by the user.
     ancestors: ids of the runs whose state this one took over, the oldest first.
-    kept: number -> save id, of the numbered checkpoints that the limit counts.
     """
 
     def __init__(self, numbering: Callable[[], Numbering], first: int = 0) -> None:
         self._numbering = numbering
         self.next_number = first
         self.ancestors: Sequence[str] = ()
-        self.kept: dict[int, str] = {}
-        self._unfinished: set[int] | None = None
-        """Numbers of folders without a checkpoint, as they were looked at last."""
+        self._others: set[int] = set()
+        """Numbers of checkpoints that this run neither wrote nor resumed from, whatever their lineage."""
+        self._clean = 0
+        """Number below which killed saves have left nothing."""
 
     @property
     def folder(self) -> Storage:
@@ -85,17 +85,11 @@ class Series:
 
     def free_number(self) -> int:
         """Return a number above all in the folder, also above those that others save now."""
-        there, known = {*self._numbers()} - self.kept.keys(), self._unfinished
-        # Older ones that others have saved are looked at once.
-        looked = (
-            there if known is None else {each for each in there if each >= self.next_number or each in known}
-        )
-        unfinished = {number for number in looked if not commits(self.path_of(number))}
-        self._clear(unfinished)
-        self._unfinished = {number for number in unfinished if listed(self.path_of(number))}
-        taken = [*self.kept, *(there - unfinished), *self._unfinished]
-        number = max([self.next_number, *(each + 1 for each in taken)])
-        if number > self.next_number:
+        self.clear()
+        others = [number for number in self._numbers() if number >= self.next_number]
+        self._others.update(others)
+        number = max(others, default=self.next_number - 1) + 1
+        if others:
             logger.warning(
                 "%s: up to number %d there are checkpoints that this run neither wrote nor resumed from;"
                 " they stay, and it goes on with number %d",
@@ -103,17 +97,31 @@ class Series:
             )
         return number
 
-    def clear(self, numbers: Iterable[int] | None = None) -> None:
-        """Remove what killed saves have left, of these numbers or of all."""
-        there = self._numbers() if numbers is None else numbers
-        self._clear(number for number in there if not commits(self.path_of(number)))
-
-    def _clear(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
+    def clear(self) -> None:
+        """Remove what killed saves have left; what somebody may be writing still is looked at again."""
+        left = []
+        for number in [number for number in self._numbers() if number >= self._clean]:
             place = self.path_of(number)
-            prune(place, 0)
-            with suppress(OSError):
-                place.remove([])
+            if not commits(place):
+                prune(place, 0)
+                with suppress(OSError):
+                    place.remove([])
+                left += [number] if listed(place) else []
+        self._clean = min([self.next_number, *left])
+
+    def _there(self) -> dict[int, Manifest | None]:
+        """Return number -> manifest of each that was saved under this number, None of a damaged one.
+
+        The newest is first.
+        """
+        found: dict[int, Manifest | None] = {}
+        for number in sorted(self._numbers(), reverse=True):
+            place = self.path_of(number)
+            manifest = intact(place)
+            is_one = bool(commits(place)) if manifest is None else manifest.name == place.name
+            if is_one:
+                found[number] = manifest
+        return found
 
     def candidates(self, *, best: bool = False) -> list[int]:
         """Return the numbers of checkpoints that may be loaded, newest or best first.
@@ -121,24 +129,22 @@ class Series:
         Those that this run and the runs which resumed it have saved; if there are none, all. Of the best also
         those that led to this run, which has saved others since.
         """
-        found: dict[int, Manifest | None] = {}
-        for number in sorted(self._numbers(), reverse=True):
+        found = self._there()  # None: loading it finds out why, and says so
+        for number in sorted({*self._numbers()} - found.keys()):
             place = self.path_of(number)
-            if not commits(place):
-                if listed(place):
-                    logger.warning("passed over: %s holds no save that has ended", place)
-                continue
-            manifest = intact(place)  # None: loading it finds out why, and says so
-            if manifest is None or manifest.name == place.name:
-                found[number] = manifest
-            else:
-                logger.warning(
-                    "passed over: %s was not saved under this name, but as %s", place, manifest.name
-                )
+            logger.warning("passed over: %s holds no whole save of this number", place)
         mine = self._mine(found)
         if not best:
             return mine
-        return self._best_first({number: found.get(number) for number in {*mine, *self.kept}})
+        return self._best_first({n: each for n, each in found.items() if n in mine or self._is_own(each)})
+
+    def _is_own(self, manifest: Manifest | None) -> bool:
+        """Return True if this run saved it, or one that this run has resumed, before it went on."""
+        return (
+            manifest is not None
+            and manifest.run_id in self.lineage
+            and manifest.iteration not in self._others
+        )
 
     def _mine(self, found: Mapping[int, Manifest | None]) -> list[int]:
         intact_ones = [manifest for manifest in found.values() if manifest is not None]
@@ -172,59 +178,42 @@ class Series:
         ranked = [number for number in sorted(values) if not math.isnan(values[number])]
         return sorted(ranked, key=lambda number: -values[number] if is_largest else values[number])
 
-    def resume(self, loaded: Manifest, *, counts: bool) -> None:
-        """Go on from a checkpoint: its lineage is this run's.
+    def resume(self, loaded: Manifest) -> None:
+        """Go on from a checkpoint: its lineage is this run's, and numbers only rise."""
+        self.ancestors, self._clean = loaded.lineage, 0
+        self.next_number = max(self.next_number, loaded.iteration + 1)
 
-        counts: the limit counts the checkpoints that led to it. By the first rank of each disk.
-        """
-        self.ancestors, self._unfinished = loaded.lineage, None
-        self.next_number = max(self.next_number, loaded.iteration + 1)  # numbers only rise
-        for number in self._numbers() if counts else ():
-            manifest = intact(self.path_of(number)) if number <= loaded.iteration else None
-            if manifest is not None and manifest.run_id in loaded.lineage:
-                self.kept[number] = manifest.save_id
-
-    def committed(self, number: int, save_id: str) -> None:
-        """Count a checkpoint, and remove the oldest that this run wrote or resumed from, down to the limit.
+    def apply_limit(self) -> None:
+        """Remove the oldest that this run wrote or resumed from, down to the limit.
 
         The best one stays, and each that somebody has claimed. What fails is logged: the save itself is
         complete.
         """
-        self.kept[number] = save_id
+        limit = self._numbering().limit
+        if limit is None:
+            return
         try:
-            self._remove_over()
+            own = {n: each for n, each in self._there().items() if self._is_own(each)}
+            best = self._best_first(own)[:1]
+            for number, manifest in sorted(own.items())[:-limit]:
+                place = self.path_of(number)
+                if number not in best and manifest and not place.at(manifest.save_id).is_claimed():
+                    self._remove(place)
         except (OSError, UnreadableError) as error:  # so that nothing says which is the best
             logger.warning("total_limit is not applied now: %s", error)
 
-    def _remove_over(self) -> None:
-        numbering = self._numbering()
-        over = sorted(self.kept)[: -numbering.limit if numbering.limit else 0]
-        found = {number: intact(self.path_of(number)) for number in (self.kept if over else ())}
-        best = self._best_first(found)[:1]
-        for number in [number for number in over if number not in best]:
-            place, manifest, expected = self.path_of(number), found[number], self.kept[number]
-            if manifest is not None and place.at(manifest.save_id).is_claimed():
-                continue  # by the next save
-            if not commits(place):  # it was removed, or half of it
-                del self.kept[number]
-                self._clear({number}.intersection(self._numbers()))
-                continue
-            if manifest is None or (manifest.name, manifest.save_id) != (place.name, expected):
-                logger.warning("%s is not what this run saved; it stays", place)
-                del self.kept[number]
-                continue
-            try:
-                left = remove(place)
-            except (OSError, CheckpointError) as error:
-                logger.warning("%s could not be removed: %s", place, error)
-                continue
-            del self.kept[number]
-            if left:
-                logger.warning(
-                    "%s: the checkpoint is removed by total_limit; %s, not part of it, stays",
-                    *(place, ", ".join(sorted(left))),
-                )
+    def _remove(self, place: Storage) -> None:
+        try:
+            left = remove(place)
+        except (OSError, CheckpointError) as error:
+            logger.warning("%s could not be removed: %s", place, error)
+            return
+        if left:
+            logger.warning(
+                "%s: the checkpoint is removed by total_limit; %s, not part of it, stays",
+                *(place, ", ".join(sorted(left))),
+            )
 
-    def _numbers(self) -> Iterable[int]:
+    def _numbers(self) -> list[int]:
         """Return the numbers of all entries with such a name."""
         return [int(named[1]) for name in listed(self.folder) if (named := _NAME.fullmatch(name))]

@@ -15,7 +15,7 @@ from attrs import define, field, frozen
 from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
-from accel_core.storage.codec import decode, stored_keys
+from accel_core.storage.codec import decode
 from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, understanding
 from accel_core.storage.leaves import Kind, Leaf
 from accel_core.storage.opened import Block, Opened
@@ -85,24 +85,14 @@ class Stored:
         """Return the value of a tensor of one element."""
         return float(self.tensor())
 
-    def parts(self, leaf: Leaf | None) -> Sequence[tuple[DataFile, int, int]]:
-        """Return file, start and end of what `fill` reads for a leaf, or of all without one."""
-        found: list[tuple[DataFile, int, int]] = []
-        width = DTYPES[self.dtype].itemsize
-        # A tuple finds the box that equals it, and takes less time to make.
-        wanted_boxes: Any = leaf.shards if leaf else self.boxes
-        for offset, part in wanted_boxes:
-            wanted: Any = tuple(offset), part.shape if leaf else part
-            file, start = self.boxes.get(wanted, (None, 0))
-            if file is not None:
-                found.append((file, start, start + math.prod(wanted[1]) * width))
-                continue
-            for box, (file, start) in self.boxes.items():
-                if common := intersect(box, Box(*wanted)):
-                    row = math.prod(box.shape[1:]) * width
-                    first, rows = common.offset[0] - box.offset[0], common.shape[0]
-                    found.append((file, start + first * row, start + (first + rows) * row))
-        return found
+    def boxes_for(self, leaf: Leaf | None) -> Iterable[Box]:
+        """Return the stored boxes of which `fill` reads for a leaf, or all without one."""
+        if leaf is None:
+            return self.boxes
+        wanted = _boxes_of(leaf)
+        if all(box in self.boxes for box in wanted):  # the usual case
+            return wanted
+        return [box for box in self.boxes if any(intersect(box, each) for each in wanted)]
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
         """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
@@ -184,16 +174,15 @@ class Checkpoint(Opened):
 
     def blocks_of(self, places: Iterable[tuple[Stored, Leaf | None]]) -> set[Block]:
         """Return the blocks that are read for these leaves, or of all of a tensor for None."""
-        numbers: dict[DataFile, set[int]] = defaultdict(set)
-        for stored, leaf in places:
-            for file, start, end in stored.parts(leaf):
-                numbers[file].update(range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES)))
         ranks = {data: rank for rank, (data, _) in self.shares.items()}
-        return {(ranks[file], number) for file, each in numbers.items() for number in each}
-
-    def blocks_of_values(self, encoded: Iterable[Any]) -> set[Block]:
-        """Return the blocks that `decode` reads of these values."""
-        return self.blocks_of((self.tensors["", key], None) for each in encoded for key in stored_keys(each))
+        found: set[Block] = set()
+        for stored, leaf in places:
+            for box in stored.boxes_for(leaf):
+                file, start = stored.boxes[box]
+                end = start + box.volume * DTYPES[stored.dtype].itemsize
+                blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
+                found.update((ranks[file], number) for number in blocks)
+        return found
 
     def decode(self, value: Any, path: str) -> Any:
         """Return the value that was encoded, its large tensors read from the data files."""
@@ -202,19 +191,8 @@ class Checkpoint(Opened):
         except RecursionError as error:
             raise damaged(self.place, f"{path} is nested without end") from error
 
-    def try_decode(self, value: Any, path: str) -> None:
-        """Raise what `decode` raises, without reading a data file."""
-        try:
-            decode(value, path, lambda key: torch.empty(0) if ("", key) in self.tensors else _missing(key))
-        except RecursionError as error:
-            raise damaged(self.place, f"{path} is nested without end") from error
-
     def _fetch(self, key: str) -> Tensor:
         return self.tensors["", key].tensor()
-
-
-def _missing(key: str) -> Tensor:
-    raise LookupError(f"there is no tensor {key}")
 
 
 def _add_tensors(tensors: dict[Key, Stored], rank: int, files: Opened) -> set[Key]:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from attrs import asdict
 from torch import Tensor
 
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import begin, cannot_be_saved, commit, discard, new_save_id, prune
-from accel_core.storage.files import FileRecord, as_json
+from accel_core.storage.commit import begin, cannot_be_saved, new_save_id
+from accel_core.storage.files import as_json
 from accel_core.storage.layout import Layout
 from accel_core.storage.leaves import Kind, whole
-from accel_core.storage.pending import Share
+from accel_core.storage.pending import Pending, Share
 from accel_core.storage.plan import Key, declare
+from accel_core.storage.protocols import Alone
 from accel_core.storage.state import State
 from accel_core.storage.tensor_bytes import DTYPES, bytes_of
 
@@ -51,25 +52,20 @@ def write_checkpoint(
     Raises:
         CheckpointError: something is not plain data, or the place cannot be written.
     """
-    save_id, number = new_save_id(), begin(place)
-    home, files = place.at(save_id), dict[str, FileRecord]()
+    shares = [
+        _share(rank, shared, own, outlines if rank == 0 else {}, read) for rank, own in enumerate(ranks)
+    ]
+    time = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    save_id, number, claim, alone = new_save_id(), begin(place), ExitStack(), Alone()
+    named: dict[str, Any] = {"save_id": save_id, "name": None, "domains": [], "time": time}
     try:
-        with home.claim():
-            try:
-                for rank, own in enumerate(ranks):
-                    share = _share(rank, shared, own, outlines if rank == 0 else {}, read)
-                    files |= share.write(home)
-                time = datetime.now(timezone.utc).isoformat(timespec="seconds")
-                named: dict[str, Any] = {"save_id": save_id, "name": None, "domains": [], "time": time}
-                records = {name: asdict(record) for name, record in sorted(files.items())}
-                sizes = {name: record.size for name, record in files.items()}
-                commit(place, {**members, **named, "files": records}, number, sizes)
-            except BaseException:
-                discard(place, save_id)
-                raise
+        claim.enter_context(place.at(save_id).claim())
     except OSError as error:
         raise cannot_be_saved(place, error) from error
-    prune(place, number)
+    about = {**members, **named}
+    pending = Pending(place, save_id, number, shares, about, claim, alone, alone.mailbox(""), lambda: None)
+    pending.run()
+    pending.wait()
 
 
 def _share(
@@ -96,4 +92,4 @@ def _share(
             ((_, tensor),) = state.leaves[key].shards
             yield bytes_of(read(key) if tensor.is_meta else tensor)
 
-    return Share(rank, layout.head, body(), layout.size, told, layout.index, text)
+    return Share(rank, layout, body(), told, text)

@@ -80,31 +80,21 @@ def writers_wait():
 
 @contextmanager
 def start_ends(name: str, how: str):
-    """The start of a thread of that name raises: it has not begun ("never"), begins later, or has "begun".
-
-    Yields what lets those begin that do so later, and waits for them.
-    """
-    start, left = threading.Thread.start, []
+    """The start of a thread of that name raises: it has not begun ("never"), or has "begun"."""
+    start = threading.Thread.start
 
     def interrupted(thread):
         if not thread.name.startswith(name):
             return start(thread)
         if how == "never":
             raise RuntimeError("can't start new thread")
-        left.append(thread)
-        if how == "begun":
-            start(thread)
-            time.sleep(0.1)
+        start(thread)
+        time.sleep(0.1)
         raise KeyboardInterrupt
-
-    def begin_later():
-        for thread in left:
-            start(thread)
-            thread.join()
 
     threading.Thread.start = interrupted
     try:
-        yield begin_later
+        yield
     finally:
         threading.Thread.start = start
 

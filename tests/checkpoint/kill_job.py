@@ -23,7 +23,7 @@ from torch import nn
 
 from accel_core import Accelerator, ProjectConfiguration
 from accel_core.storage import disk
-from accel_core.storage.commit import is_there, read_manifest
+from accel_core.storage.commit import commits, read_manifest
 from accel_core.storage.disk import Disk
 from accel_testing.processes import reserved_port
 
@@ -110,13 +110,13 @@ class Job:
         return [Disk(path) for path in folder.iterdir()] if folder.exists() else []
 
     def exists(self) -> bool:
-        return any(map(is_there, self.places()))
+        return any(map(commits, self.places()))
 
     def left_behind(self) -> list[str]:
         """What lies in the folders of checkpoints and belongs to none."""
         found = []
         for place in self.places():
-            manifest = read_manifest(place) if is_there(place) else None
+            manifest = read_manifest(place) if commits(place) else None
             whole = {f"manifest-{manifest.number:08d}.json", manifest.save_id} if manifest else set()
             found += [f"{place.name}/{name}" for name in place.list() if name not in {*whole, "notes"}]
             found += [] if manifest else [place.name]
@@ -298,7 +298,7 @@ def _die_at(job: Job, point: int, *, links: bool) -> None:
 def _follow(happens: Callable[[str], None], *, links: bool) -> None:
     """Call `happens` right before each thing that this process does to the file system, from now on.
 
-    links: the file system has them; else a file gets its name by a rename that replaces none.
+    links: the file system has them; else a file is created in its place.
     """
     sync = os.fsync
 

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 
-import numpy as np
 import pytest
 import torch
 from lookup import members_of
@@ -97,31 +96,6 @@ def test_the_best_may_be_of_the_run_that_led_to_this_one(job):
 def test_a_missing_metric_is_an_error_that_names_it(job, tmp_path):
     with pytest.raises(CheckpointError, match=r"'val_loss', which is not among the metrics \(accuracy\)"):
         job().accelerator.save_state(metrics={"accuracy": 0.5})
-
-    assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.parametrize("value", ["low", 10**400, torch.zeros(2)], ids=["text", "huge", "two"])
-def test_what_is_not_a_number_is_refused(job, value):
-    with pytest.raises(CheckpointError, match="metric 'val_loss' is .*, and not a number"):
-        job().accelerator.save_state(metrics={"val_loss": value})
-
-
-def test_metrics_without_names_are_refused(job, tmp_path):
-    with pytest.raises(CheckpointError, match=r"metrics is \[0.5\], which has no names\ngive a mapping"):
-        job().accelerator.save_state(metrics=[0.5])
-
-    assert not (tmp_path / "checkpoints").exists()
-
-
-@pytest.mark.parametrize(
-    "step",
-    ["3", 1.5, torch.zeros(2), True, np.ma.array(3, mask=True)],
-    ids=["text", "half", "two", "flag", "masked"],
-)
-def test_a_step_that_is_not_a_whole_number_is_refused(job, tmp_path, step):
-    with pytest.raises(CheckpointError, match="(?s)step is .*, and not a whole number"):
-        job().accelerator.save_state(step=step, metrics={"val_loss": 1})
 
     assert not (tmp_path / "checkpoints").exists()
 

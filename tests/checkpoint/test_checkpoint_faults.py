@@ -119,7 +119,7 @@ def test_the_manifest_of_another_save(job, folder, caplog):
     shutil.copy(manifest_in(folder / "checkpoint_1"), manifest_in(folder / "checkpoint_2"))
     value, (said,) = loaded_after(job, caplog)
     assert value == 1
-    assert "checkpoint_2 was not saved under this name, but as checkpoint_1" in said
+    assert "checkpoint_2 holds no whole save of this number" in said
     with pytest.raises(CheckpointError, match=r"checkpoint_2/save-.* is damaged: it is not there"):
         job.load(folder / "checkpoint_2")
 
@@ -422,20 +422,6 @@ NO_STATES = [
     {"torch": {"$tensor": ["uint8", [5056], "A" * 6740 + "AA=="]}},
     [],
 ]
-
-
-@pytest.mark.parametrize("readers", [1, 2], ids=["same-world", "other-world"])
-@pytest.mark.parametrize("value", NO_STATES, ids=lambda value: str(value)[:40])
-def test_random_streams_of_no_generator_are_refused_before_anything_is_touched(saved, value, readers):
-    def change(rank):
-        known = rank["state"]["random"]
-        rank["state"]["random"] = {**known, **value} if value else value
-
-    rewrite(saved.folder, "rank-00000.json", change)
-    rewrite(saved.folder, "manifest.json", lambda members: members["world"].update(readers=readers))
-    before = torch.get_rng_state()
-    assert "random streams" in saved.refused()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_state_that_is_none_of_a_loaders_generator_is_named_with_the_loader(saved):

@@ -65,17 +65,10 @@ def test_the_next_save_goes_on_after_ctrl_c_while_the_first_copy_was_laid_out(jo
     job.accelerator.wait_for_checkpoint()
 
 
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("how", ["never", "later"])
-def test_a_save_whose_thread_could_not_be_started_has_failed_and_writes_nothing(job, tmp_path, how):
-    with async_job.start_ends("save ", how) as begin_later:
-        with pytest.raises((RuntimeError, KeyboardInterrupt)):
-            job.accelerator.save_state(tmp_path / "one", wait=False)
-        with pytest.raises(CheckpointError, match="can't start new thread|KeyboardInterrupt"):
-            job.accelerator.wait_for_checkpoint()
-        begin_later()
-        job.accelerator.save_state(tmp_path / "two")
-    assert [path.name for path in tmp_path.iterdir()] == ["two"]
+def test_a_save_whose_thread_could_not_be_started_is_written_at_once(job, tmp_path):
+    with async_job.start_ends("save ", "never"):
+        job.accelerator.save_state(tmp_path / "one", wait=False)
+    job.accelerator.load_state(tmp_path / "one")
 
 
 @pytest.mark.timeout(60)

@@ -136,10 +136,9 @@ def test_without_strict_a_head_that_is_tied_no_more_is_left_out(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "here", "fits"),
     [
-        (torch.float8_e4m3fn, torch.bfloat16, True),
-        (torch.float8_e5m2, torch.float32, True),
+        (torch.bfloat16, torch.float32, True),
+        (torch.int16, torch.int32, True),
         (torch.float32, torch.float8_e4m3fn, False),
-        (torch.uint16, torch.int32, True),
         (torch.uint16, torch.int16, False),
         (torch.uint16, torch.float8_e5m2, False),
         (torch.float8_e5m2, torch.uint16, False),
@@ -154,7 +153,7 @@ def test_numbers_are_read_as_another_dtype_where_it_holds_them(tmp_path, saved, 
     second = Accelerator(device="cpu")
     model = second.prepare(Graph(torch.zeros(2).to(here)))
     if not fits:
-        with pytest.raises(CheckpointError, match="edges is .* in the checkpoint; .* would lose digits"):
+        with pytest.raises(CheckpointError, match="edges is .* in the checkpoint; .* may lose digits"):
             second.load_state(tmp_path / "here")
     second.load_state(tmp_path / "here", strict=fits)
     assert model.edges.real.to(torch.float32).tolist() == [1, 2]

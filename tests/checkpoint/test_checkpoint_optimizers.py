@@ -80,18 +80,6 @@ class InItsGroups(Averaging):
             group["step"] = group.get("step", 0) + 1
 
 
-class WithASlash(InItsGroups):
-    key = "average/fast"
-
-
-class WithANumber(InItsGroups):
-    key = 0
-
-
-class WithAPercent(InItsGroups):
-    key = "%5B0%5D"
-
-
 class Wrapping(torch.optim.Optimizer):
     """Around another optimizer, whose groups and state it shares; never calls torch's `__init__`."""
 
@@ -157,28 +145,14 @@ class Copying(InItsGroups):
         return deepcopy(super().state_dict())
 
 
-@pytest.mark.parametrize(
-    "kind", [InItsGroups, WithASlash, WithANumber, WithAPercent, Wrapping, Grouping, Copying]
-)
+@pytest.mark.parametrize("kind", [InItsGroups, Wrapping, Grouping, Copying])
 def test_it_goes_on_as_if_nothing_had_happened(tmp_path, kind):
     whole = trained(kind, range(1, 6))
     trained(kind, range(1, 4), save=tmp_path / "ck")
     assert torch.equal(trained(kind, range(4, 6), load=tmp_path / "ck"), whole)
 
 
-class Hiding(Averaging):
-    def state_dict(self):
-        told = super().state_dict()
-        state = {number: {"average": each["average"] * 2} for number, each in told["state"].items()}
-        return {**told, "state": state}
-
-
-class Flattening(Averaging):
-    def state_dict(self):
-        return {"state": {}, "param_groups": []}
-
-
-@pytest.mark.parametrize("kind", [OfNoParameter, InItsStateDict, ByHooks, Hiding, Flattening])
+@pytest.mark.parametrize("kind", [OfNoParameter, InItsStateDict, ByHooks])
 def test_state_beside_that_of_parameters_is_refused_by_name(tmp_path, kind):
     with pytest.raises(
         CheckpointError, match=rf"{kind.__name__} keeps .*: it would not be saved\nkeep it with"
@@ -269,10 +243,11 @@ def test_a_tensor_without_a_shape_is_refused_before_anything_is_loaded(stepped):
     assert model.weight.eq(7).all()
 
 
-def test_a_key_that_cannot_be_stored_is_refused_before_anything_is_loaded(stepped):
+@pytest.mark.parametrize("key", [0, "average/fast"])
+def test_a_key_that_cannot_be_stored_is_refused_before_anything_is_loaded(stepped, key):
     accelerator, model, optimizer, folder = stepped
-    optimizer.state[model.weight][object()] = torch.ones(1)
-    with pytest.raises(CheckpointError, match="weight cannot be stored: a builtins.object"):
+    optimizer.state[model.weight][key] = torch.ones(1)
+    with pytest.raises(CheckpointError, match="Adam keeps a tensor of a parameter under .*\nname it by text"):
         accelerator.load_state(folder)
     assert model.weight.eq(7).all()
 

@@ -55,7 +55,7 @@ def test_buffers_are_those_of_the_first_rank(tmp_path, run_processes):
 
 def test_a_registered_object_that_differs_by_rank_is_named_once(tmp_path, run_processes):
     said = run(run_processes, ranks_job.save_sums, tmp_path, world=3)
-    told = "registered object 1 (Sum) has other values on ranks 1, 2 than on rank 0, whose values are saved"
+    told = "registered object 1 (Sum) has other values on other ranks than on rank 0, whose values are saved"
     assert [len([line for line in lines if told in line]) for lines in said] == [1, 0, 0]
     assert not any("registered object 0" in line for lines in said for line in lines)
 
@@ -155,7 +155,7 @@ def test_what_fails_on_one_rank_is_told_on_all_and_the_old_checkpoint_stays(
     tmp_path, trouble, words, run_processes
 ):
     for said, left in run(run_processes, ranks_job.message_of, tmp_path, trouble):
-        assert said.partition(":")[0] in ("CheckpointError", "IncompleteError")
+        assert said.startswith("CheckpointError:")
         assert words in said
         assert left == ["here"]
 
@@ -204,7 +204,7 @@ def test_what_any_rank_has_saved_alone_goes_on_in_one_process(tmp_path, run_proc
 def test_a_rank_that_holds_parts_does_not_save_alone(tmp_path, run_processes):
     (_, said), _ = run(run_processes, ranks_job.save_alone, tmp_path, "rows")
 
-    assert "does not hold the whole state" in said
+    assert "what the ranks hold is not the whole state" in said
     assert not (tmp_path / "here").exists()
 
 

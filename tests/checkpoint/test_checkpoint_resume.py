@@ -18,7 +18,6 @@ from torch.optim.swa_utils import SWALR, AveragedModel
 
 from accel_core import Accelerator, RandomStream
 from accel_core.checkpoint.defaults import BaseState
-from accel_core.checkpoint.saved_units import join_units
 from accel_core.errors import CheckpointError
 from accel_core.storage import commit
 
@@ -278,7 +277,10 @@ def test_state_of_a_plugin_that_is_not_in_this_stack_is_left_out_and_said(prepar
     prepared(network, mixed_precision="fp16").accelerator.save_state(tmp_path / "here")
     with caplog.at_level(logging.WARNING):
         prepared(network).accelerator.load_state(tmp_path / "here")
-    assert "state of plugin fp16, which is not in this stack, is left out" in caplog.text
+    assert (
+        "state of plugin fp16, which is not in this stack, or has no hook load_state, is left out"
+        in caplog.text
+    )
 
 
 @pytest.mark.parametrize("saved", [True, False], ids=["fewer", "more"])
@@ -569,24 +571,13 @@ def one_group(model):
     return [{"params": [*model[0].parameters(), *model[3].parameters()]}]
 
 
-@pytest.mark.parametrize(
-    "scheduler",
-    [
-        lambda o: lr_scheduler.StepLR(o, 2),
-        lambda o: lr_scheduler.LambdaLR(o, lambda step: 0.1 if step > 1 else 1.0),
-        lambda o: lr_scheduler.ChainedScheduler(
-            [lr_scheduler.LambdaLR(o, lambda step: 0.1 if step > 1 else 1.0)]
-        ),
-    ],
-    ids=["StepLR", "LambdaLR", "ChainedScheduler"],
-)
-def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path, scheduler):
-    first = prepared(network, with_momentum, scheduler, steps=3, groups=two_groups)
+def test_groups_are_restored_by_name_not_by_position(prepared, tmp_path):
+    first = prepared(network, with_momentum, steps=3, groups=two_groups)
     first.accelerator.save_state(tmp_path / "here")
-    second = prepared(network, with_momentum, scheduler, groups=reversed_groups)
+    second = prepared(network, with_momentum, groups=reversed_groups)
     second.accelerator.load_state(tmp_path / "here")
     found = [(group["lr"], group["weight_decay"]) for group in second.inner.param_groups]
-    assert found == [(pytest.approx(0.02), 0.5), (pytest.approx(0.01), 0)]
+    assert found == [(0.2, 0.5), (0.1, 0)]
     assert [second.step(number) for number in range(3, 6)] == [first.step(number) for number in range(3, 6)]
 
 
@@ -595,19 +586,11 @@ def cyclic(optimizer):
     return lr_scheduler.CyclicLR(optimizer, 0.01, peaks, 3)
 
 
-def test_a_schedulers_values_a_group_follow_the_parameters(prepared, tmp_path):
-    first = prepared(network, with_momentum, cyclic, steps=2, groups=two_groups)
-    first.accelerator.save_state(tmp_path / "here")
-    second = prepared(network, with_momentum, cyclic, groups=reversed_groups)
-    second.accelerator.load_state(tmp_path / "here")
-    assert second.scheduler[0].scheduler.max_lrs == [0.4, 0.2]
-    assert [second.step(number) for number in range(2, 6)] == [first.step(number) for number in range(2, 6)]
-
-
-def test_a_scheduler_that_differs_between_joined_groups_is_refused(prepared, tmp_path):
+@pytest.mark.parametrize("groups", [one_group, reversed_groups])
+def test_a_scheduler_of_groups_in_another_order_is_refused(prepared, tmp_path, groups):
     prepared(network, with_momentum, cyclic, groups=two_groups).accelerator.save_state(tmp_path / "here")
-    second = prepared(network, with_momentum, cyclic, groups=one_group)
-    with pytest.raises(CheckpointError, match=r"CyclicLR\): max_lrs was \[0\.2, 0\.4\], and parameters of"):
+    second = prepared(network, with_momentum, cyclic, groups=groups)
+    with pytest.raises(CheckpointError, match=r"CyclicLR\): its optimizer has other groups, or has them in"):
         second.accelerator.load_state(tmp_path / "here")
 
 
@@ -721,7 +704,7 @@ def refusal(prepared_run, folder):
         (
             {},
             {"model": lambda: network().to(torch.bfloat16)},
-            ["model/0.weight is float32 in the checkpoint; bfloat16 here would lose digits"],
+            ["model/0.weight is float32 in the checkpoint; bfloat16 here may lose digits"],
         ),
     ],
     ids=[
@@ -877,14 +860,3 @@ def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_
     one.accelerator.run.keep_apart([])
     with pytest.raises(CheckpointError, match="missing in the checkpoint: unit0: model/weight"):
         one.accelerator.load_state(tmp_path / "here")
-
-
-def test_an_optimizer_that_two_ranks_have_described_is_one():
-    def described(*names, lr):
-        return {"class": "SGD", "groups": [{"params": list(names), "lr": lr}]}
-
-    def unit(*optimizers):
-        return {"unit0": {"aliases": {}, "extra": {}, "optimizers": list(optimizers), "schedulers": []}}
-
-    first, same, other = described("a", "b", lr=1), described("b", "a", lr=2), described("c", lr=3)
-    assert join_units([unit(first), unit(same, other)])["unit0"]["optimizers"] == [other, first]

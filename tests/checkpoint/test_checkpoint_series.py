@@ -236,7 +236,7 @@ def test_a_copy_under_a_number_that_was_not_its_own_is_foreign_too(job, folder, 
     first.save(1)
     shutil.copytree(folder / "checkpoint_0", folder / "checkpoint_50")
     assert job().load() == 1
-    assert "checkpoint_50 was not saved under this name, but as checkpoint_0" in caplog.text
+    assert "checkpoint_50 holds no whole save of this number" in caplog.text
     second = job(total_limit=1)
     second.load()
     second.save(2)
@@ -251,7 +251,7 @@ def test_two_that_changed_places_are_passed_over(job, folder, caplog):
     (folder / "checkpoint_2").rename(folder / "checkpoint_1")
     (folder / "aside").rename(folder / "checkpoint_2")
     assert job().load() == 0
-    assert caplog.text.count("was not saved under this name") == 2
+    assert caplog.text.count("holds no whole save of this number") == 2
 
 
 def test_what_has_taken_the_place_of_a_checkpoint_is_not_removed(job, folder, tmp_path):

@@ -112,24 +112,20 @@ def test_what_is_not_plain_data_is_refused_with_its_path(value):
 
 
 @pytest.mark.parametrize(
-    ("value", "remedy"),
-    [
-        (torch.eye(2).to_sparse(), r"ordinary tensor .* to_dense\(\)"),
-        (torch.ones(2, device="meta"), "ordinary tensor that has its values"),
-        (np.array([object()]), r"its tolist\(\), or an array of numbers"),
-    ],
+    "value", [torch.eye(2).to_sparse(), torch.ones(2, device="meta"), np.array([object()])]
 )
-def test_an_odd_tensor_or_array_is_not_told_to_be_a_tensor_or_array(value, remedy):
-    with pytest.raises(CheckpointError, match=f"is not plain data\n.*{remedy}"):
+def test_an_odd_tensor_or_array_is_refused_with_what_would_be_right(value):
+    with pytest.raises(
+        CheckpointError, match=r"is not plain data\n.* dense tensors, arrays of numbers or text"
+    ):
         encode(value, "state")
 
 
 def test_an_object_of_a_class_is_refused_and_what_to_return_instead_is_said():
     point = namedtuple("point", "x y")  # noqa: PYI024
     colour = IntEnum("colour", "RED")
-    instead = {point(1, 2): "_asdict", colour.RED: r"\.value", type("Text", (str,), {})("a"): "numbers, text"}
-    for value, remedy in instead.items():
-        with pytest.raises(CheckpointError, match=f"is not plain data\n.*{remedy}"):
+    for value in (point(1, 2), colour.RED, type("Text", (str,), {})("a")):
+        with pytest.raises(CheckpointError, match="is not plain data\n.*numbers, text"):
             encode(value, "state")
 
 
@@ -151,8 +147,6 @@ def test_a_sparse_tensor_is_refused():
         {"$stored": "../../etc/passwd"},
         {"$bytes": "?"},
         {"$range": [0, 1, 0]},
-        {"$timedelta": [1, "a", 0]},
-        {"$datetime": ["2026-01-01", 0, "UTC"]},
         {"$defaultdict": ["print", []]},
     ],
     ids=str,

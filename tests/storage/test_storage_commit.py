@@ -270,7 +270,7 @@ def test_a_checkpoint_is_written_from_tensors_that_come_one_by_one(place: Disk) 
 
 def test_a_tensor_that_does_not_come_leaves_the_checkpoint_before(place: Disk) -> None:
     engine.save(place, 1.0)
-    with pytest.raises(KeyError):
+    with pytest.raises(CheckpointError, match="rank 0: KeyError"):
         written(place, {}.__getitem__)
     assert engine.value_in(place) == 1.0
     assert len([*place.path.iterdir()]) == 2

@@ -42,15 +42,11 @@ def names(folder: Path) -> list[str]:
 # -- exclusive creation -----------------------------------------------------------------------------------
 
 
-@pytest.fixture(params=["link", "renameat2", "renameat2 is missing", "O_EXCL"])
+@pytest.fixture(params=["link", "O_EXCL"])
 def step(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """The step of the ladder on which files are created here."""
     if request.param != "link":
         monkeypatch.setattr(os, "link", refuse(errno.EPERM))  # FAT, and buckets that are mounted
-    if request.param == "renameat2 is missing":
-        monkeypatch.setattr(module.ctypes, "CDLL", refuse(errno.ENOENT))
-    elif request.param == "O_EXCL":
-        monkeypatch.setattr(module, "_rename_once", lambda source, target: False)
     return str(request.param)
 
 
@@ -90,21 +86,6 @@ def test_what_exists_by_our_own_request_is_a_success(
     place.create("new", b"mine")
     with pytest.raises(FileExistsError):
         place.create("new", b"theirs")
-
-
-def test_a_rename_that_answers_exists_after_it_succeeded_is_a_success(
-    place: Disk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "link", refuse(errno.ENOTSUP))
-    rename = module._rename_once
-
-    def answered_late(source: Path, target: Path) -> bool:
-        rename(source, target)
-        raise FileExistsError(errno.EEXIST, "File exists", str(target))
-
-    monkeypatch.setattr(module, "_rename_once", answered_late)
-    engine.save(place, 1.0)
-    assert engine.value_in(place) == 1.0
 
 
 def test_an_error_that_is_no_lack_of_the_operation_is_raised(
@@ -158,12 +139,12 @@ def test_many_files_are_read_with_few_open(place: Disk) -> None:
     place.path.mkdir()
     for number in range(200):
         (place.path / str(number)).write_bytes(b"%03d" % number)
-    before, found = len([*FILES.iterdir()]), bytearray(3)
+    before, found, reader = len([*FILES.iterdir()]), bytearray(3), Disk(place.path)
     for number in [*range(200), 0, 199]:
-        place.read(str(number), 0, memoryview(found))
+        reader.read(str(number), 0, memoryview(found))
         assert int(found) == number
     assert len([*FILES.iterdir()]) <= before + module.OPEN_FILES
-    place.__del__()
+    del reader
     assert len([*FILES.iterdir()]) <= before
 
 

@@ -193,7 +193,7 @@ def test_values_that_a_plugin_cannot_take_back_are_named(accelerator_with, tmp_p
     accelerator.save_state(tmp_path / "saved")
     accelerator.load_state(tmp_path / "saved")
 
-    assert "unit0: plugin watcher has no hook load_state to take back count" in caplog.text
+    assert "plugin watcher, which is not in this stack, or has no hook load_state, is left out" in caplog.text
 
 
 RUN_STATE = """

@@ -195,7 +195,7 @@ def test_extra_state_that_is_none_is_refused_by_name(accelerator, tmp_path):
     model = nn.Sequential(WithExtra(2, 2))
     model[0].extra = {"a": 1}
 
-    with pytest.raises(CheckpointError, match=r"0\._extra_state is not a tensor"):
+    with pytest.raises(CheckpointError, match=r"safetensors cannot hold this object: .*0\._extra_state"):
         accelerator.save_model(model, tmp_path)
     accelerator.save_model(model, tmp_path, safe_serialization=False)
 
@@ -298,13 +298,6 @@ def test_weights_that_readers_would_not_look_at_are_not_written(accelerator, tmp
 
     with pytest.raises(CheckpointError, match="which readers take instead of pytorch_model.bin\nsave to"):
         accelerator.save_model(model_of(1), tmp_path, safe_serialization=False)
-
-
-@pytest.mark.parametrize("thing", [None, 3, nn.Linear, [nn.Linear(1, 1)]], ids=str)
-def test_what_is_no_model_has_no_weights(accelerator, tmp_path, thing):
-    for use in (lambda it: accelerator.save_model(it, tmp_path), accelerator.get_state_dict):
-        with pytest.raises(AccelError, match=r"a \w+ is not a model whose weights there are\ngive the model"):
-            use(thing)
 
 
 # -- in memory -----------------------------------------------------------------------------------

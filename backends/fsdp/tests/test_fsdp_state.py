@@ -137,35 +137,6 @@ def test_free_memory_lets_a_model_go(version: int, run_processes) -> None:
     assert run_processes(freed, version) == [True, True]
 
 
-def said_after_freeing(version: int, trains: bool, folder: str) -> list[str]:
-    """What is said when a freed model, and the module inside it, are asked for whole weights."""
-    run, model = accelerator(plugin("mlp", version)), net("mlp", seed=0)
-    model = run.prepare(model, optimizer_of(model))[0] if trains else run.prepare(model)
-    inner, said = run.unwrap_model(model), []
-    run.free_memory()
-    for asked in (model, inner):
-        for ask in (
-            lambda: run.get_state_dict(asked),  # noqa: B023
-            lambda: run.save_model(asked, folder, safe_serialization=False),  # noqa: B023
-        ):
-            with pytest.raises(AccelError) as error:
-                ask()
-            said.append(str(error.value))
-    run.end_training()
-    return said
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("trains", [True, False])
-@pytest.mark.parametrize("version", VERSIONS)
-def test_whole_weights_of_a_model_of_before_free_memory_are_refused(
-    version: int, trains: bool, tmp_path: Path, run_processes
-) -> None:
-    for said in run_processes(said_after_freeing, version, trains, str(tmp_path)):
-        assert all("of before free_memory, and this rank has parts of its weights" in each for each in said)
-    assert not [*tmp_path.iterdir()]
-
-
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.by_default("2")
 def test_parameters_are_whole_for_a_moment_and_keep_what_is_written_if_asked(

@@ -275,31 +275,6 @@ def test_an_export_replaces_nothing(saved, tmp_path):
         command("export", "--format", "accelerate", saved[0] / "fresh", tmp_path / "there")
 
 
-class Averaged(torch.optim.SGD):
-    """Keeps state under a key with a slash."""
-
-    def step(self, closure=None):
-        super().step(closure)
-        for parameter in self.param_groups[0]["params"]:
-            self.state[parameter]["average/fast"] = parameter.detach().clone()
-
-
-def test_optimizer_state_under_a_key_that_is_no_name_is_refused_by_that_key(tmp_path):
-    accelerator, module = Accelerator(device="cpu"), torch.nn.Linear(2, 2)
-    model, optimizer = accelerator.prepare(module, Averaged(module.parameters(), lr=0.1))
-    accelerator.backward(model(torch.ones(1, 2)).sum())
-    optimizer.step()
-    optimizer.zero_grad()
-    accelerator.save_state(tmp_path / "here")
-    accelerator.end_training()
-    (tmp_path / "there").mkdir()
-    with (
-        Contents.open(tmp_path / "here") as contents,
-        pytest.raises(CheckpointError, match='state of weight under "average/fast"'),
-    ):
-        accelerate.write(contents, tmp_path / "there")
-
-
 def test_one_tensor_of_all_parameters_is_read_whatever_the_first_parameter_is(tmp_path):
     accelerator, module = (
         Accelerator(device="cpu"),

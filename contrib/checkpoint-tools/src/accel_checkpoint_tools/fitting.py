@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
-from urllib.parse import unquote
 
 from attrs import evolve
 
@@ -53,16 +52,11 @@ def split(contents: Contents, unit: str) -> list[dict[str, Source]]:
 
 
 def optimizer_tensors(contents: Contents, unit: str) -> Iterator[tuple[str, str, Source]]:
-    """(parameter, key, tensor) of the unit's optimizers.
-
-    Raises:
-        CheckpointError: a key is not text, or has a slash.
-    """
+    """(parameter, key, tensor) of the unit's optimizers."""
     for (owner, key), source in contents.tensors.items():
         sort, _, rest = key.partition("/")
         if (owner, sort) == (unit, "optimizer"):
             name, _, part = rest.rpartition("/")
-            _require_text(name, unquote(part[1:]) if part.startswith("%") else "", f"unit {unit!r}")
             yield name, part, source
 
 

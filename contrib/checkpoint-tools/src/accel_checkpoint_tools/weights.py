@@ -53,9 +53,8 @@ def export(
                 if key.startswith(prefix)
             }
             found = [*weights_of_unit(checkpoint, name, prefix)]
-            total = sum(stored.nbytes for _, stored in found)
             whole = ((names, stored.tensor()) for names, stored in found)
-            write_weights(home, whole, extra, limit, safe=safe, total=total, replace=force)
+            write_weights(home, whole, extra, limit, safe=safe, replace=force)
         return list(homes.values())
 
 

@@ -169,12 +169,12 @@ class Mirror:
             target,
             manifest.save_id,
             1,
-            part,
+            [part],
             members,
             claim,
             _Copiers(rank, [0] * ranks, f"copying {place.name} to {self.folder}"),
             mail,
-            lambda: self._series.committed(manifest.iteration, manifest.save_id),
+            self._series.apply_limit,
             what="copy",
         )
         part.begin = lambda: self._begin(copy, manifest)
@@ -190,7 +190,7 @@ class Mirror:
         target = copy.place
         if not self._series.ancestors:
             self._series.clear()
-            self._series.resume(manifest, counts=True)
+            self._series.resume(manifest)
         if any(each.run_id not in manifest.lineage for each in manifests(target)):
             raise CheckpointError(
                 f"{target} is another run's checkpoint; it was left as it is\n"
