@@ -197,7 +197,8 @@ def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
 
     def agree(state: Tensor) -> Tensor:
         with collective_call(run, "world", doing, None, objects=True) as call:
-            return call.one_payload(state if leads else None, 0).clone()
+            agreed: Tensor = call.one_object(state if leads else None, 0)
+            return agreed
 
     return agree
 

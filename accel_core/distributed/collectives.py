@@ -25,10 +25,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from accel_core.contract.run import current
-from accel_core.distributed.exchange import CollectiveCall, collective_call, summary
+from accel_core.distributed.exchange import CollectiveCall, collective_call
 from accel_core.distributed.gradients import carrying
-from accel_core.distributed.nested import describe, leaves, rebuild, recursively_apply, slice_tensors
-from accel_core.errors import CollectiveError
+from accel_core.distributed.nested import leaves, rebuild, recursively_apply, slice_tensors
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
@@ -75,7 +74,6 @@ def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> A
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
-        ValueError: the tensors are on several devices.
     """
     run = run or current()
     gathered, inputs = _gather(tensor, run, "gather")
@@ -107,12 +105,11 @@ def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
     """Return every reader's picklable objects, in reader order.
 
-    Lists, tuples and tensors are concatenated, mappings of them key by key; anything else becomes a
-    list. Tensors arrive on the CPU.
+    Lists, tuples and tensors are concatenated, mappings of equal keys key by key; anything else becomes a
+    list with one object per reader. Tensors arrive on the CPU.
 
     Raises:
-        CollectiveError: another rank calls something else, cannot pickle its object, or passes one that
-            cannot be joined with the others: of another kind, or a mapping with other keys.
+        CollectiveError: another rank calls something else.
     """
     return _gather_object(object, run or current(), "gather_object")
 
@@ -123,10 +120,7 @@ def _gather_object(
     # A tensor that is pickled on a device would arrive on its sender's device.
     sent = object if run.device.type == "cpu" else recursively_apply(Tensor.cpu, object)
     with collective_call(run, run.topology.gather_dim, operation, object, objects=True, at=at) as call:
-        of_readers = call.all_objects(sent)
-        if any(_kind(value) != _kind(of_readers[0]) for value in of_readers):
-            raise _unlike(operation, of_readers)
-        return _join_objects(of_readers[:real_readers])
+        return _join_objects(call.all_objects(sent)[:real_readers])
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
@@ -166,7 +160,6 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor.
-        ValueError: the tensors are on several devices.
     """
     with collective_call(run or current(), "world", f"broadcast from {from_process}", tensor) as call:
         tensors, plan = call.tensors()
@@ -195,7 +188,7 @@ def broadcast_object_list(
     Only that rank's items must be picklable, and the others' may be fewer or more.
 
     Raises:
-        CollectiveError: another rank calls something else, or `from_process` cannot pickle its items.
+        CollectiveError: another rank calls something else.
     """
     operation = f"broadcast_object_list from {from_process}"
     with collective_call(run or current(), "world", operation, object_list, objects=True) as call:
@@ -226,7 +219,7 @@ def reduce(
     Raises:
         CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
         TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
-        ValueError: an unknown reduction, or gradients of "min" and "max"; the tensors are on several devices.
+        ValueError: an unknown reduction, or gradients of "min" and "max".
     """
     run = run or current()
     if reduction not in get_args(Reduction):
@@ -274,8 +267,7 @@ def pad_across_processes(
     run = run or current()
     name = "pad_across_processes"
     with collective_call(run, run.topology.gather_dim, name, tensor, objects=True) as call:
-        with call.local():
-            tensors, structure = leaves(tensor, name)
+        tensors, structure = leaves(tensor, name)
         lengths = [leaf.shape[dim] if -leaf.ndim <= dim < leaf.ndim else -1 for leaf in tensors]
         of_ranks = call.all_objects(lengths, structure, tuple([leaf.ndim for leaf in tensors]))
         padded = []
@@ -397,31 +389,13 @@ def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     return part + type(part)([value[-1]]) * missing  # type: ignore[operator]
 
 
-def _kind(value: Any) -> Any:
-    """Return what is alike for objects that can be joined."""
-    if isinstance(value, Mapping):
-        return {key: _kind(item) for key, item in value.items()}
-    if isinstance(value, Tensor):
-        return Tensor if value.ndim else None
-    return list if isinstance(value, list | tuple) else None
-
-
-def _unlike(operation: str, of_readers: list[Any]) -> CollectiveError:
-    found = [summary(operation, texts, list(texts)) for texts in map(describe, of_readers)]
-    shown = "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(found))
-    return CollectiveError(
-        f"{operation}: ranks passed objects that cannot be joined\n{shown}\n"
-        "pass the same kind with the same keys on all ranks, or each object in a list",
-        operation=operation,
-        found=found,
-    )
-
-
 def _join_objects(of_readers: list[Any]) -> Any:
     first = of_readers[0]
-    if isinstance(first, Mapping):
+    if len({list if isinstance(value, tuple) else type(value) for value in of_readers}) > 1:
+        return of_readers
+    if isinstance(first, Mapping) and all(value.keys() == first.keys() for value in of_readers):
         return {key: _join_objects([mapping[key] for mapping in of_readers]) for key in first}
-    if isinstance(first, Tensor) and first.ndim:
+    if isinstance(first, Tensor) and all(value.ndim for value in of_readers):
         return torch.cat(of_readers)
     if isinstance(first, list | tuple):
         return [item for sequence in of_readers for item in sequence]

@@ -17,7 +17,6 @@ travels along. Debug mode is ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
 
 from __future__ import annotations
 
-import gc
 import os
 import pickle
 import struct
@@ -30,7 +29,7 @@ import torch
 from torch import Tensor
 
 from accel_core.contract.world import current_operation
-from accel_core.distributed.nested import describe, leaves, walk
+from accel_core.distributed.nested import describe, leaves
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
 
@@ -48,8 +47,6 @@ SHOWN: Final = 4
 _CPU: Final = torch.device("cpu")
 _HEAD: Final = struct.Struct("=qq")
 """Of a header: the digest, and the payload's bytes."""
-_REFUSED: Final = 0
-"""The digest of a rank that cannot take part."""
 
 
 class CollectiveCall:
@@ -68,7 +65,6 @@ class CollectiveCall:
         self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
     ) -> None:
         self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
-        self.refusal = ""
         self.passed: list[Tensor] = []
         """The structure's tensors as they are, once `tensors` was called."""
         on_cpu = run.device.type == "cpu"
@@ -82,42 +78,22 @@ class CollectiveCall:
         tensors = [place for place, text in texts.items() if text.startswith("(")]
         return summary(self.operation + self.at, texts, tensors or list(texts))
 
-    @contextmanager
-    def local(self) -> Iterator[None]:
-        """Make an error of this rank alone raise on the other ranks too.
-
-        They would wait for this rank otherwise.
-        """
-        try:
-            yield
-        except Exception as error:  # of any type, and raised again
-            self.refusal = str(error).partition("\n")[0]
-            if self.size > 1:
-                self._compare(_REFUSED)
-            raise
-
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
         """Return the structure's tensors and their plan.
 
-        Tensors are as `wired` sends them, on the run's device.
+        Tensors are as `wired` sends them; if there are other ranks, on the run's device.
 
         Raises:
-            CollectiveError: another rank raised one of the errors below.
             TypeError: a leaf is not a plain tensor; or what `wired` raises.
-            ValueError: the tensors are on several devices, or not on the run's (nor the CPU).
         """
-        with self.local():
-            tensors, structure = leaves(self.tree, self.operation)
-            self.passed = tensors
-            if wired is not None:
-                tensors = [wired(tensor) for tensor in tensors]
-            devices = {tensor.device for tensor in tensors}
-            if len(devices) > 1 or not devices <= {self.run.device, _CPU}:
-                raise ValueError(self._mixed_devices())
-            if self.size > 1 and self.run.device not in devices:
-                tensors = [tensor.to(self.run.device) for tensor in tensors]
-            shapes, dtypes = tuple([tensor.shape for tensor in tensors]), tuple([t.dtype for t in tensors])
-            return tensors, make_plan(self.operation, structure, shapes, dtypes, self.size)
+        tensors, structure = leaves(self.tree, self.operation)
+        self.passed = tensors
+        if wired is not None:
+            tensors = [wired(tensor) for tensor in tensors]
+        if self.size > 1 and {tensor.device for tensor in tensors} != {self.run.device}:
+            tensors = [tensor.to(self.run.device) for tensor in tensors]
+        shapes, dtypes = tuple([tensor.shape for tensor in tensors]), tuple([t.dtype for t in tensors])
+        return tensors, make_plan(self.operation, structure, shapes, dtypes, self.size)
 
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
         """Check that all ranks pass alike tensors; small ones travel along.
@@ -129,7 +105,10 @@ class CollectiveCall:
         """
         agreed = plan.digest ^ crc32(self.at.encode())
         if not self.compares_always:
-            self._compare(agreed)
+            if _debugging() and self.dim == "world":
+                self._exchange_headers(agreed, 0, lambda into: into)
+            elif _debugging() and any(x != agreed for x in self.compare_group.all_gather_object(agreed)):
+                raise self._disagreement()
             return None if plan.size else torch.empty(self.size, 0, dtype=torch.uint8, device=self.run.device)
         _, table = self._exchange_headers(agreed, plan.size, lambda into: plan.pack(tensors, into))
         return table if plan.size <= table.shape[1] else None
@@ -151,13 +130,13 @@ class CollectiveCall:
         agreed: what must be equal on all ranks, as `digest` takes it.
 
         Raises:
-            CollectiveError: ranks differ in operation or `agreed`, or one cannot pickle its value.
+            CollectiveError: ranks differ in operation or `agreed`.
         """
         if self.size == 1:
             return [value]
         if not self.compares_always:
             return list(self.data_group.all_gather_object(value))
-        payload = self._pickled(value)
+        payload = _pickled(value)
         same = digest(self.operation, self.at, *agreed)
         lengths, table = self._exchange_headers(same, len(payload), lambda into: into.copy_(payload))
         if max(lengths) > table.shape[1]:
@@ -171,50 +150,26 @@ class CollectiveCall:
         Only that rank's value must be picklable.
 
         Raises:
-            CollectiveError: ranks differ in operation, or `source` cannot pickle its value.
+            CollectiveError: ranks differ in operation.
         """
         if self.size == 1:
             return value
         if not self.compares_always:
             return self.data_group.broadcast_object(value, source)
         is_source = self.data_group.rank == source
-        sent = self.one_payload(self._pickled(value) if is_source else None, source)
-        return value if is_source else _unpickled(sent)
-
-    def one_payload(self, payload: Tensor | None, source: int) -> Tensor:
-        """Return the bytes of the group's rank `source`; other ranks pass None.
-
-        The ranks are always compared.
-
-        Raises:
-            CollectiveError: ranks differ in operation.
-        """
-        own = torch.empty(0, dtype=torch.uint8, device=_CPU) if payload is None else payload
+        payload = _pickled(value) if is_source else torch.empty(0, dtype=torch.uint8, device=_CPU)
         lengths, table = self._exchange_headers(
-            digest(self.operation), len(own), lambda into: into.copy_(own)
+            digest(self.operation), len(payload), lambda into: into.copy_(payload)
         )
         if lengths[source] <= table.shape[1]:
-            return table[source, : lengths[source]]
-        return self.data_group.broadcast(own.new_empty(lengths[source]) if payload is None else own, source)
-
-    def _pickled(self, value: Any) -> Tensor:
-        from accel_core.storage.tensor_bytes import pickled  # late: start-up need not wait for it
-
-        with self.local():
-            return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
-
-    def _compare(self, agreed: int) -> None:
-        """Compare digests without a payload.
-
-        Only in debug mode, unless this call always compares.
-        """
-        if self.compares_always or (_debugging() and self.dim == "world"):
-            self._exchange_headers(agreed)
-        elif _debugging() and any(other != agreed for other in self.compare_group.all_gather_object(agreed)):
-            raise self._disagreement()
+            sent = table[source, : lengths[source]]
+        else:
+            sent = payload if is_source else payload.new_empty(lengths[source])
+            self.data_group.broadcast(sent, source)
+        return value if is_source else _unpickled(sent)
 
     def _exchange_headers(
-        self, agreed: int, length: int = 0, write: Callable[[Tensor], object] | None = None
+        self, agreed: int, length: int, write: Callable[[Tensor], object]
     ) -> tuple[list[int], Tensor]:
         """Compare `agreed`, and exchange payloads that fit into a header.
 
@@ -225,7 +180,7 @@ class CollectiveCall:
         room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
         header = torch.empty(_HEAD.size + room, dtype=torch.uint8, device=_CPU)
         _HEAD.pack_into(header.numpy().data, 0, agreed, length)
-        if write is not None and length <= room:
+        if length <= room:
             write(header.narrow(0, _HEAD.size, length))
         received = self.compare_group.all_gather(header)
         words, step = received.numpy().data, len(header)
@@ -240,14 +195,10 @@ class CollectiveCall:
 
         Collective: all ranks notice the difference, and call it.
         """
-        own = (self.operation + self.at, describe(self.tree), self.refusal)
-        of_ranks = self.compare_group.all_gather_object(own)
-        places = list(dict.fromkeys(place for _, texts, _ in of_ranks for place in texts))
-        different = [place for place in places if len({texts.get(place) for _, texts, _ in of_ranks}) > 1]
-        told = [
-            refusal or summary(operation, texts, different or list(texts))
-            for operation, texts, refusal in of_ranks
-        ]
+        of_ranks = self.compare_group.all_gather_object((self.operation + self.at, describe(self.tree)))
+        places = list(dict.fromkeys(place for _, texts in of_ranks for place in texts))
+        different = [place for place in places if len({texts.get(place) for _, texts in of_ranks}) > 1]
+        told = [summary(operation, texts, different or list(texts)) for operation, texts in of_ranks]
         return CollectiveError(
             f"{self.operation}: ranks passed different inputs\n"
             + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
@@ -256,47 +207,24 @@ class CollectiveCall:
             found=told,
         )
 
-    def _mixed_devices(self) -> str:
-        place_on = {value.device: place for place, value in walk(self.tree) if isinstance(value, Tensor)}
-        listed = ", ".join(f"{place or 'it'} is on {device}" for device, place in place_on.items())
-        return (
-            f"{self.operation}: {listed}; this run is on {self.run.device}\n"
-            "move them to one device first: ops.send_to_device(data, accelerator.device)"
-        )
-
 
 @contextmanager
 def collective_call(
     run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give a `CollectiveCall`, with gradients and garbage collection off.
-
-    Errors of collectives inside name it. Thousands of leaves would start a search, which takes longer
-    than the rest, and the tensors made here are in no cycle.
-    """
-    # A generator: Ctrl-C may interrupt a method `__exit__` before its first statement.
+    """Give a `CollectiveCall`, with gradients off. Errors of collectives inside name it."""
     call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
-    enabled, before = torch.is_grad_enabled(), current_operation.get()
-    collecting = gc.isenabled()
     observe = run.observe_collective if call.size > 1 else None  # alone, nobody waits
+    if observe is not None:
+        observe(operation, False)
+    before = current_operation.set(call)
     try:
-        if observe is not None:
-            observe(operation, False)
-        gc.disable()
-        torch._C._set_grad_enabled(False)
-        current_operation.set(call)
-        yield call
+        with torch.no_grad():
+            yield call
     finally:
-        try:  # Ctrl-C may come behind each call
-            if collecting:
-                gc.enable()
-        finally:
-            try:
-                torch._C._set_grad_enabled(enabled)
-            finally:
-                current_operation.set(before)
-                if observe is not None:
-                    observe(operation, True)
+        current_operation.reset(before)
+        if observe is not None:
+            observe(operation, True)
 
 
 def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
@@ -306,6 +234,12 @@ def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> 
     if shown == ["NoneType"]:
         return operation
     return f"{operation} of {'; '.join(shown[:SHOWN]) or 'nothing there'}{more}"
+
+
+def _pickled(value: Any) -> Tensor:
+    from accel_core.storage.tensor_bytes import pickled  # late: start-up need not wait for it
+
+    return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
 
 def _unpickled(payload: Tensor) -> Any:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.run import live
 from accel_core.contract.world import rank_here
-from accel_core.errors import ConfigError
 
 _warned: set[tuple[object, ...]] = set()
 
@@ -26,19 +25,12 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
         log_level: the least level that is logged; unset: ACCEL_LOG_LEVEL or ACCELERATE_LOG_LEVEL of the
             environment, else what `logging` was told.
 
-    Raises:
-        ConfigError: there is no such level.
+    Raises ValueError for a level that does not exist.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCEL_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level:
-        try:
-            logger.setLevel(level.upper() if isinstance(level, str) else level)
-        except (TypeError, ValueError):
-            raise ConfigError(
-                f"get_logger({name!r}): there is no level {level!r}\n"
-                "write debug, info, warning, error or critical, also in ACCEL_LOG_LEVEL"
-            ) from None
+        logger.setLevel(level.upper() if isinstance(level, str) else level)
         if logging.lastResort:  # in a program without handlers it prints, and warnings only
             logging.lastResort.setLevel(min(logging.lastResort.level, logger.level))
     return MultiProcessAdapter(logger, {})

@@ -19,7 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 
 from accel_core.contract.world import current_operation
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
-from accel_core.distributed.threads import let_threads_finish
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.Reduc
 
 WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
 """Variables by which launchers pass the address of the rendezvous."""
+FINISH_SECONDS: Final = 0.1
+"""Time for the threads of a group that has ended."""
 GRACE_SECONDS: Final = 2.0
 """Time for other ranks to notice that a collective failed."""
 
@@ -111,17 +112,10 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
     """Make the default process group. Collective over the world.
 
     Raises:
-        ConfigError: torch has no such backend.
-        LaunchError: the rendezvous failed: no address, a port in use, or ranks that never came.
+        LaunchError: the rendezvous failed (no address, a port in use, ranks that never came), or torch has no
+            such backend.
     """
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
-    for name in ",".join(backends.values()).split(","):  # one is NAME, or DEVICE:NAME
-        if name.rpartition(":")[2].lower() not in dist.Backend.backend_list:
-            names = ", ".join(sorted({*dist.Backend.backend_list} - {dist.Backend.UNDEFINED}))
-            raise ConfigError(
-                f"process_group.backend: torch.distributed here has no backend {name!r}\ntake one of {names},"
-                " or import what registers it before the Accelerator is made"
-            )
     try:
         root, key = _root_store(world, options)
         count = _groups_made[key]
@@ -134,7 +128,7 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
             world_size=world.size,
             timeout=timeout,
         )
-    except (dist.DistError, RuntimeError, ValueError) as error:
+    except (dist.DistError, RuntimeError, ValueError, AssertionError) as error:
         raise LaunchError(
             f"rank {world.rank} of {world.size} could not join the process group at"
             f" {os.environ.get('MASTER_ADDR', '?')}:{os.environ.get('MASTER_PORT', '?')}"
@@ -187,7 +181,9 @@ def destroy() -> None:
     """
     _control.clear()
     dist.destroy_process_group()
-    let_threads_finish()
+    # A thread of the group drops the tensors of a collective after it has told those that wait for it, and
+    # needs the interpreter's lock: one that takes it while the interpreter ends aborts the process.
+    time.sleep(FINISH_SECONDS)
 
 
 class TorchCollectives:

@@ -53,30 +53,26 @@ def synchronize_rng_state(
 
     Raises:
         ConfigError: there is no such stream here; it lists those there are.
-        CollectiveError: another rank calls something else, or raises ConfigError.
+        CollectiveError: another rank calls something else.
     """
     run = run or current()
     with collective_call(run, "world", f"synchronize_rng_state({rng_type!r})", None, objects=True) as call:
-        with call.local():
-            stream = _stream(run, rng_type, generator)
-            state = stream.get()
-        agreed = call.one_object(state, 0)
+        if rng_type == "generator" and generator is not None:
+            stream = RandomStream(generator.get_state, generator.set_state)
+        else:
+            stream = _stream(run, rng_type)
+        agreed = call.one_object(stream.get(), 0)
     stream.set(agreed)
 
 
-def _stream(run: Run, rng_type: str, generator: torch.Generator | None) -> RandomStream:
-    if rng_type == "generator":
-        if generator is None:
-            raise ConfigError("rng_type 'generator': no generator was given\npass generator=...")
-        return RandomStream(generator.get_state, generator.set_state)
-    streams = run.hooks.random_streams()
+def _stream(run: Run, rng_type: str) -> RandomStream:
+    streams: Mapping[str, RandomStream] = run.hooks.random_streams()
     if rng_type not in streams:
         raise ConfigError(
             f"rng_types: there is no stream {rng_type!r} here\n"
-            f"choose among generator, {', '.join(sorted(streams))}"
+            f"choose among {', '.join(sorted(streams))}, or pass generator=... for 'generator'"
         )
-    found: RandomStream = streams[rng_type]
-    return found
+    return streams[rng_type]
 
 
 def synchronize_rng_states(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import operator
 import os
 import signal
 import threading
@@ -22,8 +20,6 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS: Final = 0.25
 """Seconds until a rank notices that another was told."""
-AGAIN_SECONDS: Final = 2.0
-"""Seconds in which launcher and scheduler both tell a process to stop."""
 STOP_FILE: Final = "ACCEL_STOP_FILE"
 """Variable by which a scheduler's job names a file of its node, empty at first.
 
@@ -58,12 +54,9 @@ class StopSignals:
         return self._is_stopping
 
     def hear(self) -> None:
-        """Let a signal end the process again; only its wait, if it is stopping for one."""
-        if self._preemption is not None:
-            if self._is_stopping:
-                self._preemption.interrupt(again=True)
-            else:
-                self._preemption.end()
+        """Let a signal end the process again, unless it saves because of one: that comes more than once."""
+        if self._preemption is not None and not self._is_stopping:
+            self._preemption.end()
 
     def end(self) -> None:
         """Watch for signals no more."""
@@ -85,18 +78,14 @@ class Preemption:
     def __init__(self, run: Run, signals: Iterable[int]) -> None:
         from accel_core.distributed.mailbox import StoreMailbox  # late: start-up need not wait for it
 
-        numbers = _numbers_of(signals)
         self._rank, self._ranks = run.world.rank, run.world.size
         self._votes = StoreMailbox.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
-        self._first: float | None = None
-        """When this process was told first."""
-        self._grace = math.inf
         self._steps, self._last = 0, 0
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()
         self._failure = ""
         self._process = os.getpid()
-        self._before = {number: signal.signal(number, self._tell) for number in numbers}
+        self._before = {number: signal.signal(number, self._tell) for number in signals}
         weakref.finalize(run, self.end).atexit = False
         self._thread = threading.Thread(target=self._watch, name="preemption", daemon=True)
         self._thread.start()
@@ -134,13 +123,6 @@ class Preemption:
                 # Others may hear yet: this rank does not keep them from stopping.
                 self._votes.put(f"{self._rank}", {"step": self._steps + 1})
 
-    def interrupt(self, *, again: bool) -> None:
-        """Let a signal end waits from now on, as Ctrl-C does. The next one is not caught.
-
-        again: only one that comes later than those by which this process was told to stop.
-        """
-        self._grace = AGAIN_SECONDS if again else 0.0
-
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._tell:
             # None: the handler was not Python's, and cannot be installed again.
@@ -155,11 +137,6 @@ class Preemption:
                 if handler != self._tell:  # a later one, which has called this one
                     signal.signal(number, handler)
             return
-        now = time.monotonic()
-        self._first = now if self._first is None else self._first
-        if now - self._first >= self._grace:
-            self._give_back(number)
-            raise KeyboardInterrupt(f"signal {number}")
         self._told = True  # again and again, if launcher and scheduler both tell us
 
     def _watch(self) -> None:
@@ -185,21 +162,6 @@ class Preemption:
             )
             self._heard = True
         self._agreed.set()
-
-
-def _numbers_of(signals: Iterable[int]) -> list[int]:
-    uncaught = (signal.Signals.__members__.get(name) for name in ("SIGKILL", "SIGSTOP"))
-    caught = signal.valid_signals() - {*uncaught}
-    try:
-        numbers = [operator.index(number) for number in signals]
-    except TypeError:  # names of signals, or one in no list
-        numbers = []
-    if not numbers or not caught.issuperset(numbers):
-        raise CheckpointError(
-            f"save_on_preemption: signals is {signals!r:.80}\n"
-            "give signals that can be caught, such as [signal.SIGTERM, signal.SIGUSR1]"
-        )
-    return numbers
 
 
 def _note(word: str) -> None:

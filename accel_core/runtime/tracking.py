@@ -5,7 +5,6 @@ A tracker gets values on the ranks where it logs.
 
 from __future__ import annotations
 
-import logging
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 Options = Mapping[str, Mapping[str, Any]]
-
-logger = logging.getLogger(__name__)
 
 
 class GeneralTracker:
@@ -99,8 +96,6 @@ class Trackers:
         self.run = run
         self.names = tuple(names)
         self.has_finished = False
-        self._begun: set[str] = set()
-        """Trackers that were started, also where another could not be."""
         silent = run.world.rank != 0 and not self._here("log")
         self._loggers: list[tuple[str, Callable[..., None]]] | None = [] if silent else None
         self._observers: list[Callable[..., None]] = []
@@ -117,9 +112,7 @@ class Trackers:
             )
         settings = masked(dict(config if isinstance(config, Mapping) else vars(config)))
         for hook in self._here("tracking_started"):
-            if hook.plugin not in self._begun:  # a second call goes on after the one that failed
-                hook.call(project, _read(settings), options.get(hook.plugin, {}))
-                self._begun.add(hook.plugin)
+            hook.call(project, _read(settings), options.get(hook.plugin, {}))
         loggers = self._here("log")
         self._loggers = [(hook.plugin, hook.call) for hook in loggers if hook.plugin in self.names]
         self._observers = [hook.call for hook in loggers if hook.plugin not in self.names]
@@ -128,8 +121,7 @@ class Trackers:
         """Hand the values to each tracker of this rank.
 
         Raises:
-            Exception: a tracker refused them; raised after all have been called. What others raised as
-                well is an error of the module's logger.
+            Exception: a tracker refused them; raised after all have been called.
         """
         step = None if step is None else operator.index(step)
         self._require_start()
@@ -142,16 +134,9 @@ class Trackers:
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
-        refused: list[tuple[str, Exception]] = []
-        for name, log in self._loggers:
-            try:
-                log(_read(read), step, options.get(name, {}))
-            except Exception as error:  # the others keep what one refuses
-                refused.append((name, error))
-        for name, said in refused[1:]:
-            logger.error("tracker %s refused these values as well: %r", name, said)
-        if refused:
-            raise refused[0][1]
+        with ExitStack() as calls:  # the others keep what one refuses
+            for name, log in reversed(self._loggers):
+                calls.callback(log, _read(read), step, options.get(name, {}))
 
     def finish(self) -> None:
         """Close the trackers, while the run goes on. A second call does nothing.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections import UserDict
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -138,15 +137,6 @@ def gather_objects(accelerator):
         ops.gather_object(rank),
         len(ops.gather_object(["long" * 9000 * (rank + 1)])[1]),
     )
-
-
-def test_cycles_of_garbage_are_searched_for_again_after_an_operation(alone):
-    ops.gather(torch.ones(2), run=alone)
-    assert gc.isenabled()
-
-    with pytest.raises(TypeError):
-        ops.gather("text", run=alone)
-    assert gc.isenabled()
 
 
 @pytest.mark.needs("accel-ddp")
@@ -407,8 +397,7 @@ class OtherRank(Alone):
         return torch.cat([tensor, tensor + 1])
 
     def all_gather_object(self, value):
-        operation, _, refusal = value
-        return [value, (operation, {"": "(9,) float32"}, refusal)]
+        return [value, value + 1 if isinstance(value, int) else (value[0], {"": "(9,) float32"})]
 
 
 @pytest.mark.parametrize("variable", ["ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"])
@@ -418,13 +407,6 @@ def test_on_accelerators_ranks_are_compared_in_debug_mode_only(alone, monkeypatc
     monkeypatch.setenv(variable, "1")
     with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
         ops.gather(torch.ones(3), run=alone)
-
-
-class Unlike(OtherRank):
-    """Collectives of two ranks whose comparison in debug mode is of objects."""
-
-    def all_gather_object(self, value):
-        return [value, value + 1] if isinstance(value, int) else super().all_gather_object(value)
 
 
 class Silent(Alone):
@@ -450,7 +432,7 @@ def test_on_accelerators_all_ranks_are_compared_in_memory_of_the_host(alone, mon
 def test_on_accelerators_some_ranks_are_compared_among_themselves(alone, monkeypatch):
     monkeypatch.setenv("ACCEL_DEBUG", "1")
     alone.device, alone.topology = torch.device("meta"), Topology(gather_dim="rows")
-    alone.collectives = lambda dim="world": Unlike() if dim == "rows" else Silent()
+    alone.collectives = lambda dim="world": OtherRank() if dim == "rows" else Silent()
     with pytest.raises(CollectiveError, match=r"rank 1: gather of \(9,\) float32"):
         ops.gather(torch.ones(3), run=alone)
 

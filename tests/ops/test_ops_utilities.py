@@ -145,21 +145,6 @@ def test_one_rank_writes_or_one_a_node(tmp_path):
     assert writers(tmp_path, save_on_each_node=True) == [0, 2]
 
 
-def test_tensors_on_several_devices_are_refused_by_their_places(monkeypatch):
-    cpu = SimpleNamespace(
-        device=torch.device("cpu"),
-        topology=SimpleNamespace(gather_dim="world"),
-        collectives=lambda dim: SimpleNamespace(size=1),
-    )
-    with pytest.raises(
-        ValueError, match=r"gather: \['a'\] is on cpu, \['b'\]\[0\] is on meta; this run"
-    ) as raised:
-        ops.gather({"a": torch.ones(1), "b": [torch.ones(1, device="meta")]}, run=cpu)
-    assert str(raised.value).splitlines()[-1].startswith("move them to one device first")
-    with pytest.raises(ValueError, match="it is on meta; this run is on cpu"):
-        ops.gather(torch.ones(1, device="meta"), run=cpu)
-
-
 def test_an_unknown_reduction_is_refused():
     with pytest.raises(ValueError, match="one of sum, mean, min, max, none, got 'avg'"):
         ops.reduce(torch.ones(1), "avg", run=SimpleNamespace())

@@ -299,16 +299,6 @@ def test_a_backend_that_was_named_is_used_where_the_device_has_none(named):
             backends_of(run)
 
 
-def under_a_backend_that_there_is_not():
-    with pytest.raises(ConfigError, match=r"no backend 'bogus'\ntake one of .*gloo"):
-        Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(backend="bogus")])
-
-
-@pytest.mark.needs("accel-ddp")
-def test_a_backend_that_torch_does_not_have_is_refused_by_name(run_processes):
-    run_processes(under_a_backend_that_there_is_not)
-
-
 def test_functions_find_the_only_live_run_or_say_what_there_is():
     with pytest.raises(AccelError, match="no Accelerator yet"):
         current()

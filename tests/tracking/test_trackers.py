@@ -156,24 +156,6 @@ def test_what_one_tracker_refuses_is_logged_by_the_others(tracked):
     assert (3, {"loss": 2}, {}) in mine.seen
 
 
-def test_what_later_trackers_refuse_is_logged_beside_the_first_error(tracked, caplog):
-    class Refuses(Mine):
-        def __init__(self, name):
-            super().__init__()
-            self.name = name
-
-        def log(self, values, step=None, **options):
-            raise ValueError(f"{self.name} is full") from OSError("no space")
-
-    accelerator = tracked([Refuses("one"), Refuses("two"), Refuses("three")])
-    accelerator.init_trackers("project")
-    with pytest.raises(ValueError) as raised:
-        accelerator.log({"loss": 2})
-
-    told = " ".join([str(raised.value), *(record.getMessage() for record in caplog.records)])
-    assert all(told.count(f"{name} is full") == 1 for name in ("one", "two", "three"))
-
-
 def test_tensors_of_one_element_arrive_as_numbers(tracked):
     mine = Mine()
     accelerator = tracked(mine)
@@ -277,28 +259,6 @@ def test_a_second_start_is_an_error(tracked):
     accelerator.init_trackers("one")
     with pytest.raises(AccelError, match=r"init_trackers\('two'\): .* started already"):
         accelerator.init_trackers("two")
-
-
-def test_a_second_start_after_a_failed_one_starts_only_those_that_are_not(tracked):
-    class Refuses(Mine):
-        name = "refuses"
-
-        def start(self, **options):
-            super().start(**options)
-            if self.seen == [("start", "project", {})]:
-                raise ValueError("no such account")
-
-    before, refuses, after = Mine(), Refuses(), Mine()
-    after.name = "after"
-    accelerator = tracked([before, refuses, after])
-    with pytest.raises(ValueError, match="no such account"):
-        accelerator.init_trackers("project")
-    accelerator.init_trackers("project")
-    accelerator.end_training()
-
-    once = [("start", "project", {}), ("config", {}), "finished"]
-    assert (before.seen, after.seen) == (once, once)
-    assert refuses.seen == [once[0], *once]
 
 
 def test_a_tracker_that_is_not_installed_is_an_error(tracked):
