@@ -379,11 +379,6 @@ def test_an_object_that_is_given_twice_is_prepared_once(accelerator):
     assert (len(unit.models), unit.optimizers, unit.schedulers) == (1, [optimizer], [objects[2]])
 
 
-def test_the_name_of_a_unit_is_text(accelerator):
-    with pytest.raises(ConfigError, match="3 is not a name of a unit"):
-        accelerator.prepare(net(), name=3)
-
-
 @pytest.mark.parametrize("thing", [None, 3, [nn.Linear(1, 1)]], ids=str)
 def test_what_is_no_model_is_not_unwrapped(accelerator, thing):
     with pytest.raises(AccelError, match=r"unwrap_model: a \w+ is not a model"):
