@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import sys
-import time
 from collections.abc import Callable, Sequence
 from itertools import count
 from typing import Any
@@ -24,7 +23,7 @@ from accel_core.contract.job import Job
 from accel_core.errors import LaunchError
 from accel_core.launch.addresses import not_met
 from accel_core.launch.failure import first_failure, noted_failures
-from accel_core.launch.nodes import SPREAD_SECONDS, ElasticNodes, FixedNodes, NodeFailedError
+from accel_core.launch.nodes import Nodes
 from accel_core.launch.output import WorkerLogs
 from accel_core.launch.signals import ENDING_SECONDS, Signals
 
@@ -60,8 +59,7 @@ def run_attempts(
     """
     try:
         signals.poll()
-        kind = FixedNodes if job.min_nodes is None else ElasticNodes
-        return _run(job, kind(job, *place, seconds, signals.poll), folder, signals, worker)
+        return _run(job, Nodes(job, *place, seconds, signals.poll), folder, signals, worker)
     except SignalException as stop:
         if stop.sigval == signal.SIGINT:
             raise KeyboardInterrupt from None
@@ -70,39 +68,34 @@ def run_attempts(
         raise not_met(job, place, error) from error
 
 
-def _run(job: Job, nodes: FixedNodes, folder: str, signals: Signals, worker: Worker) -> dict[int, Any]:
+def _run(job: Job, nodes: Nodes, folder: str, signals: Signals, worker: Worker) -> dict[int, Any]:
     logs = WorkerLogs(folder, job, nodes)
     signals.workers = logs.processes
+    failure: LaunchError | None = None
     try:
         for restart in count(1):
             try:
-                return _start(job, nodes, logs, worker)
+                results = _start(job, nodes, logs, worker)
             except ChildFailedError as error:
-                failure: LaunchError = first_failure({**noted_failures(logs.notes), **error.failures})
-            except NodeFailedError as error:
-                failure = error
-                time.sleep(2 * SPREAD_SECONDS)  # engines end all at the first end: that node's tells more
+                failure = first_failure({**noted_failures(logs.notes), **error.failures})
+            else:
+                failure = None
+                return results
             finally:
                 logs.end()
-            is_final = restart > job.max_restarts or signals.is_warned
-            if nodes.others is not None:
-                failure = nodes.others.tell(failure, is_stop=signals.is_warned)
-                is_final |= nodes.others.is_stopped
-            if is_final:
-                nodes.set_closed()
+            if restart > job.max_restarts or signals.is_warned:
                 raise failure
             reason = str(failure).partition("\n")[0]
             sys.stderr.write(f"accel: {reason}; restart {restart} of {job.max_restarts}\n")
         raise AssertionError  # count does not end
     except SignalException as stop:
-        if nodes.others is not None:
-            nodes.others.tell(LaunchError(f"it was stopped by signal {stop.sigval}"), is_stop=True)
+        failure = LaunchError(f"it was stopped by signal {stop.sigval}")
         raise
     finally:
-        nodes.end()
+        nodes.end(failure)
 
 
-def _start(job: Job, nodes: FixedNodes, logs: WorkerLogs, worker: Worker) -> dict[int, Any]:
+def _start(job: Job, nodes: Nodes, logs: WorkerLogs, worker: Worker) -> dict[int, Any]:
     entrypoint, args, start_method = worker
     rendezvous_handler_registry.register(nodes.get_backend(), _handler)
     settings = _Settings(

@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, TextIO
 
@@ -19,7 +20,7 @@ from accel_core.launch.worker import LOGGED, process_file
 
 if TYPE_CHECKING:
     from accel_core.contract.job import Job
-    from accel_core.launch.nodes import FixedNodes
+    from accel_core.launch.nodes import Nodes
 
 POLL_SECONDS: Final = 0.1
 
@@ -32,7 +33,7 @@ class WorkerLogs(DefaultLogsSpecs):
     notes: (rank, local rank) -> the error file of the worker in the last attempt.
     """
 
-    def __init__(self, folder: str, job: Job, nodes: FixedNodes) -> None:
+    def __init__(self, folder: str, job: Job, nodes: Nodes) -> None:
         super().__init__(log_dir=folder)
         self.notes: Mapping[tuple[int, int], Path] = {}
         self._folder, self._job, self._nodes = Path(job.log_dir or folder), job, nodes
@@ -91,19 +92,16 @@ def _file(folder: Path, rank: int, attempt: int, ending: str) -> Path:
 
 
 def _new_attempt(folder: Path, ranks: Collection[int]) -> int:
-    """Return the number after all attempts of these ranks, in other jobs too.
+    """Return the first number that no attempt of these ranks has, in other jobs too.
 
     Makes its files, so that a job which starts at the same time takes another.
     """
-    while True:
-        taken = [path.name for rank in ranks for path in folder.glob(f"rank-{rank:05d}.attempt-*.out")]
-        attempt = max((int(name.split(".")[1].removeprefix("attempt-")) for name in taken), default=-1) + 1
-        try:
+    for attempt in count():
+        with suppress(FileExistsError):
             for rank in ranks:
                 _file(folder, rank, attempt, "out").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        return attempt
+            return attempt
+    raise AssertionError  # count does not end
 
 
 @define

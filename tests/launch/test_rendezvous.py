@@ -84,7 +84,7 @@ def test_an_address_in_brackets_is_the_address():
 def node_in_thread(number, count, port, told):
     try:
         job = Job(argv=(), nodes=count, node_rank=number)
-        nodes.FixedNodes(job, "127.0.0.1", port, 5, lambda: None).next_rendezvous()
+        nodes.Nodes(job, "127.0.0.1", port, 5, lambda: None).next_rendezvous()
     except (LaunchError, RuntimeError) as error:
         told.append(str(error))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -79,6 +80,7 @@ def make_hosts(addresses: Mapping[str, str]) -> Iterator[dict[str, Host]]:
     Raises:
         OSError: a namespace or a link cannot be made.
     """
+    _remove_leftovers()
     switch = f"accel-{os.getpid()}"
     hosts = {name: Host(name, address, f"{switch}-{name}") for name, address in addresses.items()}
     with ExitStack() as undo:
@@ -95,6 +97,16 @@ def make_hosts(addresses: Mapping[str, str]) -> Iterator[dict[str, Host]]:
             for link in (CABLE, "lo"):
                 _ip("-n", host.namespace, "link", "set", link, "up")
         yield hosts
+
+
+def _remove_leftovers() -> None:
+    """Remove hosts whose maker was killed, as by the time limit of a test run, and could not."""
+    for line in _ip("netns", "list").splitlines():
+        name = line.partition(" ")[0]
+        maker = re.match(r"accel-(\d+)", name)
+        if maker and not Path("/proc", maker[1]).exists():
+            Host(name, "", name).dies()
+            _run("ip", "netns", "delete", name)  # another test run may be removing it too
 
 
 def _add(namespace: str, undo: ExitStack) -> None:
