@@ -113,16 +113,11 @@ def launch(
         _describe(planned, words, again, submits=False)
         return
     hooks, processes = planned.launcher(), planned.processes()
-    # Where no strategy is installed, the script may need none; the worker's error names what to install.
-    several = len(planned.discovery.of("strategy")) > 1
     shown = processes or "auto"
-    notes = [*(planned.no_strategy(shown) if several else ()), *_training_alone(planned)]
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
-        print(
-            *(f"accel: {note}" for note in notes), planned.line(shown), sep="\n", file=sys.stderr, flush=True
-        )
-    with planned.job(command(words), processes, again) as job:
-        code = hooks.launch(job)
+        notes = (f"accel: {note}" for note in _training_alone(planned))
+        print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
+    code = hooks.launch(planned.job(command(words), processes, again))
     sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
 
 
@@ -149,8 +144,7 @@ def submit(
     if dry_run:
         _describe(planned, words, again, submits=True)
         return
-    with planned.job((), _asked(planned), again) as job:
-        submitted = hooks.submit(job)
+    submitted = hooks.submit(planned.job((), _asked(planned), again))
     rows = {"job": submitted.id, "watch": submitted.watch, "cancel": submitted.cancel, "logs": submitted.logs}
     say(*(f"{title}: {text}" for title, text in rows.items() if text))
 
@@ -206,8 +200,8 @@ def _describe(planned: Launch, words: Sequence[str], again: Sequence[str], *, su
     hooks = planned.launcher()
     if hooks.implementations("preview"):
         processes = _asked(planned) if submits else planned.processes()
-        with planned.job(() if submits else command(words), processes, again) as job:
-            print(hooks.preview(job, submits), flush=True)
+        job = planned.job(() if submits else command(words), processes, again)
+        print(hooks.preview(job, submits), flush=True)
 
 
 def _refuse_missing(target: tuple[str, ...], module: bool) -> None:

@@ -127,7 +127,7 @@ class Resolved:
     def worker_config(self) -> str:
         """JSON text for a launcher's workers, instead of file, environment and flags."""
         settings = [setting._replace(value=plain(setting.value)) for setting in self.settings.values()]
-        return json.dumps({"file": self.file, "settings": settings}, indent=1)
+        return json.dumps({"file": self.file, "settings": settings})
 
 
 def load(
@@ -150,7 +150,7 @@ def load(
         flags: (dotted path, text) of each; one path may come by two spellings.
         file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
         discovery: the installed plugins.
-        environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG names the
+        environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG holds the
             launcher's config, which stands for file, flags and the variables of that time; the
             commands of `accel` leave it out (`outside`), since what they start is another job.
         directory: where `accel.yaml` is looked for.

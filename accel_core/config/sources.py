@@ -8,14 +8,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path as FilePath
 from typing import Any, Final, Literal, NamedTuple
 
 from accel_core.contract.options import Path
 from accel_core.errors import ConfigError
 
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
-"""Variable that names the file with a launcher's config for its workers."""
+"""Variable with a launcher's config for its workers, as JSON."""
 GUESSES_VARIABLE: Final = "ACCEL_LAUNCH_VARIABLES"
 """Variable with those that a launcher has set for plugins, as JSON.
 
@@ -104,7 +103,7 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
         yield Setting((), config, "python", f"{type(config).__name__}(...)")
 
 
-def from_launcher(file: str) -> tuple[str | None, list[Setting]]:
+def from_launcher(text: str) -> tuple[str | None, list[Setting]]:
     """Return the name of the launcher's file, and the settings of its merged config."""
-    data = json.loads(FilePath(file).read_text(encoding="utf-8"))
+    data = json.loads(text)
     return data["file"], [Setting(tuple(path), *rest) for path, *rest in data["settings"]]

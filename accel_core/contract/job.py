@@ -18,10 +18,7 @@ class Job:
     the `preview` of `submit`: such a job runs `command`.
     """
     command: tuple[str, ...] = ()
-    """`accel launch` with the flags and the script, to run on other machines.
-
-    The file that `environment` names for workers exists on this machine, and while the launcher runs.
-    """
+    """`accel launch` with the flags and the script, to run on other machines."""
     nodes: int = 1
     node_rank: int = 0
     processes_per_node: int = 1

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from pathlib import Path
 from typing import Final
 
 from accel_core.contract.config import host_and_port
@@ -20,8 +19,6 @@ FIRST_NOTICE: Final = 3.0
 """Seconds to the first line of a log that says which nodes are waited for."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
-IPV6_ADDRESSES: Final = Path("/proc/net/if_inet6")
-"""Linux: a line for each address, with its interface at the end."""
 
 
 def rendezvous_address(job: Job) -> tuple[str, int]:
@@ -102,14 +99,10 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the interface that leads to the other nodes; None if unknown, and outside of Linux."""
+    """Return the interface that leads to the other nodes, by its IPv4 address on Linux; else None."""
     address = address_towards(host, port)
-    if sys.platform != "linux" or address is None:
+    if sys.platform != "linux" or address is None or ":" in address:
         return None
-    if ":" in address:
-        packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
-        rows = [line.split() for line in IPV6_ADDRESSES.read_text(encoding="ascii").splitlines()]
-        return next((row[-1] for row in rows if row[0] == packed), None)
     import fcntl
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

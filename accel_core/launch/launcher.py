@@ -11,11 +11,9 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Final
 
-from accel_core.config.sources import WORKER_CONFIG_VARIABLE
 from accel_core.contract import hooks
 from accel_core.contract.config import LaunchConfig
 from accel_core.contract.hooks import implements
@@ -69,18 +67,26 @@ def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Jo
     rank order. LaunchError has a failing rank's traceback.
     """
     method = "fork" if sys.platform == "linux" else "spawn"
-    results = _run(job, _call, (function, args), start_method=method)
+    collects = gc.isenabled()
+    gc.disable()  # in forks, until each has frozen what it inherits
+    try:
+        results = _run(job, _call, (function, args, collects), start_method=method)
+    finally:
+        if collects:
+            gc.enable()
     pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
     return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+def _call(function: Callable[..., Any], args: tuple[Any, ...], collects: bool) -> bytes:
+    # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
+    gc.freeze()
+    if collects:
+        gc.enable()
     # A forked worker inherits the launcher's handlers.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     note_process()
-    # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
-    gc.freeze()
     _inherited.append(vars(sys).pop("last_value", None))
     try:
         return guard(lambda: pickle.dumps(function(*args)))
@@ -112,9 +118,7 @@ def _run(
                 logger.addHandler(logging.NullHandler())
                 logger.propagate = False
         wait_for_node_0(job, place, RENDEZVOUS_SECONDS)
-        # Beside the workers' config, if any: a signal removes one folder.
-        beside = Path(config).parent if (config := job.environment.get(WORKER_CONFIG_VARIABLE)) else None
-        with TemporaryDirectory(prefix="accel-", dir=beside) as folder, _environment(job, *place):
+        with TemporaryDirectory(prefix="accel-") as folder, _environment(job, *place):
             worker = (entrypoint, args, start_method)
             return run_attempts(job, place, RENDEZVOUS_SECONDS, folder, signals, worker)
 

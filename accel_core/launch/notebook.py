@@ -60,8 +60,7 @@ def notebook_launcher(
     launch = plan(python=python, file=config)
     if sys.platform == "linux" and device != "cpu":
         _refuse_used_device()
-    with launch.job((), launch.processes()) as job:
-        return launch_function(function, tuple(args), job)
+    return launch_function(function, tuple(args), launch.job((), launch.processes()))
 
 
 def _refuse_used_device() -> None:

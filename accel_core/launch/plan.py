@@ -9,15 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import signal
-import sys
-import threading
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from importlib.util import find_spec
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import evolve, frozen
@@ -28,7 +21,7 @@ from accel_core.config.unused import TYPED, auto_may_take, unused_options, unuse
 from accel_core.contract.job import Job
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
-from accel_core.plugins.catalog import strategy_hint, unknown_device
+from accel_core.plugins.catalog import unknown_device
 from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, visible_devices
 
 if TYPE_CHECKING:
@@ -133,17 +126,7 @@ class Launch:
         return f"accel {'.'.join(__version__.split('.')[:2])}: {', '.join([count, *stack, file])}"
 
     def doubts(self) -> Iterator[str]:
-        """Yield reasons to doubt the config, none of them a certain mistake.
-
-        Plugins that are not usable on this machine, and options that nothing uses.
-
-        Workers elsewhere may have the plugins, and the script may choose more of them.
-        """
-        for record in self._named():
-            if record.status != "available":
-                reason = f"not usable on this machine ({record.reason})"
-                yield f"{record.name}: {reason}; fine if the job runs elsewhere"
-        yield from self.no_strategy(self.config.launch.processes_per_node)
+        """Yield options that nothing uses; the script may still choose more plugins."""
         named = self.config.plugin_names()
         answers = (record.name for _, slot, name in named for record in self.discovery.answering(slot, name))
         used = {self.config.device, *answers}
@@ -153,14 +136,6 @@ class Launch:
                 effect = "a run refuses its options" if given.source in TYPED else "its options do nothing"
                 yield f"{about}: {effect}; `{setting}` chooses it"
         yield from unused_options(self.resolved, used)
-
-    def no_strategy(self, processes: int | str) -> Iterator[str]:
-        """Yield the remedy if `strategy: auto` finds none for several processes."""
-        alone = self.config.launch.nodes == 1 and processes in (1, "auto")
-        usable = any(record.name != "single" for _, record in self.discovery.usable("strategy"))
-        if self.config.strategy == "auto" and not alone and not usable:
-            remedy = strategy_hint(self.discovery)
-            yield f"auto takes no installed strategy for several processes; {remedy}"
 
     def hardware(self) -> str:
         """Describe the devices that `device: auto` means on this machine."""
@@ -185,7 +160,7 @@ class Launch:
         asked, on_cpu = self.config.launch.processes_per_node, self.config.device.partition(":")[0] == "cpu"
         elsewhere = self.allocation is not None and self.allocation.elsewhere
         if asked == "auto":
-            return 1 if on_cpu else 0 if elsewhere else self._countable() or 1
+            return 1 if on_cpu else 0 if elsewhere else self._visible() or 1
         if self.config.device != "auto" and not on_cpu and not elsewhere:
             self._refuse_too_many(asked)
         return asked
@@ -223,9 +198,8 @@ class Launch:
         new = {name: value for name, value in wanted.items() if name not in yours}
         return {**new, GUESSES_VARIABLE: json.dumps(new)}
 
-    @contextmanager
-    def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Iterator[Job]:
-        """Make the job; the file with its merged config exists inside."""
+    def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Job:
+        """Return the job, whose workers are handed the merged config."""
         launch, allocation = self.config.launch, self.allocation
         place = None
         if allocation and launch.nodes > 1:
@@ -237,23 +211,23 @@ class Launch:
                 f"launch.log_dir and launch.tee: launcher {launch.launcher} does not handle the output of"
                 " workers\nleave them out, and use the options of that launcher"
             )
-        with TemporaryDirectory(prefix="accel-") as folder, _ended_by_signals():
-            handover = Path(folder, "config.json")
-            handover.write_text(self.resolved.worker_config(), encoding="utf-8")
-            yield Job(
-                argv=tuple(argv),
-                command=tuple(command),
-                id=allocation.job_id if allocation else "",
-                nodes=launch.nodes,
-                node_rank=launch.node_rank,
-                processes_per_node=processes,
-                rendezvous=launch.rendezvous or place,
-                max_restarts=launch.max_restarts,
-                min_nodes=launch.min_nodes,
-                log_dir=launch.log_dir,
-                tee=launch.tee,
-                environment={**self.environment(processes), WORKER_CONFIG_VARIABLE: str(handover)},
-            )
+        return Job(
+            argv=tuple(argv),
+            command=tuple(command),
+            id=allocation.job_id if allocation else "",
+            nodes=launch.nodes,
+            node_rank=launch.node_rank,
+            processes_per_node=processes,
+            rendezvous=launch.rendezvous or place,
+            max_restarts=launch.max_restarts,
+            min_nodes=launch.min_nodes,
+            log_dir=launch.log_dir,
+            tee=launch.tee,
+            environment={
+                **self.environment(processes),
+                WORKER_CONFIG_VARIABLE: self.resolved.worker_config(),
+            },
+        )
 
     def launcher_offers(self, word: str) -> bool:
         """Return True if the launcher's card offers a word of `CAPABILITIES`."""
@@ -287,13 +261,6 @@ class Launch:
 
     # -- which devices are here ------------------------------------------------------------------
 
-    def _countable(self) -> int | None:
-        visible = self._visible()
-        if visible is None and find_spec("torch") is None:
-            about = "processes per node: auto, but torch is not installed here to count the devices"
-            raise LaunchError(f"{about}\nname the number, as in -n 8, or install torch")
-        return visible
-
     def _visible(self) -> int | None:
         """Return the number of visible devices of the kind asked for.
 
@@ -318,26 +285,6 @@ class Launch:
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
         records = [self._device(), *map(self.discovery.get, names)]
         return [record for record in records if record is not None]
-
-
-@contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """Have the signals that end this process at once end it by an exit, which removes its folder."""
-    deadly = [number for number in signal.Signals if number.name in ("SIGTERM", "SIGHUP", "SIGQUIT")]
-    deadly = [number for number in deadly if signal.getsignal(number) is signal.SIG_DFL]
-    if threading.current_thread() is not threading.main_thread():
-        deadly = []
-    for number in deadly:
-        signal.signal(number, _exit)
-    try:
-        yield
-    finally:
-        for number in deadly:
-            signal.signal(number, signal.SIG_DFL)
-
-
-def _exit(number: int, _: object) -> None:
-    sys.exit(128 + number)
 
 
 def _count_by_torch(device: str) -> int | None:

@@ -36,10 +36,15 @@ class Signals:
         self._before = {number: signal.getsignal(number) for number in numbers}
 
     def __enter__(self) -> None:
-        """Take note of a warning, which otherwise ends this process."""
+        """Take note of a warning, which otherwise ends this process, and end by SIGTERM.
+
+        The first process of a container has no end by default.
+        """
         for number in self._before:
             if number.name == WARNING:
                 signal.signal(number, self._warn)
+            elif number == signal.SIGTERM:
+                signal.signal(number, _exit)
 
     def __exit__(self, *_: object) -> None:
         """Put the handlers back that were there before."""
@@ -73,3 +78,7 @@ class Signals:
         for process in processes:
             with suppress(ProcessLookupError):
                 os.kill(process, number)
+
+
+def _exit(number: int, _: object) -> None:
+    sys.exit(128 + number)

@@ -82,8 +82,7 @@ def test_a_worker_reads_from_the_handover_what_the_launcher_read(file, flags):
             Path(folder, "accel.yaml").write_text(yaml.safe_dump(nested(file)), encoding="utf-8")
         dotted = {path: text(value) for path, value in flags.items()}
         launcher = load(flags=dotted.items(), discovery=TOYS, environment={}, directory=folder)
-        Path(folder, "handover").write_text(launcher.worker_config(), encoding="utf-8")
-        variables = {"ACCEL_LAUNCH_CONFIG": str(Path(folder, "handover"))}
+        variables = {"ACCEL_LAUNCH_CONFIG": launcher.worker_config()}
         worker = load(discovery=TOYS, environment=variables, directory=folder)
     assert worker.config == launcher.config
     assert worker.origins == launcher.origins
@@ -126,25 +125,25 @@ def test_python_agreeing_with_a_flag_is_no_error(resolve):
     assert resolve(python={"launch.nodes": 2}, flags={"launch.nodes": "2"}).config.launch.nodes == 2
 
 
-def test_python_contradicting_a_flag_of_the_launcher_is_an_error_in_the_worker_too(resolve, tmp_path):
-    (tmp_path / "handover").write_text(resolve(flags={"device": "cpu"}).worker_config(), encoding="utf-8")
+def test_python_contradicting_a_flag_of_the_launcher_is_an_error_in_the_worker_too(resolve):
+    handover = resolve(flags={"device": "cpu"}).worker_config()
     with pytest.raises(ConfigError, match="device: 'toy' here, but 'cpu' by flag --device"):
-        resolve(python={"device": "toy"}, ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"))
+        resolve(python={"device": "toy"}, ACCEL_LAUNCH_CONFIG=handover)
 
 
-def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolve, tmp_path):
+def test_in_a_worker_file_environment_and_flags_are_those_of_the_launcher(resolve):
     outer = resolve("device: cpu\n", ACCEL__MIXED_PRECISION="bf16")
-    (tmp_path / "handover").write_text(outer.worker_config(), encoding="utf-8")
-    inherited = {"ACCEL__MIXED_PRECISION": "bf16", "ACCEL_LAUNCH_CONFIG": str(tmp_path / "handover")}
+    handover = outer.worker_config()
+    inherited = {"ACCEL__MIXED_PRECISION": "bf16", "ACCEL_LAUNCH_CONFIG": handover}
     worker = resolve("device: other\n", **inherited)
     assert (worker.config.device, worker.config.mixed_precision, worker.file) == ("cpu", "bf16", "accel.yaml")
 
 
-def test_a_variable_that_a_script_sets_counts_in_a_worker_as_under_plain_python(resolve, tmp_path):
+def test_a_variable_that_a_script_sets_counts_in_a_worker_as_under_plain_python(resolve):
     outer = resolve("device: toy\n", flags={"launch.nodes": "2"}, ACCEL__MIXED_PRECISION="bf16")
-    (tmp_path / "handover").write_text(outer.worker_config(), encoding="utf-8")
+    handover = outer.worker_config()
     script = {"ACCEL__MIXED_PRECISION": "no", "ACCEL__DEVICE": "cpu", "ACCEL__LAUNCH__NODES": "7"}
-    worker = resolve(ACCEL_LAUNCH_CONFIG=str(tmp_path / "handover"), **script)
+    worker = resolve(ACCEL_LAUNCH_CONFIG=handover, **script)
     assert (worker.config.mixed_precision, worker.config.device, worker.config.launch.nodes) == (
         "no",
         "cpu",

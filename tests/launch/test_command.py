@@ -154,18 +154,6 @@ def test_a_dry_run_imports_no_torch_and_counts_nothing(tmp_path, run_command):
     assert ended.stdout.startswith("accel 0.1: auto processes, no config file\n")
 
 
-def test_a_dry_run_on_a_login_node_says_that_the_device_is_not_here(toys, tmp_path, accel):
-    (tmp_path / "train.py").write_text("")
-    environment = toys("pony", "device", probe="lambda: 'no driver'")
-
-    ended = accel(
-        "launch", "--device", "pony", "--dry-run", "train.py", environment=environment, cwd=tmp_path
-    )
-
-    assert ended.returncode == 0
-    assert "pony: not usable on this machine (no driver); fine if the job runs elsewhere" in ended.stdout
-
-
 # -- refusals --------------------------------------------------------------------------------------
 
 
@@ -444,16 +432,3 @@ def test_a_launch_within_a_worker_reads_its_own_file(tmp_path, accel):
     told = accel("launch", "--device", "cpu", "train.py", cwd=tmp_path).stdout
 
     assert "5  " in next(line for line in told.splitlines() if line.startswith("gradient_accumulation_steps"))
-
-
-def test_a_launch_with_a_strategy_that_only_its_name_chooses_says_so_before_workers_start(
-    toys, tmp_path, accel
-):
-    (tmp_path / "train.py").write_text("")
-    environment = {**toys("shy", "strategy"), "ACCEL_PLUGINS_BLOCK": "ddp,xla-dp"}
-    ended = accel("launch", "--device", "cpu", "-n", "2", "train.py", environment=environment, cwd=tmp_path)
-
-    note, line = ended.stderr.splitlines()[:2]
-    assert note.startswith("accel: auto takes no installed strategy for several processes")
-    assert "taken only when named: --strategy " in note
-    assert line.startswith("accel 0.1: 2 processes")

@@ -159,6 +159,17 @@ def test_a_launch_after_one_that_failed_frees_nothing_of_that_one_in_its_forks()
         gc.enable()
 
 
+def test_a_fork_collects_garbage_only_once_it_has_frozen_what_it_inherits():
+    started = []
+    real = gc.freeze
+    gc.freeze = lambda: (started.append(gc.isenabled()), real())
+    try:
+        assert start(lambda: (started, gc.isenabled()), n=1) == [([False], True)]
+    finally:
+        gc.freeze = real
+    assert gc.isenabled()
+
+
 def test_a_function_that_leaves_by_exit_0_returns_nothing():
     assert start(lambda: sys.exit(0), n=1) == [None]
 

@@ -129,18 +129,7 @@ def test_cores_are_shared_out_unless_the_user_did(monkeypatch):
         assert os.environ["OMP_NUM_THREADS"] == "5"
 
 
-def has_ipv6():
-    with socket.socket(socket.AF_INET6 if socket.has_ipv6 else socket.AF_INET) as probe:
-        try:
-            probe.bind(("::1", 0))
-        except OSError:
-            return False
-    return True
-
-
-@pytest.mark.skipif(sys.platform != "linux" or not has_ipv6(), reason="needs IPv6, on Linux")
-def test_the_interface_towards_an_ipv6_address_is_found_too():
-    """Else gloo would take the loopback's address, where other hosts find nobody."""
-    assert addresses.address_towards("::1", 29500) == "::1"
-    assert addresses.interface_towards("::1", 29500) == "lo"
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux")
+def test_the_interface_towards_an_address_is_found():
+    """Else gloo would take that of the host's own name, often a loopback."""
     assert addresses.interface_towards("127.0.0.1", 29500) == "lo"

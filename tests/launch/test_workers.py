@@ -463,19 +463,6 @@ def test_a_second_ctrl_c_kills_a_rank_that_does_not_end(stuck, tmp_path):
     assert not (tmp_path / "asked again").exists()
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="signals")
-def test_a_launcher_that_is_stopped_before_its_workers_exist_leaves_no_folder(stuck, tmp_path):
-    assert comes(lambda: [*tmp_path.glob("tmp/accel-*/config.json")])
-
-    stuck.send_signal(signal.SIGTERM)
-
-    assert stuck.wait(timeout=patience(60)) in (
-        -signal.SIGTERM,
-        128 + signal.SIGTERM,
-    )
-    assert [*tmp_path.glob("tmp/*")] == []
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's parent-death signal")
 def test_no_worker_outlives_a_launcher_that_is_killed(waiting):
     launcher, pids = waiting
