@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.data.uneven import check_unit, refuse_another
+from accel_core.data.uneven import check_unit
 from accel_core.defaults.precision import autocast
 from accel_core.errors import AccelError
 from accel_core.training import step
@@ -294,11 +294,9 @@ class Training:
 
         Raises:
             ConfigError: their strategy cannot.
-            AccelError: inside LocalSGD, or join_uneven_inputs of other models.
+            AccelError: inside LocalSGD.
         """
         units = units_of(self.run, joinables)
-        if not (self.run.config.data.even_batches if even_batches is None else even_batches):
-            refuse_another(self.run, units)
         with ExitStack() as stack:
             if even_batches is not None:
                 for loader in self.run.prepared.loaders:

@@ -180,8 +180,7 @@ class Steps:
     def __init__(self, hooks: Hooks) -> None:
         for hook, caller in hooks._callers.items():
             if caller.spec is not None and caller.spec.function.accel_spec.per_step:  # type: ignore[attr-defined]
-                called = getattr(hooks, hook)
-                setattr(self, hook, None if getattr(called, "accel_no_op", False) else called)
+                setattr(self, hook, hooks.step(hook))
 
     if TYPE_CHECKING:  # the attributes are those of the specs
 

@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 from accel_core.data.dispatch import dispatched, rounds_of_iterable, rounds_of_samples
 from accel_core.data.fingerprint import fingerprint
 from accel_core.data.host_batches import HostBatches
-from accel_core.data.options import plan_loader
+from accel_core.data.options import LoaderPlan, plan_loader
 from accel_core.data.position import Cursor, Position, Progress, decode, encode
-from accel_core.data.prefetch import placement_of
+from accel_core.data.prefetch import Placement, placement_of
 from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.shuffling import drawn_seed
 from accel_core.data.uneven import checking_forwards
@@ -34,9 +34,6 @@ if TYPE_CHECKING:
 
 _logger = get_logger(__name__)
 
-_OWN = frozenset({"_run", "_plan", "_cursor", "_skip", "_skipped", "_placement", "_has_begun", "_is_told"})
-"""Attributes that the user's loader has no use for; all others are set on it too."""
-
 
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader whose batches are this reader's share, on the run's device.
@@ -45,19 +42,31 @@ class PreparedLoader(DataLoader[Any]):
     by all ranks alike. Epochs reshuffle by themselves; the position counts what was handed out.
     """
 
+    _run: Run
+    _plan: LoaderPlan
+    _cursor: Cursor
+    _skip: int
+    _skipped: int
+    _has_begun: bool
+    _is_told: bool
+    _placement: Placement | None
+
     def __init__(self, loader: DataLoader[Any], run: Run, device_placement: bool = True) -> None:
-        plan = plan_loader(loader, run)
-        # Not DataLoader.__init__: it would check, and draw defaults for, what the user's loader settled.
-        self.__dict__.update(loader.__dict__, _iterator=None)
-        self._run = run
-        self._plan = plan
-        self._cursor = Cursor()
-        self._skip = self._skipped = 0
-        self._has_begun = False  # any epoch: workers that persist have drawn their only seed
-        self._is_told = False  # of data without a state
         # Reading ahead in this very process would draw random numbers before their time.
-        ahead, pinned = loader.num_workers > 0, bool(self.pin_memory) and can_pin(run.device)
-        self._placement = placement_of(run, moves=device_placement, ahead=ahead, pinned=pinned)
+        ahead, pinned = loader.num_workers > 0, bool(loader.pin_memory) and can_pin(run.device)
+        # Not DataLoader.__init__: it would check, and draw defaults for, what the user's loader settled.
+        self.__dict__.update(
+            loader.__dict__,
+            _iterator=None,
+            _run=run,
+            _plan=plan_loader(loader, run),
+            _cursor=Cursor(),
+            _skip=0,
+            _skipped=0,
+            _has_begun=False,  # any epoch: workers that persist have drawn their only seed
+            _is_told=False,  # of data without a state
+            _placement=placement_of(run, moves=device_placement, ahead=ahead, pinned=pinned),
+        )
 
     # -- what the user and core ask ---------------------------------------------------------------
 
@@ -137,8 +146,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)  # torch's: refuses what cannot be changed any more
-        if name in _OWN or name.startswith("__") or (plan := self.__dict__.get("_plan")) is None:
-            return
+        if name.startswith("_") or (plan := self.__dict__.get("_plan")) is None:
+            return  # the user's loader has no use for it
         if hasattr(type(plan.inner), name) or not hasattr(type(self), name):
             batches = self.batch_size is not None
             setattr(plan.inner, name, plan.adapted(name, value, batches=batches))
@@ -194,19 +203,14 @@ class PreparedLoader(DataLoader[Any]):
             CheckpointError: the loader cannot go on there; the error names what has changed.
         """
         here = self._position()
-        position = Position.from_json(state, here)
-        midway = position.consumed > 0 and not position.is_over(self._plan.sharding)
-        if midway and position.sampler != here.sampler:
+        position = Position(**{**state, "dealt": tuple(state["dealt"])})
+        if position.kind != here.kind:
             raise CheckpointError(
-                "a dataloader was saved in the middle of an epoch in the order of"
-                f" {position.sampler}, and here the order is that of {here.sampler}\n"
-                "resume with the sampler that it was saved with, or at the start of an epoch"
+                f"a dataloader was saved as {position.kind!r}, but the one prepared here is {here.kind!r}\n"
+                "prepare the loaders in the order in which they were saved"
             )
-        if self._plan.kind == "stateful" and self._plan.reads and midway and position.state is None:
-            raise CheckpointError(
-                "a 'stateful' dataloader was saved mid-epoch where another process read for this one\n"
-                "resume with the same data.dispatch_batches, or at the start of an epoch"
-            )
+        if position.consumed and not position.is_over(self._plan.sharding):
+            position.require_same(here)
         return position
 
     @contextmanager
@@ -398,7 +402,7 @@ class PreparedLoader(DataLoader[Any]):
             following=max(cursor.following, progress.epoch + 1),
             consumed=consumed if length is None else min(consumed, length),
             length=length,
-            dealt=(sharding.batches, self.batch_size or 1, self.num_workers),
+            dealt=(sharding.batches, self.batch_size or 1, self.num_workers, plan.dispatches),
             sampler="" if plan.sampler is None else plan.shuffle.name,
             drawn=progress.drawn,
             generators={role: encode(generator.get_state()) for role, generator in plan.generators.items()},

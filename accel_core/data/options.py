@@ -103,25 +103,29 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     # Iterables by default: each process might read another random one.
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
-    _check(loader, data, topology.readers, iterable=iterable)
-    sharding = _sharding(loader, data, topology, iterable=iterable)
+    batches = _batch_sampler(loader)
+    is_cut = _cuts(batches)
+    _check(loader, batches, data, topology.readers, iterable=iterable)
+    sharding = _sharding(loader if iterable else batches, data, topology, iterable=iterable)
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
     inner.__dict__["_iterator"] = None
-    kind = _kind(loader, inner)
+    kind: Kind = "indexed" if batches is None or is_cut else "batches"
+    if iterable:
+        kind = "stateful" if is_stateful(inner) else "replay"
     shuffle = Shuffle(
-        items=_items(loader),
+        # A batch sampler of the user's own ignores the sampler.
+        items=loader.sampler if batches is None else batches.sampler if is_cut else batches,
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
         seedable=data.use_seedable_sampler,
         data_seed=data.data_seed,
     )
     sampler = None
     if not iterable:
-        batches = _batch_sampler(loader)
         sampler = ShardedSampler(
             shuffle=shuffle,
             sharding=sharding,
-            batch_size=1 if batches is None else batches.batch_size if _cuts(loader) else None,
+            batch_size=1 if batches is None else batches.batch_size if is_cut else None,
             single=batches is None,
             everyone=dispatches,
         )
@@ -144,13 +148,6 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     )
 
 
-def _kind(loader: DataLoader[Any], inner: DataLoader[Any]) -> Kind:
-    """Return the way in which the position of `inner`, made from `loader`, is told."""
-    if isinstance(loader.dataset, IterableDataset):
-        return "stateful" if is_stateful(inner) else "replay"
-    return "indexed" if _batch_sampler(loader) is None or _cuts(loader) else "batches"
-
-
 def _batch_sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler of batches, if any.
 
@@ -160,25 +157,17 @@ def _batch_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if single and isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
 
 
-def _cuts(loader: DataLoader[Any]) -> bool:
-    """Return whether torch's BatchSampler, or torchdata's copy, cuts the batches."""
-    batches = _batch_sampler(loader)
+def _cuts(batches: Any) -> bool:
+    """Return whether this is torch's BatchSampler, or torchdata's copy, which cuts batches."""
     made_by = type(batches).__module__.partition(".")[0]
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
 
 
-def _items(loader: DataLoader[Any]) -> Any:
-    """Return the source of the order; a user's batch sampler ignores the sampler."""
-    batches = _batch_sampler(loader)
-    if batches is None:
-        return loader.sampler
-    return batches.sampler if _cuts(loader) else batches
+def _sharding(batches: Any, data: DataLoaderConfiguration, topology: Topology, *, iterable: bool) -> Sharding:
+    """Return the way in which rounds are shared out.
 
-
-def _sharding(
-    loader: DataLoader[Any], data: DataLoaderConfiguration, topology: Topology, *, iterable: bool
-) -> Sharding:
-    batches = loader if iterable else _batch_sampler(loader)
+    batches: what has the size of a batch: the sampler of batches, or the loader of an iterable dataset.
+    """
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     return Sharding(
         reader=topology.reader,
@@ -230,9 +219,10 @@ def _shards(loader: DataLoader[Any], sharding: Sharding, *, everyone: bool, stat
     }
 
 
-def _check(loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int, *, iterable: bool) -> None:
+def _check(
+    loader: DataLoader[Any], batches: Any, data: DataLoaderConfiguration, readers: int, *, iterable: bool
+) -> None:
     """Refuse settings that do not work with this loader."""
-    batches = _batch_sampler(loader)
     for sampler in (batches, getattr(batches, "sampler", loader.sampler)):
         replicas = getattr(sampler, "num_replicas", None) or 1  # torch's word; not all inherit from its class
         if replicas > 1:
@@ -254,7 +244,7 @@ def _check(loader: DataLoader[Any], data: DataLoaderConfiguration, readers: int,
         )
     if not data.split_batches or readers == 1:
         return
-    size = loader.batch_size if iterable else getattr(_batch_sampler(loader), "batch_size", None)
+    size = getattr(loader if iterable else batches, "batch_size", None)
     if size is None or size % readers:
         raise ConfigError(
             f"data.split_batches=True splits each batch between {readers} readers, but this"

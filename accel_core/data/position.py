@@ -34,7 +34,7 @@ class Position:
     following: number of the next epoch.
     consumed: samples, batches or rounds of this epoch, without padding.
     length: samples (or batches) of an epoch, where known.
-    dealt: (batches per round, batch size, workers).
+    dealt: (batches per round, batch size, workers, whether one process reads for all).
     sampler: name of what orders samples or batches; "" where nothing orders them.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
     generators: states of the generators that the loader was given, by role, as they are now.
@@ -60,34 +60,21 @@ class Position:
         """Return a dict of values that JSON can hold; `state` is as its loader gave it."""
         return {**asdict(self, recurse=False), "dealt": list(self.dealt)}
 
-    @classmethod
-    def from_json(cls, saved: Mapping[str, Any], current: Position) -> Position:
-        """Return the position that `saved` describes, for a loader at `current`.
-
-        Raises:
-            CheckpointError: the loader has changed in a way that its kind does not survive.
-        """
-        position = cls(**{**saved, "dealt": tuple(saved["dealt"])})
-        if position.kind != current.kind:
+    def require_same(self, current: Position) -> None:
+        """Raise CheckpointError if a loader at `current` cannot go on in the middle of this epoch."""
+        changes = []
+        if self.length != current.length:
+            changes.append(f"an epoch of {self.length}, here {current.length}")
+        if self.sampler != current.sampler:
+            changes.append(f"the order of {self.sampler}, here that of {current.sampler}")
+        if not _goes_on(self, current):
+            words = "(batches per round, batch size, workers, one process reads for all)"
+            changes.append(f"{words} = {self.dealt}, here {current.dealt}")
+        if changes:
             raise CheckpointError(
-                f"a dataloader was saved as {position.kind!r}, but the one prepared here is"
-                f" {current.kind!r}\n"
-                "prepare the loaders in the order in which they were saved"
-            )
-        if not position.consumed:
-            return position
-        if position.length != current.length:
-            raise CheckpointError(
-                f"a dataloader was saved in the middle of an epoch of {position.length}, but here an epoch"
-                f" has {current.length}\nresume with the dataset and sampler that it was saved with"
-            )
-        if not _goes_on(position, current):
-            raise CheckpointError(
-                f"a {position.kind!r} dataloader was saved mid-epoch with (batches a round, batch size,"
-                f" workers) = {position.dealt}, here they are {current.dealt}\n"
+                f"a {self.kind!r} dataloader was saved in the middle of {'; and '.join(changes)}\n"
                 "resume with the same, or at the start of an epoch"
             )
-        return position
 
     def is_over(self, deal: Sharding) -> bool:
         """Return whether the epoch has no round left, with rounds shared out like this."""
@@ -101,7 +88,7 @@ class Position:
 def _goes_on(saved: Position, current: Position) -> bool:
     if saved.kind in ("indexed", "batches") or saved.dealt == current.dealt:
         return True
-    (_, size, workers), (_, new_size, new_workers) = saved.dealt, current.dealt
+    (_, size, workers, _), (_, new_size, new_workers, _) = saved.dealt, current.dealt
     return saved.kind == "replay" and size == new_size and max(workers, new_workers) <= 1
 
 

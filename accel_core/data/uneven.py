@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -49,20 +49,6 @@ def refuse_items(units: Iterable[Unit]) -> None:
                 f"windows(items=...) inside {where}: items are those of all ranks, and a rank may have run"
                 " out of batches, or keep its gradients to itself\n"
                 "leave items out, and take losses that are means"
-            )
-
-
-def refuse_another(run: Run, joined: Collection[Unit]) -> None:
-    """Refuse a second context in which ranks may run out of batches.
-
-    A rank that has run out would take a collective of the outer one for one of the inner one.
-    """
-    for unit in run.units:
-        if unit.step_state.uneven and unit not in joined and run.world.size > 1:
-            raise AccelError(
-                f"join_uneven_inputs inside that of {unit.name!r}: a rank that has run out of batches"
-                " (data.even_batches is off) cannot tell for which of the two the others wait\n"
-                "name all models in one join_uneven_inputs, or leave data.even_batches on"
             )
 
 

@@ -45,10 +45,10 @@ class RunComm:
         return show_progress(text, measure)
 
 
-def agree_on_call(run: Run, operation: str, brings: str = "", models: Sequence[str] = ()) -> None:
+def agree_on_call(run: Run, operation: str, brings: str = "") -> None:
     """Return once every rank makes the same call. Collective.
 
-    brings: what must be equal on all ranks, in words. models: words that may differ, but not in order only.
+    brings: what must be equal on all ranks, in words.
 
     Raises:
         CollectiveError: ranks call another operation or bring something else, or one did not come.
@@ -56,9 +56,7 @@ def agree_on_call(run: Run, operation: str, brings: str = "", models: Sequence[s
     if run.world.size == 1:
         return
     call = f"{operation} of {brings}" if brings else operation
-    brought = gather_from_all_ranks(run.collectives("control"), call, lambda: tuple(models))
-    if len({(*sorted(each),) for each in brought}) < len({*brought}):
-        _refuse_difference(operation, [f"{call}, {', '.join(each)}" for each in brought])
+    gather_from_all_ranks(run.collectives("control"), call, lambda: None)
 
 
 def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:

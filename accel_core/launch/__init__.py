@@ -4,7 +4,7 @@
       plan.plan            merge the config, refuse unknown names; the result is a Launch
       Launch.processes     count workers
       Launch.allocated     take the machines that a launcher's engine has given
-      Launch.job           write the merged config to a file, set the job's variables
+      Launch.job           set the job's variables; one of them holds the merged config
       launcher plugin      `torchrun` is launcher.py: torch's elastic_launch once per attempt
         addresses            address at which the nodes meet
         nodes                rendezvous of the nodes, which hear there of each other's failures

@@ -40,8 +40,6 @@ class Accumulation:
         self.last = False
         self.batch: Any = None
         self.beside: Sequence[Unit] = ()
-        self._entered = False
-        """Notices a second `__exit__`; the accumulation in force is `run.accumulation`."""
         self._contexts: ExitStack | None = None
         self._no_sync: ExitStack | None = None
         self._find_units()
@@ -64,7 +62,7 @@ class Accumulation:
     def of(self, batch: Any, extent: Extent | None = None, *, last: bool = False) -> Accumulation:
         """Return the context of one micro-batch that has these."""
         made = object.__new__(Accumulation)
-        own = {"outer": None, "_entered": False, "_contexts": None, "_no_sync": None}
+        own = {"outer": None, "_contexts": None, "_no_sync": None}
         made.__dict__.update(self.__dict__, **own, batch=batch, extent=extent, last=last)
         return made
 
@@ -74,13 +72,12 @@ class Accumulation:
             self._find_units()
         outer = run.accumulation
         if outer is not None:
-            outer = self._end_others(outer)
+            self._refuse_nesting(outer)
         last = self.last
         if self.extent is None:
             active = run.active_loaders
             last = active[-1].last if active and self._ends_with_loader else False
         self.outer = outer
-        self._entered = True
         run.accumulation = self
         window, windows = self._only_window, self.windows
         try:
@@ -94,29 +91,16 @@ class Accumulation:
             self.drop()
             raise
 
-    def _end_others(self, entered: Accumulation | None) -> Accumulation | None:
-        """End other accumulations of the same units; return the innermost left.
-
-        Ctrl-C has kept such an accumulation from ending, or the program misuses it.
-        """
-        outermost_shared = None
+    def _refuse_nesting(self, entered: Accumulation | None) -> None:
+        """Refuse a second accumulation of the same units."""
         while entered is not None:
-            if entered is self or not set(entered.units).isdisjoint(self.units):
-                if entered.extent is not None:
-                    raise AccelError(
-                        "accumulate, or windows, inside a window of the same models: its micro-batches would"
-                        " count twice\n"
-                        "leave accumulate out: `for batch in window` enters it"
-                    )
-                outermost_shared = entered
+            if not set(entered.units).isdisjoint(self.units):
+                raise AccelError(
+                    "accumulate, or windows, inside that of the same models: one micro-batch would count as"
+                    " two\n"
+                    "enter it once per micro-batch; `for batch in window` does so by itself"
+                )
             entered = entered.outer
-        while outermost_shared is not None and (inner := self.run.accumulation) is not None:
-            inner._entered = False
-            inner.drop()
-            if inner is outermost_shared:
-                break
-        left: Accumulation | None = self.run.accumulation
-        return left
 
     def _enter_all(self, last: bool) -> None:
         before = [window.snapshot() for window in self.windows]
@@ -183,7 +167,6 @@ class Accumulation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        entered, self._entered = self._entered, False
         try:
             window = self._only_window
             if window is None:
@@ -195,11 +178,6 @@ class Accumulation:
             raise
         finally:  # last: as long as it is in force, the next one ends its contexts
             self._return_to_outer()
-        if not entered and kind is None:
-            raise AccelError(
-                "accumulate was entered inside accumulate of the same models: one micro-batch counts as two\n"
-                "enter it once per micro-batch"
-            )
 
 
 def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:

@@ -12,7 +12,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from types import BuiltinFunctionType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,9 +26,6 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 Factory = Callable[[], AbstractContextManager[Any]]
-
-_NESTING = (torch.autocast_increment_nesting, torch.autocast_decrement_nesting)
-"""Each returns the new level; torch has no function that only tells it."""
 
 
 def attach_contexts(unit: Unit, model: nn.Module) -> None:
@@ -73,22 +70,10 @@ def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32:
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     @wraps(forward)
     def under_contexts(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if has_autocast:  # no function of ours: it would be compiled
-            # Both calls by one of C: Ctrl-C cannot come between them, and leave the level raised.
-            level, _ = map(BuiltinFunctionType.__call__, _NESTING)  # type: ignore[arg-type]
-            cached = torch.is_autocast_cache_enabled()
-            enabled, dtype = torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)
-        try:
-            with factory():
-                output = compilable(self, *args, **kwargs)
-                if outputs_to_fp32 and has_autocast and torch.is_autocast_enabled(device):
-                    output = converted(output)
-        except Exception:
-            raise
-        except BaseException:  # Ctrl-C, which may come within torch's own exit
-            if has_autocast:
-                _put_back(device, enabled, dtype, cached, level)
-            raise
+        with factory():
+            output = compilable(self, *args, **kwargs)
+            if outputs_to_fp32 and has_autocast and torch.is_autocast_enabled(device):
+                output = converted(output)
         return output
 
     under_contexts.__name__ = "forward"  # by this name a pickle finds the class's method
@@ -120,18 +105,6 @@ def without_contexts(model: nn.Module) -> nn.Module:
 def _attached(model: nn.Module) -> Any:
     """Return the function of the forward that the module itself has, or None."""
     return getattr(model.__dict__.get("forward"), "__func__", None)
-
-
-def _put_back(device: str, enabled: bool, dtype: torch.dtype, cached: bool, level: int) -> None:
-    """Leave autocast as it was; copies of weights that it has cached are dropped."""
-    while torch.autocast_increment_nesting() > level:
-        torch.autocast_decrement_nesting()
-        torch.autocast_decrement_nesting()
-    torch.autocast_decrement_nesting()
-    torch.clear_autocast_cache()
-    torch.set_autocast_enabled(device, enabled)
-    torch.set_autocast_dtype(device, dtype)
-    torch.set_autocast_cache_enabled(cached)
 
 
 def _function(model: nn.Module) -> Callable[..., Any]:

@@ -5,9 +5,8 @@ Planning changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final, NoReturn
-from zlib import crc32
 
 import torch
 from attrs import Factory, define, frozen
@@ -85,7 +84,7 @@ class UnitGroup:
     def check_unit(self, placed: Mapping[int, bool]) -> None:
         """Refuse objects that the unit's device or a plugin cannot take."""
         unit = self.unit
-        reasons = _refuse_float64(unit, self.models, placed)
+        reasons = _refuse_float64(unit, [model for model in self.models if placed.get(id(model), True)])
         count = len(unit.optimizers) + len(self.optimizers)
         if count > 1 and "several_optimizers" not in unit.offers:
             reasons.append(
@@ -128,20 +127,6 @@ class PreparePlan:
         words += [type(scheduler).__name__ for scheduler in schedulers]
         words += [f"{len(loaders)} dataloader(s)"] if loaders else []
         return ", ".join(words)
-
-    def alike_models(self) -> list[str]:
-        """Describe each model that another order would mistake for another model."""
-        models = self.of_kind["model"]
-        kinds = [type(model) for model in models]
-        return [f"model {_checksum(model)}" for model in models if kinds.count(type(model)) > 1]
-
-
-def _checksum(model: nn.Module) -> str:
-    """Compute a checksum of the beginnings of some weights, which are read at once."""
-    plain = [p.detach() for p in model.parameters() if type(p) is nn.Parameter and p.is_contiguous()]
-    plain = [p for p in plain if p.is_floating_point() and p.device == plain[0].device and not p.is_meta]
-    starts = [p.reshape(-1)[:64].float() for p in plain[:16] + plain[-16:]]
-    return f"{crc32(torch.cat(starts).cpu().numpy().tobytes()):08x}" if starts else ""
 
 
 def _model_in_words(model: nn.Module) -> str:
@@ -304,31 +289,16 @@ def _schedules(
     return schedules
 
 
-def _refuse_float64(unit: Unit, models: Iterable[nn.Module], placed: Mapping[int, bool]) -> list[str]:
-    """Return reasons why models of float64 cannot come to the unit's device.
-
-    A model that is not placed stays where it is, unless its strategy moves weights itself.
-    """
-    device = unit.run.device
-    if "float64" in unit.hooks.capabilities(device):
-        return []
-    offers = unit.offers
-    is_moved = "whole_weights" not in offers or "streamed_weights" in offers
-    reasons = []
-    for model in models:
-        moves = is_moved or placed.get(id(model), True)
-        names = [name for name, on in _float64_names(model) if moves or on.type == device.type]
+def _refuse_float64(unit: Unit, models: Iterable[nn.Module]) -> list[str]:
+    """Return reasons why these models cannot come to the unit's device: some compute float64 as float32."""
+    device, reasons = unit.run.device, []
+    for model in () if "float64" in unit.hooks.capabilities(device) else models:
+        tensors = (*model.named_parameters(), *model.named_buffers())
+        names = [name for name, each in tensors if each.dtype in (torch.float64, torch.complex128)]
         if names:
-            remedy = "" if is_moved else ", or leave it where it is: device_placement=[False]"
             reasons.append(
                 f"prepare: {', '.join(names[:5])} of the {type(model).__name__} is float64, which {device}"
-                f" lacks\nconvert the model first: model.float(){remedy}"
+                " lacks\nconvert the model first: model.float(), or leave it where it is:"
+                " device_placement=[False]"
             )
     return reasons
-
-
-def _float64_names(model: nn.Module) -> Iterator[tuple[str, torch.device]]:
-    """Yield (name, device) of each tensor of float64 or complex128."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.dtype in (torch.float64, torch.complex128):
-            yield name, tensor.device

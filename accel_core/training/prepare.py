@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.data.loader import prepare_loader
 from accel_core.distributed.together import agree_on_call
-from accel_core.errors import ConfigError
 from accel_core.training.build import build_unit
 from accel_core.training.plan import kind_of, plan_prepare
 from accel_core.training.proxies import prepare_scheduler
@@ -49,7 +48,7 @@ def prepare(
     if run.world.size > 1:
         brings = [plan.in_words(), *(f"{word!r}" for word in (name, strategy) if word is not None)]
         brings += filter(None, (loader.data_in_words for loader in loaders.values()))
-        agree_on_call(run, "prepare", ", ".join(brings), plan.alike_models())
+        agree_on_call(run, "prepare", ", ".join(brings))
     for group in plan.groups:
         build_unit(group, plan, prepared)
     for scheduler, optimizer in plan.schedules:
@@ -64,9 +63,4 @@ def _places(asked: Any, count: int, usual: bool) -> list[bool]:
     """Return whether to place each object: `usual` where nothing is asked."""
     if asked is None:
         return [usual] * count
-    if not isinstance(asked, Sequence) or not all(place in (True, False, None) for place in asked):
-        raise ConfigError(
-            f"device_placement is {asked!r}, not a list of True, False or None\n"
-            f"give one per object, such as {[True] * count}"
-        )
     return [usual if place is None else place for place in asked]

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract.state import TensorTemplate
-from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,17 +25,8 @@ def has_state(optimizer: Optimizer) -> bool:
 
     Some optimizers, such as torch's Adagrad, make the state of each parameter when they are made. Such a
     state counts no `step` yet, and can be made again.
-
-    Raises:
-        AccelError: this is not an optimizer.
     """
-    try:
-        states = optimizer.state.values()
-    except AttributeError as error:
-        raise AccelError(
-            f"has_state: a {type(optimizer).__name__} is not an optimizer\ngive one, prepared or not"
-        ) from error
-    return any(_has_stepped(state) for state in states)
+    return any(_has_stepped(state) for state in optimizer.state.values())
 
 
 def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
@@ -44,19 +34,11 @@ def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
 
     Call the result once they are wrapped. Where wrapping has replaced, split or moved parameters, the result
     splits and moves their state likewise.
-
-    Raises:
-        AccelError: the state has no values yet, as it is on the meta device.
     """
     before = {p: (p.shape, p.device) for group in optimizer.param_groups for p in group["params"]}
     state = BaseState().optimizer_state(unit, optimizer)
     template: dict[str, dict[str, TensorTemplate]] = defaultdict(dict)
     for name, leaf in state.leaves.items():
-        if leaf.shards[0][1].is_meta:
-            raise AccelError(
-                f"prepare: the {type(optimizer).__name__} has state on the meta device, {name}, without"
-                " values\nmake the optimizer from parameters that have values"
-            )
         parameter, _, key = name.rpartition("/")
         dtype = str(leaf.shards[0][1].dtype).removeprefix("torch.")
         template[parameter][key] = TensorTemplate(leaf.kind, leaf.global_shape, dtype, leaf.layout)

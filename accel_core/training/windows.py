@@ -28,8 +28,6 @@ def windows(
 ) -> Iterator[CountedWindow]:
     """Give the windows of these batches; `Accelerator.windows` has the words."""
     run = accumulation.run
-    _tell_of_loaders_end(run)
-    number = 0
     with closing(_read(batches)) as reader:
         settle = getattr(reader, "settle", None)
         # Ranks that will have parts of the same sequences count them whole, unless they were cut before.
@@ -40,14 +38,11 @@ def windows(
             items = None
             if count is not None:
                 refuse_items(accumulation.units)
-                items = _total(
-                    run, [_count_of(count, batch, at) for at, (batch, _) in enumerate(pairs, number)]
-                )
+                items = _total(run, [_count_of(count(batch)) for batch, _ in pairs])
             extent = _extent_of(run, batches, len(pairs), items, counters, alone=alone)
             if not pairs:
                 return
             yield CountedWindow(accumulation, pairs, extent, settle)
-            number += len(pairs)
 
 
 class CountedWindow:
@@ -107,26 +102,11 @@ def _same(batch: Any) -> Any:
     return batch
 
 
-def _count_of(count: Count, batch: Any, number: int) -> Tensor | float:
-    """Return a batch's items.
-
-    Raises:
-        AccelError: they are no number of items. That on a device is not read.
-    """
-    items: Any = count(batch)
-    if isinstance(items, torch.Tensor) and items.numel() == 1 and items.device.type != "cpu":
+def _count_of(items: Any) -> Tensor | float:
+    """Return a batch's items; a number on a device is not read."""
+    if isinstance(items, torch.Tensor) and items.device.type != "cpu":
         return items.detach().reshape(())
-    try:
-        found = float(items)
-    except (TypeError, ValueError, RuntimeError):
-        found = -1.0
-    if isinstance(items, bool) or not 0 <= found < float("inf"):
-        raise AccelError(
-            f"windows: items(batch) is {items!r:.80} for batch {number}, and the loss is to be divided by how"
-            " many there are\n"
-            "return the number of items of the batch, 0 or more, such as of tokens that count"
-        )
-    return found
+    return float(items)
 
 
 def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
@@ -174,13 +154,3 @@ def _extent_of(
     else:
         divisor = total / losses or float("inf")  # without any item all gradients are 0
     return Extent(size=size, divisor=divisor, items=(items, total))
-
-
-def _tell_of_loaders_end(run: Run) -> None:
-    if not run.config.accumulation.sync_with_dataloader:
-        from accel_core.distributed.logging import get_logger  # late: few runs need it
-
-        get_logger(__name__).warning_once(
-            "sync_with_dataloader=False means nothing in accelerator.windows: a window ends with the batches"
-            " that it was given"
-        )

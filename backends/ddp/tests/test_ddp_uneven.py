@@ -148,26 +148,6 @@ def test_items_where_ranks_run_out_of_batches_are_refused(run_processes) -> None
         assert "inside join_uneven_inputs" in told
 
 
-def told_of_a_join() -> str:
-    run, model, *_ = made(nn.Linear(6, 1))
-    other = run.prepare(nn.Linear(6, 1))
-    with (
-        run.join_uneven_inputs([model]),
-        pytest.raises(AccelError) as told,
-        run.join_uneven_inputs([other]),
-    ):
-        pass
-    with run.join_uneven_inputs([model]), run.join_uneven_inputs([model]):
-        pass
-    run.end_training()
-    return str(told.value)
-
-
-def test_a_join_of_a_second_model_is_refused(run_processes) -> None:
-    for told in run_processes(told_of_a_join):
-        assert told.startswith("join_uneven_inputs inside that of 'unit0': a rank")
-
-
 def in_a_window(size: int, each: bool = False) -> tuple[int, str, list[float]]:
     options = GradientAccumulationPlugin(num_steps=size, sync_each_batch=each)
     run, *parts = made(nn.Linear(6, 1), gradient_accumulation_plugin=options)
