@@ -402,7 +402,12 @@ class PreparedLoader(DataLoader[Any]):
             following=max(cursor.following, progress.epoch + 1),
             consumed=consumed if length is None else min(consumed, length),
             length=length,
-            dealt=(sharding.batches, self.batch_size or 1, self.num_workers, plan.dispatches),
+            dealt=(
+                sharding.batches,
+                self.batch_size or 1,
+                self.num_workers,
+                plan.dispatches and plan.kind == "stateful",
+            ),
             sampler="" if plan.sampler is None else plan.shuffle.name,
             drawn=progress.drawn,
             generators={role: encode(generator.get_state()) for role, generator in plan.generators.items()},

@@ -34,7 +34,7 @@ class Position:
     following: number of the next epoch.
     consumed: samples, batches or rounds of this epoch, without padding.
     length: samples (or batches) of an epoch, where known.
-    dealt: (batches per round, batch size, workers, whether one process reads for all).
+    dealt: (batches per round, batch size, workers, whether one process reads for all where that matters).
     sampler: name of what orders samples or batches; "" where nothing orders them.
     drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
     generators: states of the generators that the loader was given, by role, as they are now.
@@ -64,15 +64,15 @@ class Position:
         """Raise CheckpointError if a loader at `current` cannot go on in the middle of this epoch."""
         changes = []
         if self.length != current.length:
-            changes.append(f"an epoch of {self.length}, here {current.length}")
+            changes.append(f"{self.length} samples or batches, here {current.length}")
         if self.sampler != current.sampler:
-            changes.append(f"the order of {self.sampler}, here that of {current.sampler}")
+            changes.append(f"the order of {self.sampler}, here {current.sampler}")
         if not _goes_on(self, current):
             words = "(batches per round, batch size, workers, one process reads for all)"
             changes.append(f"{words} = {self.dealt}, here {current.dealt}")
         if changes:
             raise CheckpointError(
-                f"a {self.kind!r} dataloader was saved in the middle of {'; and '.join(changes)}\n"
+                f"a {self.kind!r} dataloader was saved in the middle of an epoch: {'; '.join(changes)}\n"
                 "resume with the same, or at the start of an epoch"
             )
 

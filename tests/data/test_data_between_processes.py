@@ -94,7 +94,7 @@ def loaded(folder):
     accelerator = Accelerator(cpu=True)
     again, loader = torch.nn.Linear(1, 1), accelerator.prepare(shuffled())
     accelerator.prepare(again)
-    with pytest.raises(CheckpointError, match="dataloader 0: .* epoch of 30, but here an epoch has 21"):
+    with pytest.raises(CheckpointError, match="dataloader 0: .* 30 samples or batches, here 21"):
         accelerator.load_state(folder)
     assert not torch.equal(model.weight, again.weight)
     accelerator.load_state(folder, strict=False)

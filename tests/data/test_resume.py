@@ -337,16 +337,16 @@ def sampled(sampler, **options):
 @pytest.mark.parametrize(
     ("state", "make", "readers", "says"),
     [
-        (position_of(numbers(8)), numbers(9), 1, "epoch of 8, but here an epoch has 9"),
+        (position_of(numbers(8)), numbers(9), 1, "8 samples or batches, here 9"),
         (position_of(numbers(8)), lambda _: DataLoader(Stream(8), 2), 1, "'indexed'.*'replay'"),
         (position_of(lambda _: DataLoader(Stream(8))), lambda _: DataLoader(Stream(8), 4), 1, "batch size"),
-        (position_of(numbers(8)), numbers(8, seed=1), 1, "of SequentialSampler, and here .* RandomSampler\n"),
-        (position_of(numbers(8, seed=1)), numbers(8), 3, "of RandomSampler, and here .* SequentialSampler\n"),
+        (position_of(numbers(8)), numbers(8, seed=1), 1, "order of SequentialSampler, here RandomSampler\n"),
+        (position_of(numbers(8, seed=1)), numbers(8), 3, "order of RandomSampler, here SequentialSampler\n"),
         (
             position_of(sampled(RandomSampler)),
             sampled(SubsetRandomSampler),
             1,
-            "that of SubsetRandomSampler\n",
+            "here SubsetRandomSampler\n",
         ),
         (position_of(sampled(RandomSampler)), sampled(RandomSampler, replacement=True), 3, "replacement\n"),
     ],

@@ -282,13 +282,6 @@ def test_of_many_weights_of_float64_five_are_named(without_float64):
         without_float64.prepare(model)
 
 
-def test_float64_is_refused_of_a_strategy_that_moves_weights_wherever_they_are(without_float64):
-    model = net()
-    model.register_buffer("count", torch.zeros(1, dtype=torch.float64))
-    with pytest.raises(ConfigError, match=r"prepare: count of .*\nconvert the model first: model.float\(\)$"):
-        without_float64.prepare(model, strategy="toy", device_placement=[False])
-
-
 # -- grad_scaler -----------------------------------------------------------------------------------
 
 

@@ -354,12 +354,6 @@ def test_an_object_that_is_prepared_already_comes_back_as_before(accelerator):
     assert accelerator.run.prepared.ordered == list(prepared)
 
 
-@pytest.mark.parametrize("asked", [True, "cpu", ["cpu"], 1])
-def test_a_placement_that_is_not_a_list_of_booleans_is_refused(accelerator, asked):
-    with pytest.raises(ConfigError, match=r"^device_placement is .*\ngive one per object, such as \[True\]"):
-        accelerator.prepare(net(), device_placement=asked)
-
-
 @pytest.mark.parametrize(("usual", "place"), [(True, "meta"), (False, "cpu")])
 def test_a_placement_of_none_is_that_of_the_run(accelerator_of, usual, place):
     accelerator = accelerator_of(device_placement=usual)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import re
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -270,12 +268,6 @@ def test_clipping_parameters_that_came_after_prepare_says_so(accelerator):
     model.extra = nn.Parameter(torch.ones(1))
     with pytest.raises(AccelError, match=r"belong to no unit, unit0.*\n.*prepare a changed model again"):
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
-
-
-def test_a_norm_that_is_not_a_number_is_refused(accelerator):
-    model = accelerator.prepare(net())
-    with pytest.raises(AccelError, match="norm_type is nan, which would make all gradients NaN\ngive 2"):
-        accelerator.clip_grad_norm_(model.parameters(), 1.0, math.nan)
 
 
 @dataclass
@@ -648,7 +640,7 @@ def test_accumulate_within_that_of_the_same_models_is_refused(accelerator_of, bo
     model = accelerator.prepare(net())
     inner = accelerator.accumulate(*([] if both else [model]))
     with (
-        pytest.raises(AccelError, match="entered inside accumulate of the same models(.|\n)*once per micro"),
+        pytest.raises(AccelError, match="inside that of the same models(.|\n)*once per micro"),
         accelerator.accumulate(model),
         inner,
     ):
@@ -714,17 +706,6 @@ def test_an_ended_run_refuses_to_train(accelerator_of, use):
     }
     with pytest.raises(AccelError, match="this run has ended"):
         uses[use]()
-
-
-@pytest.mark.parametrize("limit", [-1.0, math.nan, None, [1.0]], ids=str)
-@pytest.mark.parametrize("clip", ["clip_grad_norm_", "clip_grad_value_"])
-def test_a_limit_of_gradients_that_would_spoil_them_is_refused(accelerator_of, clip, limit):
-    accelerator = accelerator_of()
-    model, _ = one_weight(accelerator)
-    accelerator.backward(model(ONE).sum())
-    with pytest.raises(AccelError, match=rf"{clip}: \w+ is {re.escape(str(limit))}, .*\ngive 0 or more"):
-        getattr(accelerator, clip)(model.parameters(), limit)
-    assert model.weight.grad.item() == 1.0
 
 
 def test_a_closure_in_a_window_of_several_micro_batches_is_refused(accelerator_of):
