@@ -17,12 +17,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from torch.distributed import DistError, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.rendezvous import (
-    RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
-    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
@@ -109,9 +107,9 @@ class Nodes(RendezvousHandler):
         try:
             with show_waiting(lambda: f"node {job.node_rank} of {job.nodes} waits for {self._missing()}"):
                 info = self._handler.next_rendezvous()
-        except RendezvousClosedError:
-            raise self._failure() from None
-        except RendezvousTimeoutError:
+        except RendezvousError:
+            if self._handler.is_closed():  # this raises where node 0 is gone
+                raise self._failure() from None
             raise LaunchError(
                 f"node {job.node_rank} of {job.nodes} waited {self._timeout.join.total_seconds():.0f} s at"
                 f" {self._place.master_addr}:{self._place.master_port} for {self._missing()}\n"
