@@ -85,14 +85,18 @@ class Stored:
         """Return the value of a tensor of one element."""
         return float(self.tensor())
 
-    def boxes_for(self, leaf: Leaf | None) -> Iterable[Box]:
-        """Return the stored boxes of which `fill` reads for a leaf, or all without one."""
-        if leaf is None:
-            return self.boxes
-        wanted = _boxes_of(leaf)
-        if all(box in self.boxes for box in wanted):  # the usual case
-            return wanted
-        return [box for box in self.boxes if any(intersect(box, each) for each in wanted)]
+    def parts(self, leaf: Leaf | None) -> Iterator[tuple[DataFile, int, int]]:
+        """Yield file, start and end of the rows that `fill` reads for a leaf, of all without one."""
+        for wanted in self.boxes if leaf is None else _boxes_of(leaf):
+            boxes = [wanted] if wanted in self.boxes else self.boxes
+            for box in boxes:
+                file, start = self.boxes[box]
+                if box == wanted:
+                    yield file, start, start + box.volume * DTYPES[self.dtype].itemsize
+                elif common := intersect(box, wanted):
+                    row = math.prod(box.shape[1:]) * DTYPES[self.dtype].itemsize
+                    first = start + (common.offset[0] - box.offset[0]) * row
+                    yield file, first, first + common.shape[0] * row
 
     def _join(self, tensor: Tensor, wanted: Box) -> None:
         """Fill the tensor, this box of the whole, from the stored boxes that overlap it."""
@@ -177,9 +181,7 @@ class Checkpoint(Opened):
         ranks = {data: rank for rank, (data, _) in self.shares.items()}
         found: set[Block] = set()
         for stored, leaf in places:
-            for box in stored.boxes_for(leaf):
-                file, start = stored.boxes[box]
-                end = start + box.volume * DTYPES[stored.dtype].itemsize
+            for file, start, end in stored.parts(leaf):
                 blocks = range(start // BLOCK_BYTES, -(-end // BLOCK_BYTES))
                 found.update((ranks[file], number) for number in blocks)
         return found
