@@ -104,15 +104,17 @@ class Nodes(RendezvousHandler):
             return RendezvousInfo(PrefixStore(f"accel/{self.attempt}", self.store), 0, 1, self._place)
         if job.min_nodes is None:
             self._claim_number()
+        place = f"{self._place.master_addr}:{self._place.master_port}"
+        waits = f"node {job.node_rank} of {job.nodes} waits for"
         try:
-            with show_waiting(lambda: f"node {job.node_rank} of {job.nodes} waits for {self._missing()}"):
+            with show_waiting(lambda: f"{waits} {self._missing()} at {place}"):
                 info = self._handler.next_rendezvous()
         except RendezvousError:
             if self._handler.is_closed():  # this raises where node 0 is gone
                 raise self._failure() from None
             raise LaunchError(
                 f"node {job.node_rank} of {job.nodes} waited {self._timeout.join.total_seconds():.0f} s at"
-                f" {self._place.master_addr}:{self._place.master_port} for {self._missing()}\n"
+                f" {place} for {self._missing()}\n"
                 "start each node with the same command, and with a --node-rank of its own, from 0"
             ) from None
         if job.min_nodes is None:
