@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import textwrap
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
@@ -60,14 +59,9 @@ def overview() -> str:
 
 
 def help_of_launch(command: str) -> str:
-    """Return the help of `accel launch` or `accel submit`, and the names of plugins."""
-    from accel_core.plugins.discovery import discover
-
+    """Return the help of `accel launch` or `accel submit`. What plugins add, `--help-all` shows."""
     with open(f"{os.path.dirname(__file__)}/{command}.txt", encoding="utf-8") as file:
-        text = file.read()
-    names = sorted(it.name for it in discover().records if it.slot not in ("command", "store"))
-    listed = "\n  ".join(textwrap.wrap(", ".join(names), 78, break_on_hyphens=False))
-    return f"{text}\nOptions of plugins, as --NAME.OPTION VALUE (`accel plugins` describes them):\n  {listed}"
+        return file.read().rstrip()
 
 
 def help_as_text(words: Sequence[str]) -> str:

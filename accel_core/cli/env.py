@@ -34,7 +34,7 @@ def env() -> None:
     say(*(f"{name}: {value}" for name, value in facts.items()))
     say(*(f"{name}={MASK if may_be_secret(name) else text}" for name, text in variables.items()), "")
     discovery = discover()
-    print_listing(discovery)
+    print_listing(discovery, everything=True)
     reports = {"torch": _torch}
     for record in discovery.of("device"):  # others tell nothing of the machine, and are slow to import
         if record.status == "available":

@@ -6,18 +6,24 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import UnionType
+from typing import TYPE_CHECKING, Final, Literal, Union, get_args, get_origin
 
 import click
 
 from accel_core.cli.commands import help_of_launch
 from accel_core.cli.terminal import say
-from accel_core.errors import ConfigError, LaunchError
+from accel_core.contract.options import options_of
+from accel_core.errors import AccelError, ConfigError, LaunchError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
 
+    from accel_core.contract.options import Option
     from accel_core.launch.plan import Launch
+
+
+_NONE: Final = [("none", "")]
 
 
 class _LaunchCommand(click.Command):
@@ -56,14 +62,54 @@ class _LaunchCommand(click.Command):
         from accel_core.config.sections import CORE
 
         rows = [(f"--{name}.OPTION VALUE", cls.__doc__ or "") for name, cls in CORE.items() if cls]
-        with formatter.section("More options, before the script (`accel config schema NAME` lists them)"):
+        with formatter.section("More options, before the script (--help-all lists them, and plugins')"):
             formatter.write_dl([(flag, about.partition(" Section")[0]) for flag, about in rows])
+
+
+def _value(option: Option) -> str:
+    """Return what an option takes, as help shows it."""
+    members = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
+    words = [*option.choices, *(word for it in members if get_origin(it) is Literal for word in get_args(it))]
+    words = ["true", "false"] if bool in members else [getattr(word, "value", word) for word in words]
+    words = ["INT"] * (int in members) + ["NUMBER"] * (float in members) + words
+    if any(get_origin(it) is tuple for it in members):
+        return "NAME,..."
+    text = "|".join(map(str, words)) or option.name.rpartition("_")[2].upper()
+    return f"[{text}]" if len(words) > 1 else text
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
+    """Print the options of all sections: core's, those of plugins that can run here, and who cannot."""
+    if not wanted or ctx.resilient_parsing:
+        return
+    from accel_core.config.sections import CORE, load_class
+    from accel_core.plugins.discovery import discover
+
+    sections: list[tuple[str, str, type | None]] = [
+        (name, (cls.__doc__ or "").partition(" Section")[0], cls)
+        for name, cls in CORE.items()
+        if cls and name != "launch"
+    ]
+    absent = []
+    for record in discover().records:
+        if record.card and record.card.config and record.status == "available":
+            sections.append((record.name, record.card.summary, load_class(record)))
+        elif record.card and record.card.config:
+            absent.append((f"--{record.name}.OPTION", record.reason))
+    formatter = ctx.make_formatter()
+    for name, about, cls in sections:
+        options = [it for it in options_of(cls).values() if not it.python_only] if cls else []
+        with formatter.section(f"{name}: {about.rstrip('.')}"):
+            formatter.write_dl([(f"--{name}.{it.name} {_value(it)}", it.sentence) for it in options] or _NONE)
+    with formatter.section("Plugins that cannot run here"):
+        formatter.write_dl(absent or _NONE)
+    print(help_of_launch(ctx.info_name or ""), formatter.getvalue(), sep="\n\n", end="")
+    ctx.exit()
 
 
 def _own_flags() -> list[click.Parameter]:
     """Name the flags of section `launch` and of the top level; others are dotted."""
     from accel_core.contract.config import LaunchConfig, RunConfig
-    from accel_core.contract.options import options_of
 
     top = {name: it for name, it in options_of(RunConfig).items() if it.help}
     options = {f"launch.{name}": it for name, it in options_of(LaunchConfig).items()} | top
@@ -72,7 +118,7 @@ def _own_flags() -> list[click.Parameter]:
         click.Option(
             ["-n"] * path.endswith("processes_per_node")
             + [f"--{path.rpartition('.')[2].replace('_', '-')}", path.replace(".", "__")],
-            metavar="VALUE",
+            metavar=_value(option),
             help=option.help,
         )
         for path, option in options.items()
@@ -81,12 +127,20 @@ def _own_flags() -> list[click.Parameter]:
 
 def _command(help_of_dry_run: str) -> Callable[[Callable[..., None]], click.Command]:
     """Return a decorator for a command that takes the flags of section `launch`, and a script."""
-    module = "SCRIPT is a module, to be found as python -m finds it."
-    file = "Else $ACCEL_CONFIG, else ./accel.yaml if there is one."
+    module = "SCRIPT is a module, as for python -m."
+    file = "YAML file. Default: $ACCEL_CONFIG, else ./accel.yaml."
     params = [
         *_own_flags(),
         click.Option(["--config"], metavar="FILE", help=file),
         click.Option(["--dry-run"], is_flag=True, help=help_of_dry_run),
+        click.Option(
+            ["--help-all"],
+            is_flag=True,
+            is_eager=True,
+            expose_value=False,
+            callback=_show_all,
+            help="Show the options of all sections and plugins too.",
+        ),
         click.Option(["-m", "module"], is_flag=True, help=module),
         click.Argument(["target"], metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED),
     ]
@@ -96,12 +150,14 @@ def _command(help_of_dry_run: str) -> Callable[[Callable[..., None]], click.Comm
     )
 
 
-@_command("Say what would be started, and start nothing.")
+@_command("Print what would start, then exit.")
 def launch(
     config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
     """Start a Python SCRIPT, or a module with -m, on one or many processes."""
+    from accel_core.distributed.progress import show_progress
     from accel_core.launch.addresses import require_rendezvous
+    from accel_core.launch.plan import NATIVE
     from accel_core.launch.worker import command
 
     planned, words, again = _planned(config, module, target, options)
@@ -111,17 +167,23 @@ def launch(
         require_rendezvous(section.nodes, section.rendezvous)
     if dry_run:
         _describe(planned, words, again, submits=False)
+    missing = [*_missing(planned)]
+    if missing and section.launcher == NATIVE:  # else workers may run where it is not missing
+        raise LaunchError("\n".join([*missing, "install it, or choose another: `accel plugins` lists them"]))
+    if dry_run:
         return
-    hooks, processes = planned.launcher(), planned.processes()
+    with show_progress("loading torch"):  # to count devices
+        hooks, processes = planned.launcher(), planned.processes()
     shown = processes or "auto"
     if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
-        notes = (f"accel: {note}" for note in _training_alone(planned))
-        print(*notes, planned.line(shown), sep="\n", file=sys.stderr, flush=True)
+        notes = (f"accel: {note}" for note in [*_training_alone(planned), *missing])
+        line = planned.line(shown) + "; loading torch ..." * sys.stderr.isatty()
+        print(*notes, line, sep="\n", file=sys.stderr, flush=True)
     code = hooks.launch(planned.job(command(words), processes, again))
     sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
 
 
-@_command("Show what would be written and sent, and send nothing.")
+@_command("Print what would be written and sent, then exit.")
 def submit(
     config: str | None, dry_run: bool, module: bool, target: tuple[str, ...], **options: str | None
 ) -> None:
@@ -182,6 +244,24 @@ def _training_alone(planned: Launch) -> Iterator[str]:
             f"PET_NNODES={nodes} is set, which only torchrun reads, so this launch trains on this node alone"
         )
         yield f"{found}; to join the others, give --nodes, --node-rank and --rendezvous"
+
+
+def _missing(planned: Launch) -> Iterator[str]:
+    """Yield what the config names and this machine cannot use, such as a plugin without its library."""
+    from accel_core.checkpoint.places import scheme_of, storage_at
+
+    config = planned.config
+    for path, slot, name in config.plugin_names():
+        answers = planned.discovery.answering(slot, name)
+        if slot != "launcher" and all(record.status != "available" for record in answers):
+            origin = planned.resolved.origins.get(".".join(path), "")
+            yield f"{origin}: {slot} {name} cannot be used here: {answers[0].reason}".removeprefix(": ")
+    folder = config.project.project_dir
+    if folder and scheme_of(folder):
+        try:
+            storage_at(folder)
+        except AccelError as error:
+            yield f"project.project_dir: {error}"
 
 
 def _asked(planned: Launch) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import traceback
+from collections import Counter
 from typing import TYPE_CHECKING, Any, Final
 
 import click
@@ -15,13 +15,14 @@ from accel_core.cli.terminal import print_table, say
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS
 from accel_core.contract.world import World
-from accel_core.errors import PluginError
+from accel_core.errors import AccelError, PluginError
 from accel_core.plugins.discovery import (
     Discovery,
     Record,
     discover,
     environment_of,
     load,
+    own_traceback,
     verify,
     visible_devices,
 )
@@ -34,16 +35,19 @@ EXAMINED: Final = 80
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
     "strategy": "taken by `strategy: auto` when there are several processes",
-    "launcher": "the one named by launch.launcher",
+    "launcher": "`accel launch` here takes ",
 }
 
 
 @click.group(cls=Group, invoke_without_command=True)
-@click.option("--json", "as_json", is_flag=True, help="One JSON object a plugin, in a list.")
-@click.option("--why", is_flag=True, help="Say in words what would be chosen on this machine, and why.")
+@click.option(
+    "--all", "everything", is_flag=True, help="List plugins that cannot be used here too, with the reason."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON list, with one object per plugin.")
+@click.option("--why", is_flag=True, help="Explain which plugins would be chosen on this machine.")
 @click.pass_context
-def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
-    """List the installed plugins.
+def plugins(ctx: click.Context, everything: bool, as_json: bool, why: bool) -> None:
+    """List the plugins that can be used here.
 
     --why explains the choice, `doctor` examines the installation of one plugin. With accel-testing,
     `check` runs the conformance tests on it, and `new` writes one.
@@ -54,7 +58,7 @@ def plugins(ctx: click.Context, as_json: bool, why: bool) -> None:
     if as_json:
         print(json.dumps([_facts(record) for record in _ordered(discovery)], indent=2, default=sorted))
     else:
-        say(*_explain(discovery)) if why else print_listing(discovery)
+        say(*_explain(discovery)) if why else print_listing(discovery, everything=everything)
 
 
 def _ordered(discovery: Discovery) -> list[Record]:
@@ -68,26 +72,34 @@ def _facts(record: Record) -> dict[str, object]:
     return facts | {name: getattr(record, name) for name in names}
 
 
-def print_listing(discovery: Discovery) -> None:
-    """Print a row for each plugin: where it comes from, and what it is or why it cannot be used."""
-    rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT")]
-    for record in _ordered(discovery):
+def print_listing(discovery: Discovery, *, everything: bool) -> None:
+    """Print a row for each plugin: where it comes from, and what it is or why it cannot be used.
+
+    everything: those that cannot be used too, which else are counted.
+    """
+    rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT" if everything else "SUMMARY")]
+    shown = [record for record in _ordered(discovery) if everything or record.status == "available"]
+    for record in shown:
         about = record.reason or (record.card.summary if record.card else "")
         rows.append((record.name, record.slot, record.status, record.origin, about.splitlines()[0]))
     print_table(rows)
+    if others := Counter(record.status for record in discovery.records if record not in shown):
+        counts = ", ".join(f"{count} {status}" for status, count in others.items())
+        say(f"\n{counts}: `accel plugins --all` says why")
 
 
 def _explain(discovery: Discovery) -> Iterator[str]:
     for slot, how in CHOSEN.items():
-        yield f"{slot}: {how}"
-        yield from _verdicts(discovery, slot)
+        taken = _launcher() if slot == "launcher" else ""
+        yield f"{slot}: {how}{taken}"
+        yield from _verdicts(discovery, slot, taken)
     for record in _ordered(discovery):
         if record.fault:
             yield f"{record.name} ({record.origin}) is {record.fault}: {record.detail}"
             yield from (f"    {line}" for line in record.traceback.splitlines())
 
 
-def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
+def _verdicts(discovery: Discovery, slot: str, taken: str) -> Iterator[str]:
     usable = [record for _, record in discovery.usable(slot)]
     for record in discovery.of(slot):
         if record.card is None:
@@ -95,14 +107,28 @@ def _verdicts(discovery: Discovery, slot: str) -> Iterator[str]:
         priority = record.card.priority
         if record.status != "available":
             verdict = f"cannot be used here: {record.reason}"
+        elif record.name == taken:
+            verdict = "taken here"
         elif priority is None:
             verdict = "usable, but only when named"
+        elif taken:
+            verdict = "usable, and not taken here"
         elif record not in usable:
             verdict = "usable, but another usable plugin stands in for it"
         else:
             verdict = _rank(record, usable)
         rank = "" if priority is None else f", priority {priority}"
         yield f"  {record.name} ({record.origin}{rank}): {verdict}"
+
+
+def _launcher() -> str:
+    """Return the launcher that `accel launch` would take here: an engine's in its job, else torchrun."""
+    from accel_core.launch.plan import plan
+
+    try:
+        return plan().allocated().config.launch.launcher
+    except AccelError as error:  # of the configuration, or of the engine's job
+        return f"none: {error}".partition("\n")[0]
 
 
 def _rank(record: Record, usable: Sequence[Record]) -> str:
@@ -169,7 +195,7 @@ def examine(name: str) -> None:
         except Exception as error:  # of the plugin's own, where core calls it
             cause = error.__cause__ if isinstance(error, PluginError) else error
             say("failed")
-            print(*traceback.format_exception(cause or error), sep="\n")
+            print(own_traceback(cause or error, record.target, path))
             sys.exit(1)
         say(reason or "ok")
         if reason:

@@ -89,7 +89,7 @@ class ProfileKwargs(KwargsHandler):
     with_flops: bool = option(False, help="Estimate floating point operations.")
     with_modules: bool = option(False, help="Record the modules that call operators.")
     output_trace_dir: str | None = option(
-        None, converter=optional(_home), help="Folder that receives one trace file a rank."
+        None, converter=optional(_home), help="Folder that receives one trace file per rank."
     )
 
 
@@ -139,8 +139,8 @@ class DataLoaderConfiguration(Remembering):
 class GradientAccumulationPlugin(KwargsHandler):
     """Gradient accumulation. Section `accumulation`."""
 
-    num_steps: int | None = option(None, minimum=1, help="Micro-batches a step.")
-    adjust_scheduler: bool = option(True, help="Schedulers step once a window; off: each micro-batch.")
+    num_steps: int | None = option(None, minimum=1, help="Micro-batches per optimizer step.")
+    adjust_scheduler: bool = option(True, help="Step schedulers once per window; false: in each micro-batch.")
     sync_with_dataloader: bool = option(True, help="End the window with the loader's last batch.")
     sync_each_batch: bool = option(False, help="Reduce each micro-batch: less memory, more traffic.")
 
@@ -209,28 +209,28 @@ class LaunchConfig:
     """Number and place of the workers. Section `launch`."""
 
     processes_per_node: int | Literal["auto"] = option(
-        "auto", minimum=1, help="Workers on each node; auto: one a visible device, one on a CPU."
+        "auto", minimum=1, help="Worker processes per node. auto: one per visible device, or one on CPU."
     )
-    nodes: int = option(1, minimum=1, help="Machines that take part.")
+    nodes: int = option(1, minimum=1, help="Number of nodes.")
     min_nodes: int | None = option(
-        None, minimum=1, help="Machines that will do: others may be lost, and join again; unset: all."
+        None, minimum=1, help="Minimum number of nodes (elastic); needs max_restarts. Default: all."
     )
-    node_rank: int = option(0, minimum=0, help="Number of this machine, 0 for the first.")
-    rendezvous: str | None = option(None, help="host:port of node 0; unset: 127.0.0.1 and a free port.")
-    max_restarts: int = option(0, minimum=0, help="How often failed workers are started again.")
+    node_rank: int = option(0, minimum=0, help="Rank of this node, 0 for the first.")
+    rendezvous: str | None = option(None, help="HOST:PORT of node 0. Default: 127.0.0.1 and a free port.")
+    max_restarts: int = option(0, minimum=0, help="How often failed workers are restarted.")
     launcher: str = option(
         "auto",
-        help="The launcher plugin; auto: that of the scheduler's job around this process, else torchrun.",
+        help="Launcher plugin. auto: that of the scheduler's job around this process, else torchrun.",
     )
     log_dir: str | None = option(
         None,
         converter=optional(_home),
-        help="Folder for what workers write, a file by rank and attempt.",
+        help="Folder for the output of workers, one file per rank and attempt.",
     )
     tee: str = option(
         "none",
         choices=("none", "main", "all"),
-        help="Workers whose lines are printed after their rank; none: untagged, or with log_dir not at all.",
+        help="Which ranks' output to print, prefixed with it. none: without prefix; none with log_dir.",
     )
 
     def __attrs_post_init__(self) -> None:
@@ -252,20 +252,24 @@ class LaunchConfig:
 class RunConfig:
     """Everything that was asked of a run. Frozen; pickles."""
 
-    device: str = option("auto", help="A device plugin, a torch device type, or auto.")
-    strategy: str = option("auto", help="A strategy plugin, a name from strategies, or auto.")
+    device: str = option("auto", help="Device plugin, or torch device type. auto: the best here.")
+    strategy: str = option("auto", help="Strategy plugin, or a name from strategies. auto: the best here.")
     strategies: Mapping[str, Mapping[str, Any]] = option(factory=dict, help="NAME: {plugin: NAME, options}.")
-    extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins.")
+    extensions: tuple[str, ...] = option((), converter=_names, help="Extension plugins to add.")
     mixed_precision: str = option("no", help="no, fp16, bf16, fp8, or a precision plugin.")
-    gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches a step.")
+    gradient_accumulation_steps: int = option(1, minimum=1, help="Micro-batches per optimizer step.")
     device_placement: bool = option(True, help="Move prepared models and batches to the device.")
-    step_scheduler_with_optimizer: bool = option(True, help="Schedulers step once an applied optimizer step.")
+    step_scheduler_with_optimizer: bool = option(
+        True, help="Step schedulers once per applied optimizer step."
+    )
     rng_types: tuple[str, ...] = option(
         (),
         converter=_names,
-        help="Random streams that ranks share at each epoch's start; they agree on a generator in any case.",
+        help="RNG states to synchronize across ranks at the start of each epoch.",
     )
-    log_with: tuple[str, ...] = option((), converter=_names, help="Tracker plugins; all: each installed one.")
+    log_with: tuple[str, ...] = option(
+        (), converter=_names, help="Tracker plugins. all: every installed one."
+    )
 
     launch: LaunchConfig = field(factory=LaunchConfig)
     data: DataLoaderConfiguration = field(factory=DataLoaderConfiguration)

@@ -286,10 +286,26 @@ def _import_card(record: Record) -> Imported:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # SystemExit too: vendor packages quit while being imported
-        import traceback  # late: most cards can be imported
+        return Imported(fault="broken", detail=_summary(error), traceback=own_traceback(error, record.target))
 
-        lines = traceback.format_exception(type(error), error, error.__traceback__)
-        return Imported(fault="broken", detail=_summary(error), traceback="".join(lines))
+
+def own_traceback(error: BaseException, *targets: str) -> str:
+    """Return the traceback of an error with the frames of these targets' packages only: a plugin's own."""
+    import traceback  # late: most cards can be imported
+    from importlib.util import find_spec
+
+    specs = [find_spec(target.partition(":")[0].partition(".")[0]) for target in targets]
+    homes = [
+        home for spec in specs if spec for home in spec.submodule_search_locations or [spec.origin or ""]
+    ]
+    shown = traceback.TracebackException.from_exception(error)
+    chain: list[Any] = [shown]
+    while chain:
+        each = chain.pop()
+        own = [frame for frame in each.stack if frame.filename.startswith(tuple(filter(None, homes)))]
+        each.stack = traceback.StackSummary.from_list(own)
+        chain += filter(None, (each.__cause__, each.__context__))
+    return "".join(shown.format())
 
 
 def _check_card(record: Record, card: object) -> Imported:
