@@ -305,7 +305,7 @@ def own_traceback(error: BaseException, *targets: str) -> str:
         own = [frame for frame in each.stack if frame.filename.startswith(tuple(filter(None, homes)))]
         each.stack = traceback.StackSummary.from_list(own)
         chain += filter(None, (each.__cause__, each.__context__))
-    return "".join(shown.format())
+    return "".join(shown.format()).rstrip()
 
 
 def _check_card(record: Record, card: object) -> Imported:

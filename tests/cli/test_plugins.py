@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from functools import partial
 
 import pytest
 from toy_distributions import card_source, write_distribution
@@ -34,18 +36,23 @@ BROKEN = {
 def test_a_plugin_that_cannot_be_used_is_a_row_with_its_reason(toys, case, accel):
     arguments, status, reason = BROKEN[case]
 
-    ended = accel("plugins", environment=toys("pony", "strategy", **arguments))
+    environment = toys("pony", "strategy", **arguments)
+    ended = accel("plugins", "--all", environment=environment)
 
     assert ended.returncode == 0
     assert f" {status} " in row(ended.stdout, "pony")
     assert reason in row(ended.stdout, "pony")
     assert " available " in row(ended.stdout, "native")
 
+    usable = accel("plugins", environment=environment).stdout
+    assert "\npony " not in usable
+    assert re.search(rf"\d+ {status}\b.*: `accel plugins --all` says why", usable)
+
 
 def test_a_blocked_plugin_is_a_row(toys, accel):
     environment = {**toys("pony", "strategy"), "ACCEL_PLUGINS_BLOCK": "pony"}
 
-    assert " blocked " in row(accel("plugins", environment=environment).stdout, "pony")
+    assert " blocked " in row(accel("plugins", "--all", environment=environment).stdout, "pony")
 
 
 def test_json_holds_what_the_table_shows_and_the_capabilities(toys, accel):
@@ -66,6 +73,36 @@ def test_why_says_what_auto_would_take_and_why_not_the_others(toys, accel):
     assert "absent (accel-absent 1.0, priority 100): cannot be used here: no driver" in told
     assert "here (accel-here 1.0, priority 50): the first that is usable" in told
     assert "native (accel-core 0.1.0, priority 0): usable, of lower priority" in told
+
+
+ENGINE = """from accel_core import Allocation, hooks, implements
+
+class Engine:
+    def __init__(self, config, run): ...
+
+    @implements(hooks.allocation)
+    def allocation(self, launch):
+        import os
+        return Allocation(job_id="7", nodes=1, node_rank=0, address="x") if "PONY_JOB" in os.environ else None
+"""
+
+
+def test_why_names_the_launcher_that_a_launch_here_would_take(toys, accel, tmp_path):
+    pytest.importorskip("torch")
+    card = {"priority": "120", "implementation": "'toy_engine:Engine'", "modules": {"toy_engine": ENGINE}}
+    environment = toys("pony", "launcher", **card)
+    why = partial(accel, "plugins", "--why", cwd=tmp_path)
+
+    outside = why(environment=environment).stdout
+    assert "launcher: `accel launch` here takes torchrun" in outside
+    assert "pony (accel-pony 1.0, priority 120): usable, and not taken here" in outside
+
+    within = why(environment={**environment, "PONY_JOB": "7"}).stdout
+    assert "launcher: `accel launch` here takes pony" in within
+    assert "torchrun (accel-core 0.1.0, priority 0): usable, and not taken here" in within
+
+    (tmp_path / "accel.yaml").write_text("launch: {launcher: pony}")
+    assert "launcher: `accel launch` here takes pony" in why(environment=environment).stdout
 
 
 def test_why_shows_the_traceback_of_a_broken_plugin(toys, accel):
@@ -144,6 +181,24 @@ def test_the_doctor_finds_out_what_a_listing_cannot(toys, case, accel):
 
     assert ended.returncode == 1
     assert finding in ended.stdout
+
+
+def test_the_doctor_shows_the_frames_of_the_plugin_alone(toys, accel):
+    source = "def vendor():\n    import toy_vendor\n\nvendor()\n"
+    vendor = "def load():\n    raise OSError('no driver')\n\nload()\n"
+    environment = toys(
+        "pony",
+        "strategy",
+        implementation="'toy_parts:Plugin'",
+        modules={"toy_parts": source, "toy_vendor": vendor},
+    )
+
+    shown = accel("plugins", "doctor", "pony", environment=environment).stdout
+
+    frames = [line.strip() for line in shown.splitlines() if line.strip().startswith("File ")]
+    assert ["toy_parts.py" in frame for frame in frames] == [True, True]
+    assert shown.rstrip().endswith("OSError: no driver")
+    assert "\n\n" not in shown
 
 
 def test_the_doctor_does_not_know_a_plugin_that_is_not_there(accel):
