@@ -164,7 +164,7 @@ def test_the_schema_of_one_section(accel):
 def test_init_with_defaults_writes_a_commented_file_that_pins_nothing(accel):
     assert accel("init", "--defaults").returncode == 0
     text = (accel.folder / "accel.yaml").read_text()
-    assert "# A device plugin, a torch device type, or auto.\n# device: auto\n" in text
+    assert "# Device plugin, or torch device type. auto: the best here.\n# device: auto\n" in text
     assert yaml.safe_load(text) == {"launch": None, "project": None}
     assert accel("check").returncode == 0
     values = json.loads(accel("show", "--json").stdout)["values"]

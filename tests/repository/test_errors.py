@@ -87,7 +87,7 @@ def mistake(line: str) -> str | None:
     command: click.Command = accel
     context = click.Context(accel)
     try:
-        while isinstance(command, click.Group) and words:
+        while isinstance(command, click.Group) and words and not words[0].startswith("-"):
             _, command, words = command.resolve_command(context, words)
         command.make_context("accel", words)
     except (BadParameter, BadOptionUsage, NoArgsIsHelpError):
