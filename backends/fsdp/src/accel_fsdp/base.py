@@ -93,6 +93,8 @@ class FullyShardedDataParallel:
             *refused(
                 optimizers,
                 self.config.fsdp_version,
+                {p: name for model in [*unit.models, *models] for name, p in model.named_parameters()},
+                shards=dims.shards(unit.mesh),
                 cuts=self.run.world.size > 1 and self.config.strategy != "NO_SHARD",
                 stages=self.config.pp_size != 1,
             ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from torch.distributed.device_mesh import DeviceMesh
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
     from accel_core import Mesh, World
     from accel_fsdp.config import FullyShardedDataParallelPlugin
 
-__all__ = ["declared", "replica_groups", "replica_names", "sharding", "stages"]
+__all__ = ["declared", "replica_groups", "replica_names", "sharding", "shards", "stages"]
 
 
 def declared(config: FullyShardedDataParallelPlugin, world: World) -> list[MeshDim]:
@@ -44,8 +45,7 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
     Whatever splits samples or tokens has gradients to reduce, so weights may be sharded over it too; but
     over none of the dimensions `left`.
     """
-    names = tuple(name for name in mesh.names("samples", "tokens") if name not in ("dp_replicate", *left))
-    names = tuple(name for name in names if mesh.size(name) > 1) or ("dp_shard",)
+    names = _sharding_names(mesh, *left) or ("dp_shard",)
     shard: DeviceMesh = mesh.device_mesh[names]
     if len(names) > 1:
         shard = shard._flatten("+".join(names))
@@ -57,6 +57,16 @@ def sharding(mesh: Mesh, *left: str) -> DeviceMesh:
         return sliced
     both: DeviceMesh = DeviceMesh._concatenate([mesh.device_mesh["dp_replicate"], shard])
     return both
+
+
+def shards(mesh: Mesh | None) -> int:
+    """Return the number of ranks that a weight is sharded over, experts aside."""
+    return 1 if mesh is None else math.prod(map(mesh.size, _sharding_names(mesh)))
+
+
+def _sharding_names(mesh: Mesh, *left: str) -> tuple[str, ...]:
+    names = [name for name in mesh.names("samples", "tokens") if name not in ("dp_replicate", *left)]
+    return tuple(name for name in names if mesh.size(name) > 1)
 
 
 def replica_names(mesh: Mesh) -> list[str]:

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from accel_core import AccelError, before_step, hooks, implements
@@ -31,6 +31,7 @@ from accel_fsdp.experts import Spread, split, spread
 from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import guard_conversions, replace_parameter
+from accel_fsdp.plain_state import part_of, take_plain_state, take_plain_weights
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
 from accel_fsdp.unused import compare_use
@@ -102,6 +103,7 @@ class Sharded(FullyShardedDataParallel):
         for module in made if self._takes_zeros() else ():
             module.set_reduce_scatter_unused_params(True, recurse=False)
         if made:
+            take_plain_weights(model)
             clear_with(model)
             evaluate_outside_inference_mode(model)
             model.register_forward_hook(refuse_second_order)
@@ -117,6 +119,7 @@ class Sharded(FullyShardedDataParallel):
         if self.mesh.size() > 1 and modules and not self._takes_zeros():
             compare_use(unit, optimizer, self.mesh)
         compare_gradients(unit, optimizer)
+        take_plain_state(optimizer)
         return optimizer
 
     @implements(hooks.optimizer_step)
@@ -328,18 +331,7 @@ def _look_anew(one: Any, *call: Any) -> None:
 @torch.no_grad()
 def _write_back(stand_ins: Mapping[nn.Parameter, Tensor]) -> None:
     for parameter, tensor in stand_ins.items():
-        parameter.copy_(_like(tensor.detach(), parameter))
-
-
-def _like(tensor: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's part of a whole tensor, as the parameter is sharded.
-
-    Not collective.
-    """
-    if not isinstance(parameter, DTensor):
-        return tensor
-    where = tensor.to(parameter.device)
-    return distribute_tensor(where, parameter.device_mesh, parameter.placements, src_data_rank=None)
+        parameter.copy_(part_of(tensor.detach(), parameter))
 
 
 def _prefetch_in_order(model: nn.Module, made: Sequence[FSDPModule]) -> None:
@@ -349,16 +341,10 @@ def _prefetch_in_order(model: nn.Module, made: Sequence[FSDPModule]) -> None:
 
 
 def _give_whole_state_dicts(model: nn.Module) -> None:
-    """Make `state_dict()` collective and whole; `load_state_dict` takes it again."""
+    """Make `state_dict()` collective and whole."""
 
     def gather(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         for name, value in state.items():
             state[name] = whole(value).cpu() if isinstance(value, DTensor) else value
 
-    def scatter(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
-        for name, parameter in module.named_parameters():
-            if isinstance(state.get(prefix + name), torch.Tensor):
-                state[prefix + name] = _like(state[prefix + name], parameter)
-
     model.register_state_dict_post_hook(gather)
-    model.register_load_state_dict_pre_hook(scatter)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
 __all__ = ["refused"]
@@ -26,10 +27,19 @@ NOT_FOR_DTENSORS: Final = {"Adafactor": "take AdamW, or strategy ddp", "Rprop": 
 """Optimizers with operations that torch lacks for DTensors -> remedy."""
 
 
-def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages: bool) -> Iterator[str]:
+def refused(
+    optimizers: Sequence[Optimizer],
+    version: int,
+    names: Mapping[Tensor, str],
+    *,
+    shards: int,
+    cuts: bool,
+    stages: bool,
+) -> Iterator[str]:
     """Reasons against each optimizer, each with its remedy.
 
-    cuts: several ranks share a weight. stages: ranks have weights that others lack.
+    names: of weights. shards: the ranks over which a weight is sharded by its rows. cuts: several ranks share
+    a weight. stages: ranks have weights that others lack.
     """
     for optimizer in optimizers:
         name = type(optimizer).__name__
@@ -37,6 +47,15 @@ def refused(optimizers: Sequence[Optimizer], version: int, *, cuts: bool, stages
             continue
         if version == 2 and (advice := _first(optimizer, NOT_FOR_DTENSORS)):
             yield f"{name} does not work on parameters of fsdp_version 2\n{advice}"
+        elif version == 2 and (few := _with_few_rows(optimizer, shards)):
+            yield (
+                f"{name} cannot add to the rows of {names.get(few[0], 'a weight')} {[*few[0].shape]}, which"
+                f" are sharded over {shards} ranks, so that some have none"
+                + f" ({len(few)} such weights)"
+                * (len(few) > 1)
+                + "\ngive it to another optimizer, such as AdamW, as is usual for the last layer; or choose"
+                " strategy ddp"
+            )
         elif (cuts or stages) and (_needs_closure(optimizer) or _is(optimizer, OF_A_MODEL)):
             if version == 1 or stages or _needs_closure(optimizer):
                 yield (
@@ -59,6 +78,13 @@ def _is(optimizer: Optimizer, names: re.Pattern[str]) -> bool:
 
 def _first(optimizer: Optimizer, advice: dict[str, str]) -> str | None:
     return next((advice[kind.__name__] for kind in type(optimizer).__mro__ if kind.__name__ in advice), None)
+
+
+def _with_few_rows(optimizer: Optimizer, shards: int) -> list[Tensor]:
+    """Return the weights that torch cannot change by whole matrices, as of Muon: ranks without a row."""
+    if not any(kind.__name__ == "Muon" for kind in type(optimizer).__mro__):
+        return []
+    return [p for group in optimizer.param_groups for p in group["params"] if len(p) < shards]
 
 
 def _needs_closure(optimizer: Optimizer) -> bool:
