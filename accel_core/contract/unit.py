@@ -199,8 +199,8 @@ class Unit:
             return window.is_begun
         dropped = () if window.awaits_backward else window.put_off
         held = [each for each in state.phases if each is not None and each not in dropped]
-        # Their strategy may keep gradients elsewhere than in the parameters.
-        kept = self.steps.zero_grad is not None
+        # Their strategy may keep gradients elsewhere than in the parameters, some until they are reduced.
+        kept = self.steps.zero_grad is not None and (self.strategy_owns_backward or state.is_partial)
         return any(kept or any(p.grad is not None for g in o.param_groups for p in g["params"]) for o in held)
 
     @property

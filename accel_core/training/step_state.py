@@ -57,6 +57,11 @@ class StepState:
         in_backward = reduces and steps.no_sync is not None
         return cls(needs_finish=in_backward or finishing.count(None) < len(finishing))
 
+    @property
+    def is_partial(self) -> bool:
+        """True while some gradients are not reduced, as after a backward in `no_sync`."""
+        return Phase.PARTIAL in self.phases.values()
+
     def require_finish(self) -> None:
         """Have each step do more than torch's."""
         self.needs_finish = True

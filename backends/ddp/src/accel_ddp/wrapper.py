@@ -154,10 +154,16 @@ def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelErr
     """Return an error of ours for parameters that the last backward left out; torch numbers them."""
     numbers = re.search(r"did not receive grad for rank \d+:([\d ]+)", str(error))
     left = [model.reduced[int(index)] for index in numbers[1].split()] if numbers else []
+    remedy = "set ddp.find_unused_parameters: true, or use every parameter in each loss"
+    if model.find_unused_parameters:  # it looks at the forward's graph, where these are
+        remedy = (
+            "such parameters take part in the forward, and not in the loss: freeze them before prepare, with"
+            " requires_grad_(False), or add them to the loss: loss + 0 * sum(p.sum() for p in model.parameters())"
+        )
     return AccelError(
         f"ddp: the last backward of this {type(model.module).__name__} gave no gradient to"
         f" {', '.join(left[:3]) or 'some parameters'} ({len(left)} in all), so gradients are not averaged\n"
-        "set ddp.find_unused_parameters: true, or use every parameter in each loss"
+        + remedy
     )
 
 
