@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from accel_core.checkpoint.session import LoadedState
     from accel_core.runtime.run import Run
 
 
@@ -53,6 +54,7 @@ class States:
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Path | str:
         """Write everything that training needs to continue into `output_dir`.
 
@@ -63,6 +65,8 @@ class States:
         `step` is noted for people; its default is the number of optimizer steps that are done. So are
         `metrics`, alike on all ranks: numbers, or tensors of one. By the one that `project.keep_best` names,
         the best numbered checkpoint stays beyond `total_limit`.
+        `extra` has more values, alike on all ranks, by name: numbers, text, tensors, lists and dicts of them
+        and whatever else the state of a registered object may have. `load_state` returns them.
         A checkpoint that is there is replaced; any other folder is refused.
         With `wait=False` training stops only while the state is copied, and a thread writes the copy
         (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
@@ -81,7 +85,8 @@ class States:
         from accel_core.checkpoint.places import told  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(output_dir, "save_state")
-        saved = self.run.checkpoints.save(directory, step=step, wait=wait, alone=alone, metrics=metrics)
+        numbers: dict[str, Any] = {"step": step, "metrics": metrics, "extra": extra}
+        saved = self.run.checkpoints.save(directory, wait=wait, alone=alone, **numbers)
         return told(saved)
 
     def wait_for_checkpoint(self) -> None:
@@ -97,6 +102,7 @@ class States:
         output_dir: str | os.PathLike[str] | None = None,
         *,
         step: int | None = None,
+        extra: Mapping[str, Any] | None = None,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> bool:
         """Return True if this job was told to stop by a signal, with its state saved.
@@ -117,7 +123,7 @@ class States:
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
         unmeasured = {metric_and_mode(best)[0]: math.nan} if best else None
-        self.save_state(output_dir, step=step, metrics=unmeasured)
+        self.save_state(output_dir, step=step, metrics=unmeasured, extra=extra)
         return True
 
     def load_state(
@@ -127,7 +133,7 @@ class States:
         strict: bool = True,
         missing_ok: bool = False,
         best: bool = False,
-    ) -> Path | str | None:
+    ) -> LoadedState | None:
         """Restore what `save_state` wrote, into the objects prepared so far. Collective.
 
         In a world of another size weights, optimizers and data go on exactly; random streams start
@@ -140,21 +146,18 @@ class States:
             best: without `input_dir`, take the best by `project.keep_best` in place of the newest.
             missing_ok: where there is no checkpoint yet, do nothing and return None.
 
-        Returns the directory that was loaded; a URL is text.
+        Returns the directory that was loaded, with `step`, `metrics` and `extra` as the save was given them.
 
         Raises:
             CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
         """
-        from accel_core.checkpoint.places import told  # late: start-up need not wait for it
-
         directory = self._checkpoint_directory(input_dir, "load_state")
         if best and (directory is not None or self.run.config.project.keep_best is None):
             raise CheckpointError(
                 "load_state(best=True) goes by project.keep_best, among the numbered checkpoints\n"
                 "set project.keep_best, and give no directory"
             )
-        loaded = self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
-        return None if loaded is None else told(loaded)
+        return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
 
     def _saved_directory(self, given: str | os.PathLike[str] | None) -> None:
         """Refuse a directory that a save would refuse."""

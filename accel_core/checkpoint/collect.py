@@ -36,10 +36,12 @@ NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
 """Hyperparameters that say how a step is computed, not what."""
 
 
-def collect(run: Run, numbers: Mapping[str, Any], *, alone: bool) -> State:
+def collect(
+    run: Run, numbers: Mapping[str, Any], extra: Mapping[str, Any] | None = None, *, alone: bool
+) -> State:
     """Collect the state of the run that this rank has.
 
-    numbers: see `numbers_of`. alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this
+    numbers: see `numbers_of`. extra: more values, of the caller's own. alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this
     rank is.
 
     Raises:
@@ -54,11 +56,13 @@ def collect(run: Run, numbers: Mapping[str, Any], *, alone: bool) -> State:
     loaders = [loader.state_dict() for loader in run.prepared.loaders]
     units = {unit.name: _unit(state, unit) for unit in run.units}
     registered = encoded_objects(state, run.registered, "registered")
+    encoded = state.encode(dict(extra or {}), "extra")
     state.shared = {
         "units": units,
         "prepared": _prepared(run),
         "steps_done": [proxy.steps_done for _, proxy in run.prepared.optimizers],
         "registered": registered,
+        "extra": encoded,
         "run": _run_state(run),
     }
     random = {**stream_states(run), **states(run)}
@@ -68,7 +72,7 @@ def collect(run: Run, numbers: Mapping[str, Any], *, alone: bool) -> State:
         "loaders": state.encode(loaders, f"{path}.loaders", replicated=False),
         "plugins": plugins,
     }
-    digests = [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered)]
+    digests = [xxh3_64_hexdigest(as_json(each)) for each in (units, *registered, encoded)]
     state.note, state.check = (digests, numbers), partial(_check_names, run)
     return state
 
@@ -85,7 +89,7 @@ def encoded_objects(state: State, items: Sequence[Any], path: str) -> list[Any]:
 def settle(state: State, notes: Sequence[Any], rank: int) -> None:
     """Move state that differs from rank 0's (pipeline stages) into this rank's file.
 
-    Of registered objects rank 0's values are saved; where others differ it says so, once.
+    Of registered objects and `extra` rank 0's values are saved; where others differ it says so, once.
 
     notes: of all ranks.
 
@@ -103,17 +107,19 @@ def settle(state: State, notes: Sequence[Any], rank: int) -> None:
         )
     if digests[rank][0] != digests[0][0]:
         state.own["units"] = state.shared["units"]
-    for number, thing in enumerate(state.shared["registered"]) if rank == 0 else ():
-        if len({told[number + 1] for told in digests}) > 1:
-            _tell_of_others(number, thing["class"])
+    objects = enumerate(state.shared["registered"])
+    named = [f"registered object {number} ({each['class']})" for number, each in objects]
+    for number, what in enumerate([*named, "save_state(extra=...)"], 1) if rank == 0 else ():
+        if len({told[number] for told in digests}) > 1:
+            _tell_of_others(what)
 
 
 @cache
-def _tell_of_others(number: int, kind: str) -> None:
+def _tell_of_others(what: str) -> None:
     logger.warning(
-        "registered object %d (%s) has other values on other ranks than on rank 0, whose values are saved;"
-        " make them equal before save_state, by reduce for example",
-        *(number, kind),
+        "%s has other values on other ranks than on rank 0, whose values are saved; make them equal before"
+        " save_state, by reduce for example",
+        what,
     )
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from secrets import token_hex
-from typing import TYPE_CHECKING, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from attrs import frozen
 
@@ -105,8 +105,8 @@ class Search:
 
 def load(
     run: Run, comm: Comm, search: Search, *, strict: bool, entered: Callable[[], None]
-) -> tuple[Storage, Manifest] | None:
-    """Load a checkpoint, and return its folder and manifest.
+) -> tuple[Storage, Manifest, dict[str, Any]] | None:
+    """Load a checkpoint, and return its folder, manifest and `extra`.
 
     See `CheckpointSession.load`. entered: waits for the save under way, if there is one.
     """
@@ -123,7 +123,7 @@ def load(
         choice = choices.pop(0)
         place = search.at(choice)
         try:
-            return place, _Loading(run, comm, place, choice).restored(strict=strict)
+            return place, *_Loading(run, comm, place, choice).restored(strict=strict)
         except DamagedError as error:
             now = [each for each in _choices(comm, search, look)[0] if each.number == choice.number]
             if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
@@ -176,8 +176,8 @@ class _Loading:
         self._near = place
         self._stack = ExitStack()
 
-    def restored(self, *, strict: bool) -> Manifest:
-        """Restore the run from it. Raises CheckpointError, on all ranks."""
+    def restored(self, *, strict: bool) -> tuple[Manifest, dict[str, Any]]:
+        """Restore the run from it; return its manifest and `extra`. Raises CheckpointError, on all ranks."""
         comm, made = self.comm, list[Restoration]()
 
         def compare() -> set[Block]:
@@ -195,7 +195,7 @@ class _Loading:
             before, files = checkpoint.meter.count, sum(d.record.size for d, _ in checkpoint.shares.values())
             with comm.shown(f"loading {self.place.name}", lambda: (checkpoint.meter.count - before, files)):
                 comm.together("load_state: restore", restoration.apply)
-            return checkpoint.manifest
+            return checkpoint.manifest, restoration.extra
 
     def _opened(self) -> Checkpoint:
         place, save_id = self.place, self.choice.save_id

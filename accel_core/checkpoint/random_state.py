@@ -42,7 +42,11 @@ def plan_random(
         return [("random streams", action) for action in actions]
     first = checkpoint.decode(checkpoint.rank_state(0)["random"], "random")
     seed = derived_seed(first, run.topology.reader)
-    problems.warn(f"the world or device has changed: random streams start anew, from seed {seed}")
+    if run.world.rank == 0:
+        size = checkpoint.manifest.world["size"]
+        same = size == run.world.size
+        change = "the device has changed" if same else f"saved by {size} process(es), not {run.world.size}"
+        problems.warn(f"{change}: random numbers, as of dropout, start anew, from derived seeds")
     actions = [partial(seed_streams, run, seed), partial(reseed, run, derived_seed(first, 0))]
     if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
         actions.append(partial(set_stream_states, run, {"torch": first["torch"]}))

@@ -62,13 +62,19 @@ class Restoration:
         if same_world:
             self._scopes["per_rank"] = [self._own]
         else:
-            scopes = " and ".join(self._scopes)
-            self._problems.warn(f"the world has changed: of plugins' own state, only {scopes} is loaded")
+            units = [unit for state in ranks.values() for unit in state["plugins"].values()]
+            lost = {name for unit in units for scope in unit.keys() - self._scopes for name in unit[scope]}
+            if lost and run.world.rank == 0:
+                what = f"each rank's own state of {', '.join(sorted(lost))} is left out"
+                self._problems.warn(f"the world has changed: {what}")
         with self._understood("dataloaders"):
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         for what, item, state in registered:
             self._give(what, state, item.load_state_dict)
+        self.extra: dict[str, Any] = {}
+        """What was given to the save beside the run's state; filled by `apply`."""
+        self._give("extra", checkpoint.state.get("extra", {}), self.extra.update)
         self._run_state(checkpoint.state.get("run", {}))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
         saved = join_units([part["units"] for part in parts if "units" in part])

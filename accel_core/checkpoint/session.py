@@ -7,12 +7,32 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from attrs import frozen
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from accel_core.contract.run import Run
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.save import Saver
     from accel_core.storage.series import Numbering, Series
     from accel_core.storage.state import State
+
+
+@frozen
+class LoadedState:
+    """The checkpoint that was loaded, and what its save was given. As text it is the directory.
+
+    directory: a URL is text. Tensors of `extra` are on the CPU.
+    """
+
+    directory: Path | str
+    step: int | None
+    metrics: Mapping[str, float]
+    extra: Mapping[str, Any]
+
+    def __str__(self) -> str:
+        return str(self.directory)
 
 
 class CheckpointSession:
@@ -71,6 +91,7 @@ class CheckpointSession:
         wait: bool = True,
         alone: bool = False,
         metrics: Mapping[str, Any] | None = None,
+        extra: Mapping[str, Any] | None = None,
     ) -> Storage:
         """Save all state of the run as the checkpoint `directory`.
 
@@ -109,7 +130,7 @@ class CheckpointSession:
 
         def collected() -> State:
             numbers.update(numbers_of(step, metrics, project.keep_best if directory is None else None))
-            return collect(run, numbers, alone=alone)
+            return collect(run, numbers, extra, alone=alone)
 
         with without_collecting_garbage():
             pending = saver.save(
@@ -172,7 +193,7 @@ class CheckpointSession:
         strict: bool = True,
         missing_ok: bool = False,
         best: bool = False,
-    ) -> Storage | None:
+    ) -> LoadedState | None:
         """Bring the run into the state that the checkpoint `directory` holds.
 
         Collective: all ranks.
@@ -193,7 +214,7 @@ class CheckpointSession:
         """
         from accel_core.checkpoint.collect import without_collecting_garbage
         from accel_core.checkpoint.load import Search, load
-        from accel_core.checkpoint.places import storage_at
+        from accel_core.checkpoint.places import storage_at, told
 
         run, project = self.run, self.run.config.project
         run.require_alive()
@@ -203,11 +224,13 @@ class CheckpointSession:
             loaded = load(run, self.comm, search, strict=strict, entered=self.wait)
         if loaded is None:
             return None
-        found, manifest = loaded
+        found, manifest, extra = loaded
         if run.world.run_id is None:  # a run that a launcher has named keeps its own id
             run.run_id = manifest.run_id
         self.series.resume(manifest)
-        return found
+        members = manifest.members
+        metrics = {name: float(value) for name, value in (members.get("metrics") or {}).items()}
+        return LoadedState(told(found), members.get("step"), metrics, extra)
 
     def wait(self, patience: float | None = None) -> None:
         """Wait for the save that is under way. Not collective.

@@ -111,6 +111,16 @@ class PreparedLoader(DataLoader[Any]):
         return self._cursor.epoch
 
     @property
+    def batches_done(self) -> int:
+        """Batches of this epoch that this reader was handed, by the runs before a resume too.
+
+        Before a loop it is where the loop begins: `enumerate(loader, loader.batches_done)`.
+        """
+        cursor = self._cursor
+        progress = cursor.progress if cursor.running else cursor.planned or Progress()
+        return (self._skip or progress.start // self._plan.units_per_round) + progress.count
+
+    @property
     def total_batch_size(self) -> int | None:
         """Samples that all readers take together, where batches have a size."""
         return self._plan.sharding.samples

@@ -158,7 +158,8 @@ def _unfinished(model: DistributedDataParallel, error: RuntimeError) -> AccelErr
     if model.find_unused_parameters:  # it looks at the forward's graph, where these are
         remedy = (
             "such parameters take part in the forward, and not in the loss: freeze them before prepare, with"
-            " requires_grad_(False), or add them to the loss: loss + 0 * sum(p.sum() for p in model.parameters())"
+            " requires_grad_(False), or add them to the loss, times 0: loss + 0 * sum(p.sum() for p in"
+            " model.parameters())"
         )
     return AccelError(
         f"ddp: the last backward of this {type(model.module).__name__} gave no gradient to"
