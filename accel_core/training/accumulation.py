@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from accel_core.distributed.logging import get_logger
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ class Accumulation:
         self.last = False
         self.batch: Any = None
         self.beside: Sequence[Unit] = ()
+        self._ended_in: object = None
+        """Loader and batch that ended the last window, if its last one did."""
         self._contexts: ExitStack | None = None
         self._no_sync: ExitStack | None = None
         self._find_units()
@@ -77,6 +80,8 @@ class Accumulation:
         if self.extent is None:
             active = run.active_loaders
             last = active[-1].last if active and self._ends_with_loader else False
+            if last:
+                self._note_end(active[-1])
         self.outer = outer
         run.accumulation = self
         window, windows = self._only_window, self.windows
@@ -90,6 +95,16 @@ class Accumulation:
         except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
             self.drop()
             raise
+
+    def _note_end(self, loader: Any) -> None:
+        """Say once where the loader's last batch has several micro-batches: each of them ends its window."""
+        place = id(loader), loader.place
+        if place == self._ended_in and any(window.size > 1 for window in self.windows):
+            get_logger(__name__).warning_once(
+                "accumulate was entered twice for a loader's last batch, which ends the window each time; for"
+                " parts of batches, take accelerator.windows(parts, model, size=...)"
+            )
+        self._ended_in = place
 
     def _refuse_nesting(self, entered: Accumulation | None) -> None:
         """Refuse a second accumulation of the same units."""

@@ -28,7 +28,8 @@ class Job:
     def load(self, where: Path | None = None, **options: object) -> float:
         with torch.no_grad():
             self.module.weight.fill_(-1)
-        self.loaded = self.accelerator.load_state(where, **options)
+        loaded = self.accelerator.load_state(where, **options)
+        self.loaded = loaded and loaded.directory
         return self.module.weight.item()
 
 

@@ -215,7 +215,7 @@ for _ in range(3):
     optimizer.zero_grad()
     accelerator.save_state()
 if accelerator.is_local_main_process:
-    print(found and found.name, accelerator.save_iteration)
+    print(found and found.directory.name, accelerator.save_iteration)
 accelerator.end_training()
 """
 

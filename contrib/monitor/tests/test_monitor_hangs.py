@@ -118,6 +118,30 @@ def test_ranks_that_wait_in_different_calls_are_told_so(tmp_path, run_processes)
     assert re.search(f"{saves}|{gathers}", said)
 
 
+def skip():
+    """Rank 1 leaves a batch out alone; return what rank 0 was told."""
+    hangs.LOOK_SECONDS, hangs.TELL_SECONDS = 0.2, 1.0
+    accelerator = Accelerator(cpu=True, kwargs_handlers=[InitProcessGroupKwargs(timeout=TIMEOUT)])
+    model = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with redirect_stderr(io.StringIO()) as log, suppress(CollectiveError, RuntimeError):
+        for number in range(3):
+            if (number, accelerator.process_index) != (1, 1):
+                accelerator.backward(model(torch.ones(1, 2)).sum())
+                optimizer.step()
+                optimizer.zero_grad()
+        time.sleep(6 * accelerator.process_index)
+    return log.getvalue()
+
+
+def test_a_rank_that_left_a_batch_out_alone_is_named_with_its_backwards(run_processes):
+    told, _ = run_processes(skip)
+
+    assert re.search(r"accel: rank 0 has waited \d+ s in backward for rank 1 \(at .*test_monitor_hangs", told)
+    assert "; rank 1 has made 2 backwards, and rank 0 is in number 3: " in told
+    assert "accelerator.any(flag)" in told
+
+
 def hold_the_lock_of_python(until):
     ctypes.PyDLL(None).sleep(int(until - time.monotonic()))
 

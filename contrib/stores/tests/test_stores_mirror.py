@@ -269,7 +269,7 @@ def test_a_load_goes_on_while_the_store_is_away(s3: S3Server, tmp_path: Path) ->
     saved = accelerator.save_state()
     before = job.weight(accelerator, model)
     job.step(accelerator, model, optimizer)
-    assert accelerator.load_state() == saved
+    assert accelerator.load_state().directory == saved
     assert torch.equal(job.weight(accelerator, model), before)
     with pytest.raises(CheckpointError, match="the copy to .* failed"):
         accelerator.end_training()

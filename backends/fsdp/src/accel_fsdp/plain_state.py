@@ -36,7 +36,7 @@ def take_plain_weights(model: nn.Module) -> None:
 def _cut_weights(module: nn.Module, state: dict[str, Any], prefix: str, *others: Any) -> None:
     for key, parameter in module._parameters.items():
         if _is_whole(state.get(prefix + key), parameter):
-            state[prefix + key] = part_of(state[prefix + key], parameter)  # type: ignore[arg-type]
+            state[prefix + key] = _apart(state[prefix + key], parameter)
 
 
 def take_plain_state(optimizer: Optimizer) -> None:
@@ -51,7 +51,7 @@ def _cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]
     here = dict(zip(numbers, parameters, strict=False))  # torch compares groups and lengths
     state = {
         number: {
-            key: part_of(value, here[number]) if _is_whole(value, here.get(number)) else value
+            key: _apart(value, here[number]) if _is_whole(value, here.get(number)) else value
             for key, value in values.items()
         }
         if isinstance(values, Mapping)
@@ -59,6 +59,11 @@ def _cut_state(optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]
         for number, values in saved["state"].items()
     }
     return {**saved, "state": state}
+
+
+def _apart(tensor: Tensor, parameter: Any) -> Tensor:
+    """Return this rank's part in memory of its own: a view would keep all of the tensor."""
+    return part_of(tensor.detach(), parameter).clone()
 
 
 def _is_whole(value: Any, parameter: Any) -> bool:

@@ -16,7 +16,7 @@ SECTIONS: Final[Mapping[str, str]] = {
     "hyperparameters": "hyperparameters by parameter, and schedulers",
     "plugins": "state that plugins keep, such as loss scales",
     "registered": "registered objects",
-    "data": "the step, and the position of the dataloaders",
+    "data": "the step, `extra`, and the position of the dataloaders",
     "random": "random streams",
     "config": "the resolved configuration",
     "stack": "world, mesh, plugins and versions",
@@ -53,6 +53,7 @@ def sections_of(opened: Checkpoint) -> dict[str, Any]:
         "registered": shared["registered"],
         "data": {
             "step": about["step"],
+            "extra": shared.get("extra", {}),
             **{rank: {key: state[key] for key in ("reader", "loaders")} for rank, state in ranks.items()},
         },
         "random": {rank: state["random"] for rank, state in ranks.items()},

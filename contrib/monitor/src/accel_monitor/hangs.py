@@ -61,6 +61,7 @@ class Watch:
 
     call: made at each look and at the end, with a store that waits for no other rank. One that raises is
     called no more, and a line says so.
+    backwards: how many this rank has begun, for the message; counted by the caller.
     """
 
     def __init__(self, run: Run, call: Callable[[Store], None] | None) -> None:
@@ -71,6 +72,7 @@ class Watch:
         self._rank, self._size = world.rank, world.size
         self._serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._main = threading.main_thread().ident
+        self.backwards = 0
         self._ending = threading.Event()
         self._store_is_gone = False
         self._position: tuple[Any, ...] = ()
@@ -96,7 +98,7 @@ class Watch:
         with suppress(RuntimeError):
             if not self._store_is_gone:
                 self._heard = sys.maxsize  # this answer holds for every question to come
-                self._answer({"where": "has ended its run"})
+                self._answer({"where": "has ended its run", "backwards": self.backwards})
                 self._make_call()
                 if uncaught_error() is None:
                     self._leave()
@@ -141,7 +143,7 @@ class Watch:
             self._is_reported = False
         self._cpu_seconds = cpu_seconds
         still = now - self._since
-        state = {"where": seen.where, "operation": seen.operation}
+        state = {"where": seen.where, "operation": seen.operation, "backwards": self.backwards}
         asked = self._store.add("asked", 0)
         if asked != self._heard:
             self._heard = asked
@@ -186,7 +188,20 @@ class Watch:
         absent = {rank: answer for rank, answer in answers.items() if answer.get("operation") != operation}
         if absent:
             still = time.monotonic() - self._since
-            tell(f"accel: rank {self._rank} has waited {still:.0f} s in {operation} for {_listed(absent)}\n")
+            waits = f"rank {self._rank} has waited {still:.0f} s in {operation} for {_listed(absent)}"
+            tell(f"accel: {waits}{self._fewer(absent)}\n")
+
+    def _fewer(self, absent: Mapping[int, Mapping[str, Any]]) -> str:
+        """Return the end of the message where a rank has begun fewer backwards, as after a skipped batch."""
+        made = {rank: answer.get("backwards", self.backwards) for rank, answer in absent.items()}
+        rank = min(made, key=lambda each: made[each])
+        if made[rank] >= self.backwards:
+            return ""
+        return (
+            f"; rank {rank} has made {made[rank]} backwards, and rank {self._rank} is in number"
+            f" {self.backwards}: where a rank leaves a batch out, as for a loss that is nan, all must:"
+            " accelerator.any(flag)"
+        )
 
     def _ask(self) -> dict[int, Mapping[str, Any]]:
         """Ask the other ranks where they are; {} for a rank that does not answer within two looks."""

@@ -110,6 +110,8 @@ class Monitor:
 
     @implements(hooks.collective)
     def collective(self, operation: str, ended: bool) -> None:
+        if self._watch is not None and operation in BEGUN and not ended:
+            self._watch.backwards += 1
         if self.sampler is not None and self.sampler.marks is not None:
             part = operation if operation in BEGUN else WAITS
             self.sampler.mark(part if ended else BEGUN.get(operation, ""))

@@ -201,7 +201,10 @@ class Accelerator(Stepping):
         """Return a context that gives this process its share."""
         return PartialState().split_between_processes(inputs, apply_padding)
 
-    def reduce(self, tensor: Any, reduction: Any = "sum", scale: float = 1.0) -> Any:
+    # Accelerate's has no `gradients`; accel_core.ops.reduce does.
+    def reduce(  # type: ignore[override]
+        self, tensor: Any, reduction: Any = "sum", scale: float = 1.0
+    ) -> Any:
         """Sum or mean over all ranks. Collective."""
         return operations.reduced_over(self.run, tensor, str(reduction), scale)
 

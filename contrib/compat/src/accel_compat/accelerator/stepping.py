@@ -166,7 +166,8 @@ class Stepping(Assignable):
 
     # -- metrics -----------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
+    # Accelerate's has no `gradients`; accel_core.ops.gather does.
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]
         """Concatenate over all ranks. Collective."""
         return super().gather(tensor) if self.use_distributed else tensor
 
