@@ -274,6 +274,35 @@ def test_a_new_loop_after_a_broken_one_is_a_new_epoch():
     assert list(loader) == [[0, 1], [2, 3]]
 
 
+def test_batches_done_is_where_the_loop_stands_or_will_begin():
+    (loader,) = prepared(numbers(8, 2))
+    assert loader.batches_done == 0
+    assert [(loader.batches_done, saved(loader))[0] for _ in loader] == [1, 2, 3, 4]
+    assert loader.batches_done == 0, "the next epoch's"
+    for _ in loader:
+        break
+    state = saved(loader)
+    assert loader.batches_done == 0, "a new loop begins a new epoch"
+    (again,) = prepared(numbers(8, 2))
+    again.load_state_dict(state)
+    assert again.batches_done == 1
+    assert [number for number, _ in enumerate(again, again.batches_done)] == [1, 2, 3]
+    rest = skip_first_batches(again, 3)
+    assert (rest.batches_done, [rest.batches_done for _ in rest]) == (3, [4])
+
+
+def test_batches_done_of_other_readers_and_of_data_that_is_read_again():
+    first, _ = prepared(numbers(16, 2), 2)
+    batches = iter(first)
+    next(batches), next(batches)
+    assert first.batches_done == 2
+    for again in prepared(numbers(16, 2), 4):
+        again.load_state_dict(saved(first))
+        assert again.batches_done == 1, "of twice as many samples"
+    (stream,) = prepared(lambda _: DataLoader(Stream(8), 2, collate_fn=plain))
+    assert [stream.batches_done for _ in stream] == [1, 2, 3, 4]
+
+
 def test_skipping_by_hand_what_the_position_skips_already_skips_once():
     (loader,) = prepared(numbers(8, 2))
     iterator = iter(loader)

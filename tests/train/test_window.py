@@ -43,6 +43,44 @@ def test_the_loaders_end_ends_the_window(accelerator_of):
     ]
 
 
+PARTS = "accumulate was entered twice for a loader's last batch"
+
+
+@pytest.mark.parametrize(("size", "told"), [(4, 1), (1, 0)])
+def test_parts_of_a_loaders_last_batch_each_end_a_window_and_the_log_says_so_once(
+    accelerator_of, size, told, caplog, monkeypatch
+):
+    monkeypatch.setattr("accel_core.distributed.logging._warned", set())
+    accelerator = accelerator_of(gradient_accumulation_steps=size)
+    model, loader = accelerator.prepare(net(), DataLoader(torch.zeros(12, 6), batch_size=4))
+    steps = 0
+    for batch in loader:
+        for _ in batch:
+            with accelerator.accumulate(model):
+                steps += accelerator.sync_gradients
+    assert steps == (12 if size == 1 else 2 + 4)
+    assert caplog.text.count(PARTS) == told
+    assert caplog.text.count("accelerator.windows(parts, model, size=...)") == told
+
+
+def test_a_loader_of_one_batch_and_two_models_end_windows_without_a_word(accelerator_of, caplog):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    first, second, loader = accelerator.prepare(net(), net(), DataLoader(torch.zeros(4, 6), batch_size=4))
+    for _ in range(3):
+        for _ in loader:
+            for model in (first, second):
+                with accelerator.accumulate(model):
+                    assert accelerator.sync_gradients
+    assert PARTS not in caplog.text
+
+
+def test_windows_count_the_parts_of_batches_themselves(accelerator_of):
+    accelerator = accelerator_of()
+    model, loader = accelerator.prepare(net(), DataLoader(torch.zeros(12, 6), batch_size=4))
+    parts = (part for batch in loader for part in batch.split(1))
+    assert [len([*window]) for window in accelerator.windows(parts, model, size=4)] == [4, 4, 4]
+
+
 def test_the_loaders_end_can_be_ignored(accelerator_of):
     plugin = GradientAccumulationPlugin(num_steps=4, sync_with_dataloader=False)
     seen = boundaries(accelerator_of(gradient_accumulation_plugin=plugin), 6)

@@ -297,3 +297,39 @@ def test_a_rank_steps_with_averages_of_parts_that_only_other_ranks_used(
     assert (gradients, moved) == other
     assert moved == pytest.approx(gradients, abs=1e-5)
     assert all(gradients)
+
+
+def penalised(find: bool, adds: bool) -> str:
+    """A gradient penalty: the last bias is in the forward's graph, and not in the loss."""
+    run = accelerator(DistributedDataParallelKwargs(find_unused_parameters=find))
+    given = nn.Sequential(nn.Linear(6, 4), nn.Tanh(), nn.Linear(4, 1))
+    model, optimizer = run.prepare(given, torch.optim.SGD(given.parameters(), lr=0.1))
+    try:
+        for x, _ in batches(3, rank()):
+            inputs = x.requires_grad_()
+            (slope,) = torch.autograd.grad(model(inputs).sum(), inputs, create_graph=True)
+            loss = slope.norm(dim=1).sub(1).square().mean()
+            run.backward(loss + 0 * sum(p.sum() for p in model.parameters()) if adds else loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    except AccelError as error:
+        return str(error)
+    finally:
+        torch.distributed.barrier()
+        run.end_training()
+    return ""
+
+
+def test_the_advice_for_a_parameter_without_a_gradient_is_not_what_is_followed_already(run_processes) -> None:
+    for find, advice in (
+        (False, "set ddp.find_unused_parameters: true"),
+        (True, "freeze them before prepare"),
+    ):
+        for told in run_processes(penalised, find, False):
+            assert "gave no gradient to 2.bias (1 in all)" in told
+            assert advice in told.splitlines()[-1]
+            assert ("find_unused_parameters" in told) is not find
+
+
+def test_a_parameter_added_to_the_loss_times_0_has_a_gradient(run_processes) -> None:
+    assert run_processes(penalised, True, True) == ["", ""]
