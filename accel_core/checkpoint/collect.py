@@ -41,8 +41,8 @@ def collect(
 ) -> State:
     """Collect the state of the run that this rank has.
 
-    numbers: see `numbers_of`. extra: more values, of the caller's own. alone: as rank 0 and reader 0, the only ones of the checkpoint, whatever this
-    rank is.
+    numbers: see `numbers_of`. extra: values of the caller's own. alone: as rank 0 and reader 0, the only ones
+    of the checkpoint, whatever this rank is.
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.

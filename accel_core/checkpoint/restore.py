@@ -61,19 +61,15 @@ class Restoration:
             self._scopes["per_reader"] = same[:1]
         if same_world:
             self._scopes["per_rank"] = [self._own]
-        else:
-            units = [unit for state in ranks.values() for unit in state["plugins"].values()]
-            lost = {name for unit in units for scope in unit.keys() - self._scopes for name in unit[scope]}
-            if lost and run.world.rank == 0:
-                what = f"each rank's own state of {', '.join(sorted(lost))} is left out"
-                self._problems.warn(f"the world has changed: {what}")
+        elif run.world.rank == 0:
+            self._tell_of_lost([*ranks.values()])
         with self._understood("dataloaders"):
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         for what, item, state in registered:
             self._give(what, state, item.load_state_dict)
         self.extra: dict[str, Any] = {}
-        """What was given to the save beside the run's state; filled by `apply`."""
+        """Values of the caller's own; `apply` fills them in."""
         self._give("extra", checkpoint.state.get("extra", {}), self.extra.update)
         self._run_state(checkpoint.state.get("run", {}))
         parts: list[Mapping[str, Any]] = [self._own, checkpoint.state, *ranks.values()]
@@ -90,6 +86,14 @@ class Restoration:
             random = plan_random(run, checkpoint, self._own["random"], self._problems, same_world=same_world)
             self._copies += random
         self._problems.raise_if_any()
+
+    def _tell_of_lost(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        """Warn of plugins' state that means nothing in this world."""
+        units = [unit for state in ranks for unit in state["plugins"].values()]
+        lost = {name for unit in units for scope in unit.keys() - self._scopes for name in unit[scope]}
+        if lost:
+            what = f"each rank's own state of {', '.join(sorted(lost))} is left out"
+            self._problems.warn(f"the world has changed: {what}")
 
     def apply(self) -> None:
         """Make all changes.

@@ -119,5 +119,5 @@ def of_ranks(folder: str) -> tuple[list[str], Any]:
 def test_rank_0s_counts_and_the_log_says_where_others_differ(tmp_path: Path, run_processes):
     (told, extra), (silent, others) = run_processes(of_ranks, str(tmp_path / "saved"))
     assert extra == others == {"rank": 0}
-    assert told[0].startswith("save_state(extra=...) has other values on ranks 1 than on rank 0")
+    assert told[0].startswith("save_state(extra=...) has other values on other ranks than on rank 0")
     assert not silent
