@@ -13,13 +13,11 @@ __all__ = ["MonitorConfig", "ReplicasConfig"]
 class MonitorConfig(KwargsHandler):
     """Options of the record of a run. Section `monitor`."""
 
-    every: int = option(
-        10, minimum=0, help="Steps for each of which the run's record has a sample; 0: no record."
-    )
+    every: int = option(10, minimum=0, help="Record one sample every N steps; 0: no record.")
 
 
 @frozen(kw_only=True)
 class ReplicasConfig(KwargsHandler):
     """Options of the comparison of replicas. Section `replicas`."""
 
-    every: int = option(100, minimum=1, help="Optimizer steps of a unit from one comparison to the next.")
+    every: int = option(100, minimum=1, help="Compare every N optimizer steps of a unit.")
