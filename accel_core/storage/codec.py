@@ -145,8 +145,8 @@ def _step(key: str) -> str:
 def _refusal(path: str, problem: str) -> CheckpointError:
     return CheckpointError(
         f"{path} cannot be stored: {problem} is not plain data\n"
-        "let state_dict() return numbers, text, bytes, dense tensors, arrays of numbers or text, or tuples,"
-        " lists, sets, dicts of them"
+        "let state_dict() return, or extra have, numbers, text, bytes, dense tensors, arrays of numbers or"
+        " text, or tuples, lists, sets, dicts of them"
     )
 
 
