@@ -62,7 +62,7 @@ def test_an_optimizer_may_come_before_its_model(capsys):
     assert "are not reduced" in capsys.readouterr().err
     model = accelerator.prepare(model)
 
-    assert accelerator._optimizers == [optimizer]
+    assert accelerator._optimizers == (optimizer,)
     assert optimizer.unit is not None
     before = model.weight.detach().clone()
     accelerator.backward(model(torch.ones(1, 2)).sum())
@@ -135,8 +135,8 @@ def test_a_schedule_of_an_optimizer_of_no_prepared_model_is_saved(tmp_path, made
     step(optimizer, schedule, 3)
     accelerator.save_state(tmp_path / "state")
     expected = step(optimizer, schedule, 2)
-    assert accelerator._schedulers == [schedule]
-    assert accelerator._custom_objects == []
+    assert accelerator._schedulers == (schedule,)
+    assert accelerator._custom_objects == ()
 
     accelerator, *again = run()
     accelerator.load_state(tmp_path / "state")
@@ -253,7 +253,7 @@ def test_what_is_prepared_is_of_accelerates_classes_and_says_so():
     kinds = (torch.nn.Linear, AcceleratedOptimizer, AcceleratedScheduler, DataLoaderShard)
     assert all(isinstance(each, kind) for each, kind in zip(prepared, kinds, strict=True))
     assert isinstance(prepared[3], DataLoaderStateMixin)
-    assert accelerator._schedulers == [prepared[2]]
+    assert accelerator._schedulers == (prepared[2],)
     assert accelerator.prepare(*prepared) == prepared
 
 

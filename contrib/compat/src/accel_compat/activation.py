@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.util import spec_from_file_location
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
@@ -106,6 +106,12 @@ def _add_names(module: ModuleType) -> None:
     vars(module).update(names_of(module.__name__))
 
 
+def _find_test_utils(fullname: str) -> ModuleSpec | None:
+    """Find the helpers of Accelerate's own tests where Accelerate is installed: they test ours as well."""
+    installed = PathFinder.find_spec(NAME)
+    return None if installed is None else PathFinder.find_spec(fullname, installed.submodule_search_locations)
+
+
 class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
@@ -113,6 +119,8 @@ class _Finder:
         head, *rest = fullname.split(".")
         if head != NAME:
             return None
+        if rest == ["test_utils"]:
+            return _find_test_utils(fullname)
         place = os.path.join(SURFACE, *rest)
         folder = [place] if os.path.isdir(place) else None
         file = os.path.join(place, "__init__.py") if folder else f"{place}.py"

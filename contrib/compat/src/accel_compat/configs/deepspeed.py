@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -187,40 +185,6 @@ class DeepSpeedPlugin(Translated):
         theirs: Any = import_module("transformers.integrations.deepspeed")
         self.dschf = HfDeepSpeedConfig(config)  # they keep a weak reference
         theirs.set_hf_deepspeed_config(self.dschf)
-
-    def set_moe_leaf_modules(self, model: Any) -> None:
-        """Let ZeRO 3 gather each module of some classes as a whole.
-
-        These are the classes in `transformer_moe_cls_names`.
-
-        Raises:
-            ValueError: the model has none of such a class.
-        """
-        if self.transformer_moe_cls_names is None:
-            self.transformer_moe_cls_names = os.environ.get("ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES")
-        if self.transformer_moe_cls_names is None:
-            return
-        known = {type(module).__name__: type(module) for module in model.modules()}
-        names = [name.strip() for name in self.transformer_moe_cls_names.split(",")]
-        for name in names:
-            if name not in known:
-                raise ValueError(
-                    f"Could not find a transformer layer class called '{name}' to wrap in the model."
-                )
-        import_module("deepspeed.utils").set_z3_leaf_modules(model, [known[name] for name in names])
-
-    def is_zero3_init_enabled(self) -> bool | None:
-        """Tell whether models are sharded while they are built."""
-        return self.zero3_init_flag
-
-    @contextmanager
-    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
-        """With that set otherwise inside."""
-        before, self.zero3_init_flag = self.zero3_init_flag, enable
-        try:
-            yield
-        finally:
-            self.zero3_init_flag = before
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Mark it as selected; only AcceleratorState.select_deepspeed_plugin calls it."""

@@ -85,8 +85,8 @@ def fields_of(path: str, *, without: Collection[str] = (), **defaults: Any) -> C
 
 
 def field_names(cls: Any) -> list[str]:
-    """List a dataclass's fields."""
-    return [field.name for field in dataclasses.fields(cls)]
+    """List a dataclass's fields; of another class, none."""
+    return [field.name for field in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
 
 
 def _plain(value: Any) -> Any:

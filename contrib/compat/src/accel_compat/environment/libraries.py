@@ -242,14 +242,6 @@ def is_habana_gaudi1() -> bool:
     return bool(htexp._get_device_type() == htexp.synDeviceType.synDeviceGaudi)
 
 
-def is_weights_only_available() -> bool:
-    return is_torch_version(">=", "2.4.0")
-
-
-def is_numpy_available(min_version: str = "1.25.0") -> bool:
-    return _has(f"numpy >= {min_version}")
-
-
 def torchao_required(func: F) -> F:
     """Decorate: a call without torchao says what to install."""
 
@@ -257,23 +249,6 @@ def torchao_required(func: F) -> F:
     def checked(*args: Any, **kwargs: Any) -> Any:
         if not _checks["torchao"]():
             raise ImportError(f"{func.__name__} needs torchao; install it: pip install torchao")
-        return func(*args, **kwargs)
-
-    return checked  # type: ignore[return-value]
-
-
-def deepspeed_required(func: F) -> F:
-    """Decorate: a call raises ValueError where another strategy runs."""
-
-    @functools.wraps(func)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        from accel_compat.state.states import AcceleratorState
-
-        if AcceleratorState._shared_state and AcceleratorState().distributed_type != "DEEPSPEED":
-            raise ValueError(
-                "DeepSpeed is not enabled, please make sure that an `Accelerator` is configured for"
-                " `deepspeed` before calling this function."
-            )
         return func(*args, **kwargs)
 
     return checked  # type: ignore[return-value]

@@ -5,25 +5,12 @@ from __future__ import annotations
 import functools
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from shutil import which
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_RANK = ("RANK", "PMI_RANK", "OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK")
-_WORLD = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
-_LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK")
-_LOCAL_WORLD = (
-    "LOCAL_WORLD_SIZE",
-    "MPI_LOCALNRANKS",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-    "MV2_COMM_WORLD_LOCAL_SIZE",
-)
 _TRUE = ("y", "yes", "t", "true", "on", "1")
 _FALSE = ("n", "no", "f", "false", "off", "0")
 
@@ -89,73 +76,6 @@ def parse_number_from_env(key: str, kind: type[float] = int) -> Any:
         raise ValueError(
             f"the variable {key} is {value!r}, not {wanted}\nset it to one, or unset it"
         ) from error
-
-
-def parse_choice_from_env(key: str, default: str = "no") -> str:
-    """Return a variable's value."""
-    return os.environ.get(key, str(default))
-
-
-def are_libraries_initialized(*library_names: str) -> list[str]:
-    """List the modules among these that are imported already."""
-    return [name for name in library_names if name in sys.modules]
-
-
-def get_current_device_type() -> tuple[str, str]:
-    """(device type, distributed type) of this machine, without initializing a device."""
-    import torch
-
-    from accel_compat.configs.enums import MULTI
-
-    found = torch.accelerator.current_accelerator(check_available=True)
-    kind = "cuda" if found is None else found.type
-    return kind, MULTI.get(kind, "MULTI_GPU")
-
-
-@dataclass
-class CPUInformation:
-    """Rank and world as launchers of CPU programs give them."""
-
-    rank: int = field(default=0, metadata={"help": "rank in the world"})
-    world_size: int = field(default=1, metadata={"help": "processes of the world"})
-    local_rank: int = field(default=0, metadata={"help": "rank on this node"})
-    local_world_size: int = field(default=1, metadata={"help": "processes on this node"})
-
-
-def get_cpu_distributed_information() -> CPUInformation:
-    """Rank and world from the variables of torchrun or MPI."""
-    return CPUInformation(
-        rank=get_int_from_env(_RANK, 0),
-        world_size=get_int_from_env(_WORLD, 1),
-        local_rank=get_int_from_env(_LOCAL_RANK, 0),
-        local_world_size=get_int_from_env(_LOCAL_WORLD, 1),
-    )
-
-
-def _query(what: str) -> list[str]:
-    command = [which("nvidia-smi") or "nvidia-smi", f"--query-gpu={what}", "--format=csv,noheader"]
-    return subprocess.check_output(command, text=True).strip().splitlines()  # noqa: S603  a fixed program
-
-
-def get_gpu_info() -> tuple[list[str], int]:
-    """(names, number) of the GPUs that nvidia-smi lists."""
-    names = [line.strip() for line in _query("gpu_name")]
-    return names, len(names)
-
-
-def get_driver_version() -> str:
-    """Return the version of NVIDIA's driver."""
-    return _query("driver_version")[0].strip()
-
-
-def check_cuda_p2p_ib_support() -> bool:
-    """Return False for GPUs without P2P and InfiniBand: RTX 4000, old drivers."""
-    try:
-        names, count = get_gpu_info()
-        old = tuple(int(part) for part in get_driver_version().split(".")[:2]) < (550, 40)
-    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
-        return True
-    return not (count > 1 and old and any("RTX 40" in name for name in names))
 
 
 def check_cuda_fp8_capability() -> bool:

@@ -15,8 +15,6 @@ from accel_compat.configs.enums import DynamoBackend, PrecisionType
 from accel_compat.launch.workers import environment
 from accel_compat.modeling.wrappers import get_free_port, is_port_in_use
 
-_LAYOUT = "use_parallelism_config"
-
 
 def prepare_simple_launcher_cmd_env(args: Namespace) -> tuple[list[str], dict[str, str]]:
     """Return one process's command (mpirun's with a hostfile) and environment."""
@@ -80,23 +78,6 @@ def prepare_multi_gpu_env(args: Namespace) -> dict[str, str]:
     if args.module and args.no_python:
         raise ValueError("--module and --no_python cannot be used together")
     return _environment(args)
-
-
-def prepare_extend_env_parallelism_config(args: Namespace, current_env: dict[str, str]) -> dict[str, str]:
-    """`current_env`, with the variables that ParallelismConfig reads."""
-    said = {name: each for name, each in vars(args).items() if name.startswith("parallelism_config_")}
-    told = environment({name: each for name, each in said.items() if each is not None} | {_LAYOUT: True})
-    current_env.update({name: each for name, each in told.items() if "PARALLELISM_CONFIG" in name})
-    return current_env
-
-
-def env_var_path_add(env_var_name: str, path_to_add: Any) -> str:
-    """Return a variable's paths with another path at the end.
-
-    The variable itself stays as it is.
-    """
-    paths = [each for each in os.environ.get(env_var_name, "").split(":") if each]
-    return ":".join([*paths, str(path_to_add)])
 
 
 def _environment(args: Namespace) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -22,17 +21,6 @@ from torch.distributed.checkpoint.state_dict import (
 from accel_compat.environment.constants import FSDP_MODEL_NAME, OPTIMIZER_NAME
 from accel_compat.modeling.wrappers import is_peft_model
 from accel_compat.unsupported import NotServedError
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on rank 0 only."""
-    os.environ.setdefault("ACCELERATE_USE_FSDP", "True")
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "True"
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Let transformers load weights on all ranks."""
-    os.environ["FSDP_CPU_RAM_EFFICIENT_LOADING"] = "False"
 
 
 def save_fsdp_model(
@@ -158,11 +146,6 @@ def _read(place: _Place, sort: str, like: Callable[[], Any]) -> Any:
 
 def _inner(optimizer: Any) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
-
-
-def ensure_weights_retied(param_init_fn: Any, model: nn.Module, device: Any) -> Any:
-    """Return the function as it is: accel-fsdp keeps ties."""
-    return param_init_fn
 
 
 def get_parameters_from_modules(

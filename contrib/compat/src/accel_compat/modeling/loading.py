@@ -16,7 +16,13 @@ import torch
 from torch import nn
 
 from accel_compat.big_models.offload_folder import offload_weight, save_offload_index
-from accel_compat.modeling.sizes import find_place, find_tied_parameters, load_state_dict, retie_parameters
+from accel_compat.modeling.sizes import (
+    find_place,
+    find_tied_parameters,
+    load_state_dict,
+    refuse_absent_devices,
+    retie_parameters,
+)
 from accel_compat.unsupported import NotServedError
 
 _NAMES: Final = ("model.safetensors", "pytorch_model.bin")
@@ -102,6 +108,7 @@ def load_checkpoint_in_model(
             "offload_8bit_bnb: accel-bitsandbytes offloads what it quantizes\n"
             "leave it out, and call load_and_quantize_model"
         )
+    refuse_absent_devices(device_map or {})
     to_disk = "disk" in (device_map or {}).values()
     if to_disk and offload_folder is None:
         raise ValueError(
@@ -169,6 +176,12 @@ def _report(
         logger.warning(
             "Some weights of the model checkpoint at %s were not used when initializing %s: %s",
             *(checkpoint, kind, unexpected),
+        )
+    empty = [name for name, tensor in model.state_dict().items() if name in missing and tensor.is_meta]
+    if empty:
+        raise ValueError(
+            f"{checkpoint} lacks weights of {kind} that are on the meta device: {', '.join(empty)}\n"
+            "load a checkpoint that has them, or make the model without init_empty_weights"
         )
     if missing:
         logger.warning("Some weights of %s are not in %s and stay as they are: %s", kind, checkpoint, missing)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from accel_compat import runs
-from accel_compat.state.operations import recursively_apply
 from accel_compat.unsupported import of_package
 
 MegatronLMDummyScheduler = of_package(
@@ -203,15 +202,3 @@ def avg_losses_across_data_parallel_group(losses: list[Tensor]) -> Tensor:
     found = torch.cat([loss.detach().clone().view(1) for loss in losses])
     torch.distributed.all_reduce(found, group=_readers())
     return found / torch.distributed.get_world_size(_readers())
-
-
-def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Concatenate the tensors of all data-parallel ranks. Collective among them."""
-
-    def gather(each: Tensor) -> Tensor:
-        each = each.clone()[None] if each.ndim == 0 else each.contiguous()
-        found = [torch.empty_like(each) for _ in range(torch.distributed.get_world_size(_readers()))]
-        torch.distributed.all_gather(found, each, group=_readers())
-        return torch.cat(found)
-
-    return recursively_apply(gather, tensor, error_on_other_type=True)

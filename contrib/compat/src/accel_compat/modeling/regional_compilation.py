@@ -20,13 +20,6 @@ def is_compiled_module(module: nn.Module) -> bool:
     return is_wrapped(module) or getattr(module, "_compiled_call_impl", None) is not None
 
 
-def has_compiled_regions(module: nn.Module) -> bool:
-    """Tell whether a part of it, and not the whole, is compiled."""
-    if not hasattr(module, "_modules") or is_compiled_module(module):
-        return False
-    return any(is_compiled_module(part) for part in module.modules())
-
-
 def is_repeated_blocks(module: nn.Module) -> bool:
     """Tell whether it is a list of equal blocks."""
     return isinstance(module, nn.ModuleList) and all(isinstance(part, type(module[0])) for part in module)
@@ -71,8 +64,3 @@ def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module
         for part in module.children() if is_repeated_blocks(module) else (module,):
             part.compile(**compile_kwargs)
     return module
-
-
-def compile_regions_deepspeed(module: nn.Module, **compile_kwargs: Any) -> None:
-    """Call `compile_regions_fsdp2`, as DeepSpeed's engine keeps its module."""
-    compile_regions_fsdp2(module, **compile_kwargs)

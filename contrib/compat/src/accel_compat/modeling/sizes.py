@@ -301,6 +301,18 @@ def check_device_map(model: nn.Module, device_map: dict[str, Any]) -> None:
         )
 
 
+def refuse_absent_devices(device_map: Mapping[str, Any]) -> None:
+    """Raise ValueError for a place of the map that this machine does not have."""
+    for name, place in device_map.items():
+        try:
+            torch.empty(0, device="cpu" if place == "disk" else place)
+        except (RuntimeError, AssertionError) as error:  # torch without CUDA asserts
+            raise ValueError(
+                f"the device_map puts {name or 'the model'} on {place!r}, which is not here: {error}\n"
+                "name devices that this process sees, 'cpu' or 'disk'"
+            ) from error
+
+
 def load_state_dict(
     checkpoint_file: str | os.PathLike[str], device_map: dict[str, Any] | None = None
 ) -> dict[str, torch.Tensor]:

@@ -22,13 +22,6 @@ from accel_core import Run, ops, unwrap_model
 load = ops.load
 
 
-def model_has_dtensor(model: nn.Module) -> bool:
-    """Tell whether any parameter is a DTensor."""
-    from torch.distributed.tensor import DTensor
-
-    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
-
-
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Return the tensor-parallel degree that a transformers model was loaded with."""
     held = getattr(getattr(model, "config", None), "distributed_config", None)
@@ -153,22 +146,6 @@ def save_of(run: Run, obj: Any, f: Any, save_on_each_node: bool, safe_serializat
     elif safe_serialization and isinstance(obj, dict):
         obj = _in_own_memory(obj)
     ops.save(obj, f, save_on_each_node, safe_serialization, run=run)
-
-
-def get_pretty_name(obj: Any) -> str:
-    """Its name, else its class's."""
-    named = obj if hasattr(obj, "__qualname__") or hasattr(obj, "__name__") else type(obj)
-    return str(getattr(named, "__qualname__", None) or getattr(named, "__name__", None) or obj)
-
-
-def merge_dicts(source: dict[Any, Any], destination: dict[Any, Any]) -> dict[Any, Any]:
-    """`destination`, with what `source` has put into it, at every depth."""
-    for key, value in source.items():
-        if isinstance(value, dict):
-            merge_dicts(value, destination.setdefault(key, {}))
-        else:
-            destination[key] = value
-    return destination
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:

@@ -12,7 +12,6 @@ import torch
 
 from accel_compat import runs
 from accel_compat.configs.enums import RNGType
-from accel_compat.configs.handlers import TensorInformation
 from accel_core import CollectiveError, Run, ops
 from accel_core import set_seed as _set_seed
 from accel_core import synchronize_rng_state as _synchronize_one
@@ -84,24 +83,9 @@ class CannotPadNestedTensorWarning(UserWarning):
     """A nested tensor came to `pad_across_processes`, and stays as it is."""
 
 
-def is_torch_xpu_tensor(tensor: Any) -> bool:
-    """Tell whether an object is a tensor on an XPU."""
-    return is_torch_tensor(tensor) and tensor.device.type == "xpu"
-
-
-def is_tensor_information(tensor_info: Any) -> bool:
-    """Tell whether an object describes a tensor that is elsewhere."""
-    return isinstance(tensor_info, TensorInformation)
-
-
 def is_namedtuple(data: Any) -> bool:
     """Tell whether an object is a named tuple."""
     return isinstance(data, tuple) and hasattr(data, "_asdict") and hasattr(data, "_fields")
-
-
-def honor_type(obj: Any, generator: Any) -> Any:
-    """Return the items, in a sequence of the same type."""
-    return type(obj)(*generator) if is_namedtuple(obj) else type(obj)(generator)
 
 
 def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_keys: Any = None) -> Any:
@@ -109,23 +93,9 @@ def send_to_device(tensor: Any, device: Any, non_blocking: bool = False, skip_ke
     return ops.send_to_device(tensor, device, non_blocking, skip_keys)
 
 
-def get_data_structure(data: Any) -> Any:
-    """Return the structure with each tensor described."""
-    return recursively_apply(lambda tensor: TensorInformation(tensor.shape, tensor.dtype), data)
-
-
 def get_shape(data: Any) -> Any:
     """Return the structure with each tensor's shape as a list."""
     return recursively_apply(lambda tensor: list(tensor.shape), data)
-
-
-def initialize_tensors(data_structure: Any) -> Any:
-    """Return the structure with an empty tensor for each description."""
-    return recursively_apply(
-        lambda found: torch.empty(*found.shape, dtype=found.dtype),
-        data_structure,
-        test_type=is_tensor_information,
-    )
 
 
 def find_batch_size(data: Any) -> int | None:
@@ -147,29 +117,6 @@ def ignorant_find_batch_size(data: Any) -> int | None:
         return find_batch_size(data)
     except (ValueError, TypeError):
         return None
-
-
-def verify_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function: accel-core's collectives compare ranks themselves."""
-    return function
-
-
-def chained_operation(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate: errors of the collectives inside name this function."""
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(*args, **kwargs)
-        except CollectiveError as error:
-            name = f"{function.__module__}.{function.__name__}"
-            raise CollectiveError(
-                f"Error found while calling `{name}`. Please see the earlier error\n"
-                "its last line says what to do",
-                operation=name,
-            ) from error
-
-    return wrapper
 
 
 def all_tensors(data: Any) -> bool:

@@ -1,3 +1,0 @@
-"""Helpers for the tests of libraries."""
-
-from .testing import *

@@ -1,1 +1,0 @@
-"""Helpers of Accelerate's `test_utils`, for the tests of other libraries."""
