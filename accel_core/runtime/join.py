@@ -34,7 +34,8 @@ def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
         LaunchError: the group cannot be made.
         AccelError: this process is a child of a rank, not one.
     """
-    if get_worker_info() is not None or any(each.process != os.getpid() for each in live()):
+    ranks = (each for each in live() if each.process != os.getpid() and each.world.size > 1)
+    if get_worker_info() is not None or any(ranks):  # a notebook's run of one process is not a rank
         raise AccelError(
             f"an Accelerator of {run.world.size} processes cannot be made in a child of one of them, such as"
             " a DataLoader's worker: the others would wait for it\n"

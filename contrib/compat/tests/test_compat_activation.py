@@ -135,3 +135,26 @@ def test_the_doctor_checks_the_start_of_processes(python):
     ended = python("-m", "accel_core", "plugins", "doctor", "compat", asked=None)
 
     assert "verify: accel_compat.activation:explain_inactive ... ok" in ended.stdout, ended.stderr
+
+
+def test_a_newer_release_is_one_warning(python, tmp_path):
+    (tmp_path / "accelerate-1.16.2.dist-info").mkdir()
+    (tmp_path / "accelerate-1.16.2.dist-info" / "METADATA").write_text("Name: accelerate\nVersion: 1.16.2\n")
+
+    said = python("-c", "import accelerate", PYTHONPATH=str(tmp_path)).stderr
+
+    assert said == LINE + (
+        "accel-compat: Accelerate 1.16.2 is installed, and 1.15.0 is the newest whose names and defaults"
+        " are served\n"
+    )
+
+
+@needs_accelerate
+def test_the_helpers_of_accelerates_own_tests_are_the_installed_ones(python):
+    code = "import accelerate.test_utils.scripts.test_cli, accelerate.test_utils.testing as t\n"
+    code += "print(t.__file__, t.AcceleratorState.__module__)"
+
+    file, module = python("-c", code).stdout.split()
+
+    assert "accel_compat" not in file
+    assert module == "accel_compat.state.states"

@@ -19,8 +19,7 @@ import json, torch
 from torch import nn
 import accelerate
 from accelerate.utils import (calculate_maximum_sizes, clean_state_dict_for_safetensors, compute_module_sizes,
-    convert_bytes, dtype_byte_size, find_tied_parameters, get_module_children_bottom_up, get_pretty_name,
-    merge_dicts)
+    convert_bytes, dtype_byte_size, find_tied_parameters, get_module_children_bottom_up)
 from accelerate.utils.modeling import clean_device_map, convert_file_size_to_int, get_module_leaves
 accelerate.PartialState()
 inner = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
@@ -37,8 +36,6 @@ shown = [
     [name for name, _ in get_module_children_bottom_up(model, return_fqns=True)],
     [convert_bytes(size) for size in (1, 2048, 5e7, 1e15)],
     [dtype_byte_size(dtype) for dtype in (torch.bool, torch.bfloat16, torch.float8_e5m2, "float32")],
-    merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}, "d": 3}),
-    [get_pretty_name(nn.Linear), get_pretty_name(model)],
     clean_device_map({"a": 0, "b.c": 1, "b.d": 1}),
     sorted(clean_state_dict_for_safetensors(model.state_dict())),
     [convert_file_size_to_int(size) for size in ("5GB", "5Gb", "1.5MiB", 7)],

@@ -135,19 +135,6 @@ def test_a_tracker_without_what_it_needs_cannot_be_made():
         GeneralTracker()
 
 
-def test_classes_that_deepspeed_fetches_whole_are_those_of_the_model(monkeypatch):
-    deepspeed = MagicMock()
-    monkeypatch.setitem(sys.modules, "deepspeed.utils", deepspeed)
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
-    DeepSpeedPlugin().set_moe_leaf_modules(model)
-    deepspeed.set_z3_leaf_modules.assert_not_called()
-    DeepSpeedPlugin(transformer_moe_cls_names="Linear,ReLU").set_moe_leaf_modules(model)
-    deepspeed.set_z3_leaf_modules.assert_called_once_with(model, [torch.nn.Linear, torch.nn.ReLU])
-
-    with pytest.raises(ValueError, match="Could not find a transformer layer class called 'Experts'"):
-        DeepSpeedPlugin(transformer_moe_cls_names="Experts").set_moe_leaf_modules(model)
-
-
 def test_transformers_can_be_told_the_deepspeed_config(monkeypatch):
     theirs = MagicMock()
     monkeypatch.setitem(sys.modules, "transformers.integrations.deepspeed", theirs)

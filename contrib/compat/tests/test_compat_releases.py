@@ -1,4 +1,4 @@
-"""Names, arguments and defaults of Accelerate 1.10 to 1.14, beside those of 1.15, which are served.
+"""Names, arguments and defaults of Accelerate 1.13 and 1.14, beside those of 1.15, which are served.
 
 ACCEL_TEST_VENDOR names a folder with a wheel of each of these releases.
 """
@@ -17,24 +17,13 @@ import pytest
 from accel_compat.unsupported import inventory
 
 FOLDER = Path(os.environ.get("ACCEL_TEST_VENDOR", "."))
-RELEASES = ("1.10.1", "1.11.0", "1.12.0", "1.13.0", "1.14.0", "1.15.0")
+RELEASES = ("1.13.0", "1.14.0", "1.15.0")
 pytestmark = [
     pytest.mark.full,
     pytest.mark.skipif(
         not list(FOLDER.glob("accelerate-1.1*.whl")), reason="no wheels are at hand (ACCEL_TEST_VENDOR)"
     ),
 ]
-GONE = {
-    "accelerate.utils.imports.get_ccl_version": "1.12.0",
-    "accelerate.utils.imports.is_ccl_available": "1.12.0",
-    "accelerate.utils.imports.is_ipex_available": "1.12.0",
-    "accelerate.utils.megatron_lm.MegatronEngine.megatron_generate": "1.12.0",
-    "accelerate.utils.memory.get_xpu_available_memory": "1.12.0",
-    "accelerate.utils.modeling.FindTiedParametersResult": "1.10.1",
-    "accelerate.utils.modeling.FindTiedParametersResult.__init__": "1.10.1",
-    "accelerate.utils.modeling.FindTiedParametersResult.values": "1.10.1",
-}
-"""Name that 1.15 does not have -> the last release that has it."""
 SERVED_YET = "accelerate.utils.imports.is_ipex_available"
 DEFAULTS = {
     "accelerate.accelerator.Accelerator.init_trackers.init_kwargs": "1.13.0",
@@ -44,7 +33,6 @@ DEFAULTS = {
     "accelerate.tracking.MLflowTracker.log.step": "1.13.0",
     "accelerate.tracking.TensorBoardTracker.log_images.step": "1.13.0",
     "accelerate.utils.ao.convert_model_to_fp8_ao.module_filter_func": "1.14.0",
-    "accelerate.utils.megatron_lm.initialize.args_defaults": "1.12.0",
 }
 """Argument with another default, or none, before 1.15 -> the last such release."""
 
@@ -91,12 +79,9 @@ def test_a_release_differs_from_the_served_one_by_what_is_listed(version):
         for name, argument in shared
         if argument in now[name] and now[name][argument] != before[name][argument]
     }
-    gone, defaults = (
-        {name for name, last in table.items() if RELEASES.index(version) <= RELEASES.index(last)}
-        for table in (GONE, DEFAULTS)
-    )
+    defaults = {name for name, last in DEFAULTS.items() if RELEASES.index(version) <= RELEASES.index(last)}
 
-    assert {name for name in before if name not in now} == gone
+    assert [name for name in before if name not in now] == []
     assert [(name, argument) for name, argument in shared if argument not in now[name]] == []
     assert changed == defaults
 

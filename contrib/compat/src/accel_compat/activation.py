@@ -77,7 +77,23 @@ def _announce() -> None:
     rank = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
     if rank == "0" and ANNOUNCED not in os.environ:
         sys.stderr.write(f"accel-compat: {NAME} {VERSION} is served by accel-core\n")
+        _warn_of_newer()
         os.environ[ANNOUNCED] = "1"  # its children are of the same job
+
+
+def _warn_of_newer() -> None:
+    """Warn where the installed Accelerate is of a later release than the one that is served."""
+    from importlib.metadata import distributions
+
+    def minor(version: str) -> list[int]:
+        return [int(part) for part in version.split(".")[:2]]
+
+    for installed in distributions(name=NAME, path=sys.path):
+        if minor(installed.version) > minor(VERSION):
+            sys.stderr.write(
+                f"accel-compat: Accelerate {installed.version} is installed, and {VERSION} is the newest"
+                " whose names and defaults are served\n"
+            )
 
 
 class _Loader(SourceFileLoader):

@@ -586,7 +586,8 @@ class Accelerator(accel_core.Accelerator):
         """Clamp each gradient at the end of a window."""
         stepping.clip_value(self, parameters, clip_value)
 
-    def gather(self, tensor: Any) -> Any:
+    # Accelerate's has no `gradients`; accel_core.ops.gather does.
+    def gather(self, tensor: Any) -> Any:  # type: ignore[override]
         """Concatenate over all ranks. Collective."""
         return super().gather(tensor) if self.use_distributed else tensor
 

@@ -103,7 +103,7 @@ class AcceleratedLoader(PreparedLoader):
     @property
     def use_stateful_dataloader(self) -> bool:
         """True if torchdata's StatefulDataLoader reads."""
-        return self._plan.kind == "stateful"
+        return _is_stateful(self)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the next iteration's number; samplers and dataset are told at once."""
@@ -118,6 +118,10 @@ class AcceleratedLoader(PreparedLoader):
         return get_sampler(self)
 
 
+def _is_stateful(loader: PreparedLoader) -> bool:
+    return type(loader._plan.inner).__module__.startswith("torchdata.")
+
+
 @cache
 def _stateful() -> type[AcceleratedLoader]:
     from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]
@@ -128,5 +132,5 @@ def _stateful() -> type[AcceleratedLoader]:
 def wrap_loader(loader: PreparedLoader) -> PreparedLoader:
     """Return the loader itself, with these attributes."""
     if not isinstance(loader, AcceleratedLoader):  # the run knows this very object, so it is not copied
-        loader.__class__ = _stateful() if loader._plan.kind == "stateful" else AcceleratedLoader
+        loader.__class__ = _stateful() if _is_stateful(loader) else AcceleratedLoader
     return loader
