@@ -88,7 +88,7 @@ for more in ({}, {"drop_last": True}, {"sampler": RandomSampler(range(5), genera
     seen.append([type(getattr(loader, name)).__name__ + str(getattr(loader, name))[:5] for name in names])
     seen.append([len(batch) for batch in loader.base_dataloader])
 state = a.get_state_dict(m)
-seen.append([list(state), state._metadata])
+seen.append([sorted(state), state._metadata])
 print(json.dumps(seen))
 """
 SAVED = """

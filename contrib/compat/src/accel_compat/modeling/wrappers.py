@@ -17,7 +17,7 @@ from accel_compat import runs
 from accel_compat.environment.libraries import is_peft_available
 from accel_compat.modeling.regional_compilation import is_wrapped
 from accel_compat.modeling.sizes import id_tensor_storage
-from accel_core import Run, ops, unwrap_model
+from accel_core import CheckpointError, Run, ops, unwrap_model
 
 load = ops.load
 
@@ -145,7 +145,12 @@ def save_of(run: Run, obj: Any, f: Any, save_on_each_node: bool, safe_serializat
         obj = clean_state_dict_for_safetensors(obj)
     elif safe_serialization and isinstance(obj, dict):
         obj = _in_own_memory(obj)
-    ops.save(obj, f, save_on_each_node, safe_serialization, run=run)
+    try:
+        ops.save(obj, f, save_on_each_node, safe_serialization, run=run)
+    except CheckpointError as error:
+        if isinstance(error.__cause__, (TypeError, ValueError)):  # programs catch safetensors' own
+            raise error.__cause__ from error
+        raise
 
 
 def is_port_in_use(port: int | str | None = None) -> bool:
