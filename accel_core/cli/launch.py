@@ -7,7 +7,7 @@ import shlex
 import sys
 from pathlib import Path
 from types import UnionType
-from typing import TYPE_CHECKING, Final, Literal, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Literal, Union, get_args, get_origin
 
 import click
 
@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 
     from accel_core.contract.options import Option
     from accel_core.launch.plan import Launch
-
-
-_NONE: Final = [("none", "")]
 
 
 class _LaunchCommand(click.Command):
@@ -59,11 +56,15 @@ class _LaunchCommand(click.Command):
         return help_of_launch(ctx.info_name or "")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        from accel_core.config.sections import CORE
-
-        rows = [(f"--{name}.OPTION VALUE", cls.__doc__ or "") for name, cls in CORE.items() if cls]
         with formatter.section("More options, before the script (--help-all lists them, and plugins')"):
-            formatter.write_dl([(flag, about.partition(" Section")[0]) for flag, about in rows])
+            formatter.write_dl([(f"--{name}.OPTION VALUE", about) for name, about, _ in _core_sections()])
+
+
+def _core_sections() -> list[tuple[str, str, type | None]]:
+    """Return (name, summary, class) of core's sections."""
+    from accel_core.config.sections import CORE
+
+    return [(name, (cls.__doc__ or "").partition(" Section")[0], cls) for name, cls in CORE.items() if cls]
 
 
 def _value(option: Option) -> str:
@@ -80,17 +81,12 @@ def _value(option: Option) -> str:
 
 def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     """Print the options of all sections: core's, those of plugins that can run here, and who cannot."""
-    if not wanted or ctx.resilient_parsing:
+    if not wanted:
         return
-    from accel_core.config.sections import CORE, load_class
+    from accel_core.config.sections import load_class
     from accel_core.plugins.discovery import discover
 
-    sections: list[tuple[str, str, type | None]] = [
-        (name, (cls.__doc__ or "").partition(" Section")[0], cls)
-        for name, cls in CORE.items()
-        if cls and name != "launch"
-    ]
-    absent = []
+    sections, absent = _core_sections(), [("", "")]
     for record in discover().records:
         if record.card and record.card.config and record.status == "available":
             sections.append((record.name, record.card.summary, load_class(record)))
@@ -99,10 +95,11 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     formatter = ctx.make_formatter()
     for name, about, cls in sections:
         options = [it for it in options_of(cls).values() if not it.python_only] if cls else []
+        rows = [(f"--{name}.{it.name} {_value(it)}", it.sentence) for it in options]
         with formatter.section(f"{name}: {about.rstrip('.')}"):
-            formatter.write_dl([(f"--{name}.{it.name} {_value(it)}", it.sentence) for it in options] or _NONE)
+            formatter.write_dl(rows or [("none", "")])
     with formatter.section("Plugins that cannot run here"):
-        formatter.write_dl(absent or _NONE)
+        formatter.write_dl(absent)
     print(help_of_launch(ctx.info_name or ""), formatter.getvalue(), sep="\n\n", end="")
     ctx.exit()
 
@@ -248,20 +245,17 @@ def _training_alone(planned: Launch) -> Iterator[str]:
 
 def _missing(planned: Launch) -> Iterator[str]:
     """Yield what the config names and this machine cannot use, such as a plugin without its library."""
-    from accel_core.checkpoint.places import scheme_of, storage_at
+    from accel_core.checkpoint.places import storage_at
 
-    config = planned.config
-    for path, slot, name in config.plugin_names():
+    for path, slot, name in planned.config.plugin_names():
         answers = planned.discovery.answering(slot, name)
         if slot != "launcher" and all(record.status != "available" for record in answers):
-            origin = planned.resolved.origins.get(".".join(path), "")
-            yield f"{origin}: {slot} {name} cannot be used here: {answers[0].reason}".removeprefix(": ")
-    folder = config.project.project_dir
-    if folder and scheme_of(folder):
-        try:
-            storage_at(folder)
-        except AccelError as error:
-            yield f"project.project_dir: {error}"
+            origin = planned.resolved.origins.get(".".join(path), slot)
+            yield f"{origin}: {slot} {name} cannot be used here: {answers[0].reason}"
+    try:
+        storage_at(planned.config.project.project_dir or ".")
+    except AccelError as error:
+        yield f"project.project_dir: {error}"
 
 
 def _asked(planned: Launch) -> int:
