@@ -99,12 +99,16 @@ class CollectiveError(AccelError):
     Attributes:
         operation: the collective that was called.
         found: what each rank brought, by rank.
+        failed_rank: the rank whose own error is reported here, where there is one.
     """
 
-    def __init__(self, message: str, *, operation: str, found: Sequence[str] = ()) -> None:
+    def __init__(
+        self, message: str, *, operation: str, found: Sequence[str] = (), failed_rank: int | None = None
+    ) -> None:
         super().__init__(message)
         self.operation = operation
         self.found = tuple(found)
+        self.failed_rank = failed_rank
 
 
 def module_that_raised(error: BaseException) -> str:

@@ -110,5 +110,6 @@ def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Any:
             f"dispatch_batches: rank {SOURCE}, which reads for all, has failed with {current.failure}\n"
             f"see the traceback of rank {SOURCE}",
             operation="dispatch_batches",
+            failed_rank=SOURCE,
         )
     return current

@@ -21,7 +21,8 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
     def order(rank: int) -> tuple[int, float]:
         failure = failures[rank]
         if rank in noted:
-            return 1, noted[rank]
+            reports_another = _note_of(failure).get("of") is not None
+            return 2 if reports_another else 1, noted[rank]
         if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + ENDING_SECONDS - 5:
             return 3, failure.timestamp  # ended by the agent
         if failure.exitcode == -signal.SIGABRT:

@@ -93,7 +93,8 @@ def guard(call: Callable[[], R]) -> R:
         sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
         vars(sys).pop("ps1", None)  # of the notebook that was forked; no prompt comes after this
         text = _render(error)
-        if not _note(f"{type(error).__name__}: {error}", text) or LOGGED in os.environ:
+        failed_rank = getattr(error, "failed_rank", None)
+        if not _note(f"{type(error).__name__}: {error}", text, of=failed_rank) or LOGGED in os.environ:
             sys.stderr.write(text)
         _tell_others(error)
         sys.exit(1)
@@ -171,14 +172,14 @@ def _render(error: BaseException) -> str:
     return "".join(story.format())
 
 
-def _note(message: str, trace: str, code: int = 1) -> bool:
-    # torch's format, plus a time of more than whole seconds, since ranks fail milliseconds apart,
-    # and the exit code, since a library may still abort the process on its way out.
+def _note(message: str, trace: str, code: int = 1, of: int | None = None) -> bool:
+    # torch's format, plus a time of more than whole seconds, since ranks fail milliseconds apart, the exit
+    # code, since a library may still abort the process on its way out, and the rank whose error is reported.
     path = os.environ.get(NOTE)
     if not path:
         return False
     now = time.time()
-    extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "code": code}
+    extra = {"py_callstack": trace, "timestamp": str(int(now)), "time": now, "code": code, "of": of}
     note = {"message": {"message": message, "extraInfo": extra}}
     try:
         beside = Path(f"{path}.part")  # this process may be killed while it writes

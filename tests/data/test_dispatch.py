@@ -247,7 +247,7 @@ def failing(workers):
         for _ in loader:
             seen += 1
     except Exception as error:
-        return seen, type(error), str(error)
+        return seen, type(error), str(error), getattr(error, "failed_rank", None)
     finally:
         accelerator.end_training()
     return "it did not fail"
@@ -262,6 +262,7 @@ def test_what_fails_where_it_is_read_is_raised_on_all_ranks(workers, run_process
     assert "sample 5 is damaged" in reader[2]
     assert "rank 0, which reads for all, has failed with ValueError: sample 5 is damaged" in other[2]
     assert reader[0] == other[0] == another[0]
+    assert (reader[3], other[3], another[3]) == (None, 0, 0)
 
 
 def leaving_for_the_next_epoch():

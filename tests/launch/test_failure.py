@@ -15,10 +15,10 @@ from accel_core.launch.failure import first_failure, noted_failures
 NOW = 1_000_000
 
 
-def noted(at: float, message: str = "ValueError: x"):
+def noted(at: float, of: int | None = None):
     note = {
-        "message": message,
-        "extraInfo": {"py_callstack": "Traceback\n", "timestamp": str(NOW), "time": NOW + at},
+        "message": "ValueError: x",
+        "extraInfo": {"py_callstack": "Traceback\n", "timestamp": str(NOW), "time": NOW + at, "of": of},
     }
     return SimpleNamespace(exitcode=1, timestamp=NOW, local_rank=0, error_file_data={"message": note})
 
@@ -36,6 +36,10 @@ def silent(exitcode: int, at: float = 1):
 
 def test_the_earliest_note_wins_within_the_same_second():
     assert first_failure({0: noted(0.2), 1: noted(0.1), 2: noted(0.3)}).rank == 1
+
+
+def test_a_rank_that_reports_the_error_of_another_is_not_the_cause():
+    assert first_failure({0: noted(0.3), 1: noted(0.1, of=0), 2: noted(0.2, of=0)}).rank == 0
 
 
 @pytest.mark.parametrize("exitcode", [-signal.SIGKILL, -signal.SIGSEGV, 7])
