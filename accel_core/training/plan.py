@@ -130,8 +130,10 @@ class PreparePlan:
 
 
 def _model_in_words(model: nn.Module) -> str:
-    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in model.parameters()})
-    return f"{type(model).__name__} ({', '.join(dtypes)})"
+    parameters = list(model.parameters())
+    dtypes = sorted({str(parameter.dtype).removeprefix("torch.") for parameter in parameters})
+    size = f"{sum(parameter.numel() for parameter in parameters):,} parameters"
+    return f"{type(model).__name__} ({', '.join([*dtypes, size])})"
 
 
 def _optimizer_in_words(optimizer: Optimizer) -> str:
