@@ -261,7 +261,8 @@ class Run:
         and the process group is kept.
 
         Raises:
-            CheckpointError: that save failed. Other errors are raised too, after all has been released.
+            CheckpointError: that save failed. The last error is raised, after all has been released; the
+                errors before it are its context.
         """
         if self.ended:
             return

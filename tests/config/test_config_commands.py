@@ -64,13 +64,10 @@ def test_check_prints_a_line_for_each_of_ten_mistakes(accel):
     assert done.stderr == ""
 
 
-def test_check_on_a_machine_without_the_device_says_so_and_succeeds(accel):
+def test_check_on_a_machine_without_the_device_succeeds(accel):
     (accel.folder / "accel.yaml").write_text(NEEDS)
     done = accel("check")
-    assert done.stdout.splitlines() == [
-        "accel.yaml: no mistakes",
-        "far-away: not usable on this machine (no driver); fine if the job runs elsewhere",
-    ]
+    assert done.stdout.splitlines() == ["accel.yaml: no mistakes"]
     assert done.returncode == 0
 
 

@@ -50,6 +50,4 @@ def simulate_plugin(plugin: str, communication: str, stand_in: str | None) -> No
         nodes = {"GROUP_RANK": os.environ["RANK"], "GROUP_WORLD_SIZE": os.environ["WORLD_SIZE"]}
         os.environ.update(alone | nodes)
     # Probe and verify would look for the hardware, which nobody can simulate_plugin to have.
-    there = {"probe": None, "verify": None, "torch_device": kind, "communication_backend": simulated}
-    for name, value in there.items():
-        object.__setattr__(card, name, value)
+    record.card = card._replace(probe=None, verify=None, torch_device=kind, communication_backend=simulated)
