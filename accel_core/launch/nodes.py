@@ -78,7 +78,9 @@ class Nodes(RendezvousHandler):
             use_libuv=os.environ.get("USE_LIBUV") != "0",
         )
         self._place = RendezvousStoreInfo(host, self.store.port)
-        self._handler = self._meeting(host, port, seconds) if job.nodes > 1 else None
+        self._handler: DynamicRendezvousHandler | None = (
+            self._meeting(host, port, seconds) if job.nodes > 1 else None
+        )
 
     def _meeting(self, host: str, port: int, seconds: int) -> DynamicRendezvousHandler:
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a node that joins would wait for its address
@@ -208,10 +210,12 @@ class Nodes(RendezvousHandler):
 
     def _failure(self) -> NodeFailedError:
         """Return the failure of the node that has ended the job."""
+        told = self.store.get("accel/failure") if self.store.check(["accel/failure"]) else None
+        self._handler = None  # node 0 may be gone soon: nothing asks it again
         time.sleep(2 * SPREAD_SECONDS)  # engines end all at the first end: that node's tells more
-        if not self.store.check(["accel/failure"]):
+        if told is None:
             return NodeFailedError("another node has ended the job\nits own `accel launch` says why")
-        first, code, host = json.loads(self.store.get("accel/failure"))
+        first, code, host = json.loads(told)
         return NodeFailedError(
             f"another node failed: {first}\nits own `accel launch`, on {host}, has the traceback",
             exit_code=code,

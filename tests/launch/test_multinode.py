@@ -130,7 +130,7 @@ def test_a_failure_mid_step_has_its_traceback_on_its_own_node(nodes, tmp_path, s
 
 AT_START = """
 import os
-if os.environ["RANK"] == "3":
+if os.environ["RANK"] == "{}":
     raise ValueError("no data here")
 """
 
@@ -164,14 +164,18 @@ def test_a_node_that_is_cut_off_ends_and_tells_what_failed(nodes, tmp_path, star
     assert "rank 2 (local 0) failed" in second[2] or "rank 3 (local 1) failed" in second[2]
 
 
-def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(nodes, tmp_path, start_command):
-    first, second = launch_on(start_command, nodes, tmp_path, AT_START + SUMS)
+@pytest.mark.parametrize("failed", [0, 1])
+def test_a_node_that_fails_before_the_group_is_made_leaves_nobody_waiting(
+    nodes, tmp_path, failed, start_command
+):
+    ended = launch_on(start_command, nodes, tmp_path, AT_START.format(2 * failed) + SUMS)
 
-    assert (first[0], second[0]) == (1, 1)
-    assert first[2].splitlines()[-2:] == [
-        "accel: another node failed: rank 3 (local 1) failed: ValueError: no data here",
-        "its own `accel launch`, on host-b, has the traceback",
+    assert [code for code, *_ in ended] == [1, 1]
+    assert ended[1 - failed][2].splitlines()[-2:] == [
+        f"accel: another node failed: rank {2 * failed} (local 0) failed: ValueError: no data here",
+        f"its own `accel launch`, on host-{'ab'[failed]}, has the traceback",
     ]
+    assert "SocketImpl" not in ended[1 - failed][2]  # torch tells so of requests to a node that is gone
 
 
 STOPS = """
