@@ -89,13 +89,17 @@ def implements(spec: Any) -> Any:
     package is not in the run, the method is never called.
 
     Raises:
-        PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`.
+        PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`, or a name
+            without a package.
     """
-    if isinstance(spec, str):
+    if isinstance(spec, str) and "." in spec:
         return _impl_marker(specname=spec, optionalhook=True)
     if not hasattr(spec, "accel_spec"):
         name = getattr(spec, "__qualname__", repr(spec))
-        raise PluginError(f"implements: {name} is not a hook\nwrite @implements(hooks.NAME) above the method")
+        raise PluginError(
+            f"implements: {name} is not a hook\n"
+            'write @implements(hooks.NAME) above the method, or @implements("PACKAGE.NAME")'
+        )
     return _impl_marker(specname=spec.__name__)
 
 

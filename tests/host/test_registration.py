@@ -38,6 +38,11 @@ def test_a_mark_names_a_hook():
             def backward(self, unit, loss): ...
 
 
+def test_a_name_in_a_mark_is_of_a_package():
+    with pytest.raises(PluginError, match=r"'backwardd' is not a hook\n.*@implements\(\"PACKAGE\.NAME\"\)"):
+        implements("backwardd")
+
+
 def test_the_mark_may_stand_below_and_above_staticmethod_and_classmethod():
     class Below:
         @staticmethod
