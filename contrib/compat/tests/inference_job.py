@@ -62,16 +62,6 @@ def with_a_cache() -> list[str]:
     return list(model(inputs(4)["x"]) if state.is_main_process else model())
 
 
-def by_hand(points, gather: bool, rows: int, chunks: int) -> torch.Tensor | None:
-    from accelerate.inference import build_pipeline, pippy_forward
-
-    state = PartialState(cpu=True)
-    pipeline = build_pipeline(Net().eval(), points, (), inputs(2), chunks)
-    given = inputs(rows) if state.is_main_process else {}
-    out = pippy_forward(pipeline.step, chunks, gather, **given)
-    return None if out is None else out["out"]
-
-
 def without_a_pipeline(points) -> str:
     PartialState(cpu=True)
     packages.import_module = lambda name: (_ for _ in ()).throw(ModuleNotFoundError(name=name))

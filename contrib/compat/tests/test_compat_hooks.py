@@ -18,13 +18,11 @@ from accelerate.hooks import (
     SequentialHook,
     add_hook_to_module,
     attach_align_device_hook,
-    attach_align_device_hook_on_blocks,
     remove_hook_from_module,
     remove_hook_from_submodules,
 )
 from accelerate.utils import (
     OffloadedWeightsLoader,
-    align_module_device,
     offload_state_dict,
     set_module_tensor_to_device,
 )
@@ -99,28 +97,6 @@ def test_a_hook_can_be_made_again_from_its_class_name_and_attributes():
     assert repr(again) == repr(hook)
     assert again.weights_map is hook.weights_map
     assert hook.original_devices == {"weight": torch.device("cpu"), "bias": torch.device("cpu")}
-
-
-def test_blocks_are_hooked_where_the_maps_name_them():
-    model, x = net().eval(), torch.randn(2, 3)
-    wanted = model(x)
-    state = model.state_dict()
-    attach_align_device_hook_on_blocks(
-        model,
-        execution_device={"": torch.device("cpu"), "0": "cpu", "1": "cpu", "2": "cpu"},
-        offload={"0": False, "1": False, "2": True},
-        weights_map=state,
-    )
-    assert [each.weight.device.type for each in (model[0], model[1], *model[2])] == [
-        "cpu",
-        "cpu",
-        "meta",
-        "meta",
-    ]
-    assert torch.equal(model(x), wanted)
-    with align_module_device(model[2][0]):
-        assert torch.equal(model[2][0].weight, state["2.0.weight"])
-    assert model[2][0].weight.is_meta
 
 
 def test_tied_weights_are_brought_once():

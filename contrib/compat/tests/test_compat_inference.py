@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from accelerate import prepare_pippy
-from accelerate.inference import build_pipeline, find_pippy_batch_size, pippy_forward
-from inference_job import Net, by_hand, inputs, staged, with_a_cache, without_a_pipeline
+from inference_job import Net, inputs, staged, with_a_cache, without_a_pipeline
 from peers import needs_accelerate, said
 
 
@@ -27,16 +26,6 @@ def test_stages_give_what_one_process_gives(points, gather, rows, chunks, run_pr
     assert [out is not None for out in first] == [gather] * 2
 
 
-@pytest.mark.parametrize("gather", [False, True])
-@pytest.mark.needs("accel-fsdp")
-def test_a_pipeline_that_is_built_by_hand_gives_the_same(gather, run_processes):
-    first, last = run_processes(by_hand, ["blocks.1"], gather, 5, 3, world=2)
-    want = Net().eval()(**inputs(5))["out"]
-
-    torch.testing.assert_close(last, want)
-    assert (first is not None) == gather
-
-
 @pytest.mark.needs("accel-fsdp")
 def test_a_cache_is_left_out_of_the_output(run_processes):
     assert run_processes(with_a_cache, world=2) == [["out"]] * 2
@@ -44,10 +33,6 @@ def test_a_cache_is_left_out_of_the_output(run_processes):
 
 def test_one_process_has_the_model_as_it_is():
     model = Net()
-    alone = build_pipeline(model, [], (), {}, 1)
-    assert torch.equal(
-        pippy_forward(alone.step, 1, True, torch.ones(1, 4))["out"], model(torch.ones(1, 4))["out"]
-    )
     assert prepare_pippy(model, example_args=(torch.ones(1, 4),)) is model
     torch.testing.assert_close(model(torch.ones(1, 4)), Net()(torch.ones(1, 4)))
 
@@ -58,12 +43,6 @@ def test_what_is_missing_is_named(run_processes):
 
     assert all(said.startswith("PluginError: prepare_pippy needs accel-fsdp") for said in lacking)
     assert all("2 split points make 3 stages, and there are 2 processes" in said for said in too_many)
-
-
-def test_the_batch_size_is_the_first_tensors():
-    assert find_pippy_batch_size((), {"a": "text", "b": torch.ones(3, 2)}) == 3
-    assert find_pippy_batch_size((torch.ones(2),), None) == 2
-    assert find_pippy_batch_size(None, {"a": 1}) is None
 
 
 CODE = """

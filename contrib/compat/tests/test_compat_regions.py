@@ -10,7 +10,6 @@ from accelerate.utils import (
     has_compiled_regions,
     is_compiled_module,
 )
-from accelerate.utils.other import compile_regions_fsdp2
 from torch import nn
 
 
@@ -43,14 +42,3 @@ def test_the_twin_is_unwrapped_to_its_model():
 
     assert extract_model_from_parallel(twin) is twin
     assert extract_model_from_parallel(twin, keep_torch_compile=False) is model
-
-
-def test_in_place_the_model_itself_is_compiled_in_its_parts():
-    model = Net()
-    assert compile_regions_fsdp2(model, backend="eager") is model
-    assert [is_compiled_module(part) for part in (model, *model.blocks, model.head)] == [
-        False,
-        True,
-        True,
-        True,
-    ]

@@ -359,7 +359,6 @@ class Accelerator(accel_core.Accelerator):
 
         In evaluation mode the model is placed, not wrapped for training.
         """
-        self._refuse_other(model, "model", "torch.nn.Module")
         few_bits = any(getattr(model, f"is_loaded_in_{bits}bit", False) for bits in (4, 8))
         devices = set((getattr(model, "hf_device_map", None) or {}).values())
         if few_bits and devices & {"cpu", "disk"}:
@@ -373,7 +372,6 @@ class Accelerator(accel_core.Accelerator):
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
         """`prepare` for one dataloader."""
-        self._refuse_other(data_loader, "data_loader", "DataLoader")
         if slice_fn_for_dispatch is not None:
             raise NotServedError(
                 "slice_fn_for_dispatch: batches that rank 0 reads for all are sliced along dim 0 here\n"
@@ -383,16 +381,7 @@ class Accelerator(accel_core.Accelerator):
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """`prepare` for one optimizer."""
-        self._refuse_other(optimizer, "optimizer", "torch.optim.Optimizer")
         return super().prepare_optimizer(optimizer)
-
-    def _refuse_other(self, thing: Any, kind: str, name: str) -> None:
-        """Raise TypeError for what is no such object, which `prepare` would return."""
-        if kind_of(self.run, thing) != kind.replace("_", ""):
-            raise TypeError(
-                f"prepare_{kind}: a {type(thing).__name__} is not a {name}\n"
-                f"pass a {name}, or call accelerator.prepare(...) with what need not be one"
-            )
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         """`prepare` for one scheduler, of any class."""
@@ -407,11 +396,6 @@ class Accelerator(accel_core.Accelerator):
         self, model: Any, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = True
     ) -> Any:
         """Return the user's own model without its wrappers."""
-        if not isinstance(model, torch.nn.Module):
-            raise TypeError(
-                f"unwrap_model: a {type(model).__name__} is not a torch.nn.Module\n"
-                "pass the model that accelerator.prepare(...) returned"
-            )
         if self.run.prepared.form_of(model) is None:
             return extract_model_from_parallel(model, keep_fp32_wrapper, keep_torch_compile)
         return super().unwrap_model(model, keep_fp32_wrapper, keep_torch_compile)

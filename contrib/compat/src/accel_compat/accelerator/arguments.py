@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 from attrs import define
@@ -11,10 +11,8 @@ from attrs import define
 from accel_compat.accelerator.strategies import Chosen, chosen_strategies, use_run_accumulation
 from accel_compat.configs.enums import PrecisionType
 from accel_compat.configs.handlers import (
-    DataLoaderConfiguration,
     GradientAccumulationPlugin,
     KwargsHandler,
-    ProjectConfiguration,
     TorchDynamoPlugin,
 )
 from accel_compat.configs.low_precision import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -49,13 +47,6 @@ _BACKENDS: Final = {"ao": AORecipeKwargs, "te": TERecipeKwargs, "msamp": MSAMPRe
 BACKEND: Final = "ACCELERATE_FP8_BACKEND"
 MODE: Final = "ACCELERATE_MIXED_PRECISION"
 STEPS: Final = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
-CONFIGS: Final[Mapping[str, type]] = {
-    "dataloader_config": DataLoaderConfiguration,
-    "project_config": ProjectConfiguration,
-    "gradient_accumulation_plugin": GradientAccumulationPlugin,
-    "dynamo_plugin": TorchDynamoPlugin,
-}
-"""Argument -> the class of its objects."""
 UNSAID: Final = {
     "device_placement": True,
     "step_scheduler_with_optimizer": True,
@@ -92,7 +83,10 @@ def read(given: dict[str, Any]) -> Asked:
         ValueError: they contradict each other, as there.
         NotServedError: what is not served was asked for; the message has the reason.
     """
-    _refuse_mistaken(given)
+    if given["dynamo_plugin"] is not None and given["dynamo_backend"] is not None:
+        raise ValueError(
+            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one."
+        )
     kept: dict[str, Any] = dict.fromkeys(HANDLERS.values()) | _handlers(given["kwargs_handlers"])
     accumulation = _accumulation(given)
     dynamo = given["dynamo_plugin"] or TorchDynamoPlugin(backend=given["dynamo_backend"])
@@ -132,24 +126,6 @@ def read(given: dict[str, Any]) -> Asked:
     core["presets"] = {**core.get("presets", {}), **_variables(None if compiled else dynamo)}
     by_te = is_fp8 and any(type(each).__name__ == "TransformerEngineConfig" for each in handlers)
     return Asked(core, kept, accumulation, chosen.deepspeed, "fp8-te" if by_te else None)
-
-
-def _refuse_mistaken(given: Mapping[str, Any]) -> None:
-    """Refuse what is not a config object or a list, and two words on torch.compile."""
-    if given["dynamo_plugin"] is not None and given["dynamo_backend"] is not None:
-        raise ValueError(
-            "You cannot pass in both `dynamo_plugin` and `dynamo_backend`, please only pass in one."
-        )
-    for name, kind in CONFIGS.items():
-        if given[name] is not None and not isinstance(given[name], kind):
-            raise ValueError(
-                f"{name} is a {type(given[name]).__name__}, not a {kind.__name__}\n"
-                f"make it {name}={kind.__name__}(...)"
-            )
-    for name in ("kwargs_handlers", "rng_types"):
-        value = given[name]
-        if value is not None and (isinstance(value, str) or not isinstance(value, Iterable)):
-            raise TypeError(f"{name} is {value!r}, not a list\nmake it {name}=[...]")
 
 
 def _variables(dynamo: TorchDynamoPlugin | None) -> dict[str, tuple[Any, str]]:

@@ -138,28 +138,6 @@ class AlignDevicesHook(ModelHook):
         return module
 
 
-def attach_execution_device_hook(
-    module: nn.Module,
-    execution_device: int | str | torch.device,
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: list[str] | None = None,
-    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-) -> None:
-    """Give each module a hook that brings inputs to its device.
-
-    Modules without weights, and modules that have a hook, are left out.
-    """
-    if not hasattr(module, "_hf_hook") and len(module.state_dict()) > 0:
-        hook = AlignDevicesHook(execution_device, skip_keys=skip_keys, tied_params_map=tied_params_map)
-        add_hook_to_module(module, hook)
-    if type(module).__name__ in (preload_module_classes or ()):
-        return
-    for child in module.children():
-        attach_execution_device_hook(
-            child, execution_device, skip_keys, preload_module_classes, tied_params_map
-        )
-
-
 def attach_align_device_hook(
     module: nn.Module,
     execution_device: torch.device | None = None,
@@ -191,75 +169,3 @@ def attach_align_device_hook(
     for name, child in () if whole else module.named_children():
         placing = (execution_device, offload, weights_map, offload_buffers, f"{prefix}{name}")
         attach_align_device_hook(child, *placing, skip_keys, preload_module_classes, tied_params_map)
-
-
-def attach_align_device_hook_on_blocks(
-    module: nn.Module,
-    execution_device: torch.device | dict[str, torch.device] | None = None,
-    offload: bool | dict[str, bool] = False,
-    weights_map: Mapping[str, torch.Tensor] | None = None,
-    offload_buffers: bool = False,
-    module_name: str = "",
-    skip_keys: str | list[str] | None = None,
-    preload_module_classes: list[str] | None = None,
-    tied_params_map: dict[int, dict[torch.device, torch.Tensor]] | None = None,
-) -> None:
-    """Attach hooks to the modules that a map of devices or of offloading names.
-
-    execution_device, offload: one for the whole module, or by the name of a module.
-    """
-    shared: dict[str, Any] = {"skip_keys": skip_keys, "tied_params_map": tied_params_map}
-    offloading = {"weights_map": weights_map, "offload_buffers": offload_buffers, **shared}
-    if not isinstance(execution_device, Mapping) and not isinstance(offload, Mapping):
-        if offload:
-            attach_align_device_hook(
-                module, execution_device, offload=True, module_name=module_name, **offloading
-            )
-        else:
-            hook = AlignDevicesHook(execution_device, io_same_device=True, place_submodules=True, **shared)
-            add_hook_to_module(module, hook)
-        return
-    devices: Any = execution_device
-    if not isinstance(execution_device, Mapping):
-        assert isinstance(offload, Mapping)
-        devices = dict.fromkeys(offload, execution_device)
-    if not isinstance(offload, Mapping):
-        offload = dict.fromkeys(devices, offload)
-    offloading["preload_module_classes"] = preload_module_classes
-    _attach_to_block(module, module_name, devices, offload, offloading)
-    for name, child in module.named_children():
-        attach_align_device_hook_on_blocks(
-            child,
-            execution_device=devices,
-            offload=offload,
-            module_name=f"{module_name}.{name}" if module_name else name,
-            **offloading,
-        )
-
-
-def _attach_to_block(
-    module: nn.Module,
-    name: str,
-    devices: Mapping[str, Any],
-    offload: Mapping[str, bool],
-    given: dict[str, Any],
-) -> None:
-    """Attach the hooks of one module, where the maps name it or it is the model."""
-    shared = {key: given[key] for key in ("skip_keys", "tied_params_map")}
-    is_model = name == ""
-    if name not in devices or name not in offload:
-        if is_model:
-            add_hook_to_module(module, AlignDevicesHook(devices.get(""), io_same_device=True, **shared))
-        return
-    device = devices[name]
-    if offload[name]:
-        attach_align_device_hook(module, device, offload=True, module_name=name, **given)
-        if not hasattr(module, "_hf_hook"):
-            add_hook_to_module(module, AlignDevicesHook(device, io_same_device=is_model, **shared))
-        preloaded = given["preload_module_classes"]
-        attach_execution_device_hook(module, device, preload_module_classes=preloaded, **shared)
-        return
-    shared_buffers = {"offload_buffers": given["offload_buffers"], **shared}
-    hook = AlignDevicesHook(device, io_same_device=is_model, place_submodules=True, **shared_buffers)
-    add_hook_to_module(module, hook)
-    attach_execution_device_hook(module, device, **shared)

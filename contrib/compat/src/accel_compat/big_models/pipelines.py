@@ -38,12 +38,6 @@ def generate_device_map(
     return infer_auto_device_map(model, limits, no_split_module_classes, clean_result=False)
 
 
-def find_pippy_batch_size(args: Any, kwargs: Any) -> int | None:
-    """Return the first dimension of the first tensor, or None."""
-    values = [*(args or ()), *(kwargs or {}).values()]
-    return next((size for size in map(ignorant_find_batch_size, values) if size is not None), None)
-
-
 def prepare_pippy(
     model: nn.Module,
     split_points: str | list[str] | None = "auto",
@@ -77,69 +71,18 @@ def prepare_pippy(
     model.hf_split_points = points  # type: ignore[assignment]
     if count == 1:
         return model
-    pipeline = build_pipeline(model, points, example_args, example_kwargs, num_chunks or count)
-    staged = pipeline.model
-    staged.__dict__["_pipeline"] = pipeline
-    staged.__dict__["_gather"] = bool(gather_output)
+    if len(points) != count - 1:
+        raise ValueError(
+            f"prepare_pippy: {len(points)} split points make {len(points) + 1} stages, and there are {count}"
+            " processes\nname as many modules as there are processes but the first"
+        )
+    plugin = load("accel_fsdp:FullyShardedDataParallelPlugin", "prepare_pippy")
+    config = plugin(fsdp_version=2, pp_size=count, pp_schedule="GPipe", pp_split_points=points)
+    accelerator = Accelerator(strategy="fsdp", plugins=[config], cpu=state.device.type == "cpu")
+    staged: nn.Module = accelerator.prepare(model)
+    staged.__dict__["_pipeline"] = _Pipeline(accelerator, num_chunks or count, bool(gather_output))
     staged.__class__ = type(type(staged).__name__, (_Staged, type(staged)), {})
     return staged
-
-
-def build_pipeline(
-    model: nn.Module,
-    split_points: list[str],
-    args: tuple[Any, ...] | None,
-    kwargs: dict[str, Any] | None,
-    num_chunks: int,
-) -> Pipeline:
-    """Cut a model into stages, one a process. Collective.
-
-    `step` of the result takes a batch through the stages.
-
-    split_points: names of the modules at which stages but the first begin.
-    args, kwargs: mean nothing here, as nothing is traced.
-    num_chunks: parts of a batch that follow each other through the stages.
-
-    Raises:
-        PluginError: accel-fsdp is not installed, which has the pipeline.
-        ValueError: there are more or fewer stages than processes.
-    """
-    state = runs.find_or_make(cpu=False)
-    count = state.world.size
-    if len(split_points) != count - 1:
-        raise ValueError(
-            f"prepare_pippy: {len(split_points)} split points make {len(split_points) + 1} stages, and there"
-            f" are {count} processes\nname as many modules as there are processes but the first"
-        )
-    if count == 1:
-        return Pipeline(None, model, num_chunks)
-    plugin = load("accel_fsdp:FullyShardedDataParallelPlugin", "prepare_pippy")
-    config = plugin(fsdp_version=2, pp_size=count, pp_schedule="GPipe", pp_split_points=split_points)
-    accelerator = Accelerator(strategy="fsdp", plugins=[config], cpu=state.device.type == "cpu")
-    return Pipeline(accelerator, accelerator.prepare(model), num_chunks)
-
-
-def pippy_forward(
-    forward: Callable[..., Any],
-    num_chunks: int,
-    gather_output: bool,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Take a batch through a pipeline. Collective.
-
-    The first process gives the inputs.
-
-    forward: `step` of `build_pipeline`'s result.
-    gather_output: all processes get the output, not the last one only.
-    """
-    output = forward(*args, **kwargs)
-    run = runs.find_or_make(cpu=False)
-    if gather_output and run.world.size > 1:
-        told = [ops.send_to_device(output, "cpu")]
-        (output,) = ops.broadcast_object_list(told, from_process=run.world.size - 1, run=run)
-        output = ops.send_to_device(output, run.device)
-    return output
 
 
 def _balanced(model: nn.Module, count: int, whole: list[str] | None) -> list[str]:
@@ -161,37 +104,35 @@ def _balanced(model: nn.Module, count: int, whole: list[str] | None) -> list[str
 class _Staged:
     """Put before a model's class: its call runs the stages of all processes."""
 
-    _pipeline: Pipeline
-    _gather: bool
+    _pipeline: _Pipeline
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self._pipeline.running:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
-        return pippy_forward(self._pipeline.step, self._pipeline.chunks, self._gather, *args, **kwargs)
+        return self._pipeline.run(self, *args, **kwargs)
 
 
-class Pipeline:
+class _Pipeline:
     """Takes a batch through the stages, in chunks.
 
-    accelerator: None where one process has the whole model.
+    gathers: all processes get the output, not the last one only.
     """
 
-    def __init__(self, accelerator: Accelerator | None, model: nn.Module, chunks: int) -> None:
-        self.accelerator, self.model, self.chunks = accelerator, model, chunks
+    def __init__(self, accelerator: Accelerator, chunks: int, gathers: bool) -> None:
+        self.accelerator, self.chunks, self.gathers = accelerator, chunks, gathers
         self.running = False
 
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on the first process's inputs.
+    def run(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the model on the first process's inputs. Collective.
 
-        Returns the output on the last process, else None. Collective.
+        Returns the output on the processes that get it, else None.
         """
-        if self.accelerator is None:
-            return self.model(*args, **kwargs)
         run, device = self.accelerator.run, self.accelerator.device
         last = self.accelerator.num_processes - 1
         given = ops.broadcast_object_list([ops.send_to_device((args, kwargs), "cpu")], run=run)[0]
         args, kwargs = ops.send_to_device(given, device)
-        size = find_pippy_batch_size(args, kwargs)
+        sizes = map(ignorant_find_batch_size, (*args, *kwargs.values()))
+        size = next((size for size in sizes if size is not None), None)
         if size is None:
             raise ValueError(
                 "Could not find batch size from args or kwargs\n"
@@ -201,7 +142,7 @@ class Pipeline:
         self.running = True
         try:
             found = self.accelerator.forward_backward(
-                self.model,
+                model,
                 batches,
                 lambda module, batch: (torch.zeros((), device=device), module(*batch[0], **batch[1])),
                 microbatches=self.chunks,
@@ -209,10 +150,14 @@ class Pipeline:
             )
         finally:
             self.running = False
-        if self.accelerator.process_index != last:
-            return None
-        outputs = [_without_caches(output) for output in found.outputs]
-        return _map(ops.concatenate(outputs), lambda tensor: tensor[:size])
+        output: Any = None
+        if self.accelerator.process_index == last:
+            outputs = [_without_caches(output) for output in found.outputs]
+            output = _map(ops.concatenate(outputs), lambda tensor: tensor[:size])
+        if self.gathers:
+            told = [ops.send_to_device(output, "cpu")]
+            output = ops.send_to_device(ops.broadcast_object_list(told, last, run=run)[0], device)
+        return output
 
     def _cut(self, inputs: Any, size: int) -> list[Any]:
         """Cut the tensors of a batch's size along their first dimension.

@@ -18,9 +18,7 @@ __all__ = [
     "get_keys_to_not_convert",
     "get_parameter_device",
     "get_quantized_model_device_map",
-    "has_4bit_bnb_layers",
     "load_and_quantize_model",
-    "replace_with_bnb_layers",
 ]
 
 
@@ -81,33 +79,10 @@ def get_quantized_model_device_map(
     return map_by_word(small, device_map, max_memory, no_split_module_classes)
 
 
-def replace_with_bnb_layers(
-    model: nn.Module,
-    bnb_quantization_config: BnbQuantizationConfig,
-    modules_to_not_convert: list[str] | None = None,
-    current_key_name: list[str] | None = None,
-) -> nn.Module:
-    """Make linear layers those of bitsandbytes.
-
-    Their weights are quantised when the model is moved.
-    """
-    become = _ours("converting:become")
-    config = replace(bnb_quantization_config, skip_modules=list(modules_to_not_convert or ()))
-    for layer in _ours("choosing:choose")(model, config).chosen.values():
-        become(layer, config)
-    return model
-
-
 def get_keys_to_not_convert(model: nn.Module) -> list[str]:
     """Return the names of the modules that stay by default."""
     names: list[str] = _ours("choosing:default_skip")(model)
     return names
-
-
-def has_4bit_bnb_layers(model: nn.Module) -> bool:
-    """Return True if the model has 4-bit layers of bitsandbytes."""
-    kind = load("bitsandbytes.nn:Linear4bit", "has_4bit_bnb_layers")
-    return any(isinstance(module, kind) for module in model.modules())
 
 
 def get_parameter_device(parameter: nn.Module) -> torch.device:

@@ -132,13 +132,7 @@ class FullyShardedDataParallelPlugin(Translated):
         if again is None and self.sharding_strategy is None:
             again = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true")
         if isinstance(again, str):
-            try:
-                again = bool(str_to_bool(again))
-            except ValueError as error:
-                raise ValueError(
-                    f"reshard_after_forward is {again!r}, not true or false\n"
-                    "correct it, or the variable FSDP_RESHARD_AFTER_FORWARD"
-                ) from error
+            again = bool(str_to_bool(again))
         if not isinstance(again, bool) and self.sharding_strategy is None:
             raise ValueError(f"reshard_after_forward={again}: with fsdp_version=2 it must be a bool")
         self.reshard_after_forward = again

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -146,14 +145,8 @@ class TorchDynamoPlugin(KwargsHandler):
     backend: Any
 
     def __post_init__(self) -> None:
-        by = "backend" if self.backend else "the variable ACCELERATE_DYNAMO_BACKEND"
         asked = self.backend or os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")
-        word = str(getattr(asked, "value", asked)).upper()
-        if word not in (known := [backend.value for backend in DynamoBackend]):
-            raise ValueError(
-                f"{by} is {asked!r}, no backend of torch.compile\nchoose one of {', '.join(known)}"
-            )
-        self.backend = DynamoBackend(word)
+        self.backend = DynamoBackend(str(getattr(asked, "value", asked)).upper())
         fill_from_variables(self, "compile", "mode", "fullgraph", "dynamic", "use_regional_compilation")
 
     def to_dict(self) -> dict[str, Any]:
@@ -171,11 +164,3 @@ class TorchDynamoPlugin(KwargsHandler):
         if self.backend is DynamoBackend.NO:
             return {}
         return {**given, "backend": self.backend.value.lower()}
-
-
-@dataclass
-class TensorInformation:
-    """Shape and dtype of a tensor that is elsewhere."""
-
-    shape: torch.Size
-    dtype: torch.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -55,15 +54,6 @@ class DeepSpeedSequenceParallelConfig:
 
     def __post_init__(self) -> None:
         fill_from_variables(self, "fsdp", "sp_seq_length_is_variable", "sp_attn_implementation")
-        if not self.sp_seq_length_is_variable and self.sp_seq_length is None:
-            variable = "PARALLELISM_CONFIG_SP_SEQ_LENGTH"
-            if variable not in os.environ:
-                raise ValueError(
-                    "when `sp_seq_length_is_variable` is `False` `sp_seq_length` must be provided either"
-                    f" through the constructor or the environment variable {variable}"
-                )
-            given = os.environ[variable]
-            self.sp_seq_length = None if given == "None" else int(given)
         kernels = (None, "flash_attention_2", "flash_attention_3", "sdpa")
         if self.sp_attn_implementation not in kernels and "/" not in str(self.sp_attn_implementation):
             raise ValueError(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -40,12 +40,6 @@ def str_to_bool(value: str, to_bool: bool = False) -> int | bool:
     if word not in _TRUE + _FALSE:
         raise ValueError(f"invalid truth value {word}")
     return word in _TRUE if to_bool else int(word in _TRUE)
-
-
-def get_int_from_env(env_keys: Sequence[str], default: int) -> int:
-    """Return the first of these variables that holds a number from 0 on."""
-    numbers = (int(os.environ.get(key, "-1")) for key in env_keys)
-    return next((number for number in numbers if number >= 0), default)
 
 
 def parse_flag_from_env(key: str, default: bool | int = False) -> bool:

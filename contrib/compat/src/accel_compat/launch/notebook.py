@@ -38,7 +38,8 @@ def notebook_launcher(
 ) -> None:
     """Run `function(*args)` in new processes of this machine, and wait for them.
 
-    One process is this one: what the function changes stays changed, and what it raises is raised.
+    One process is this one: what the function changes stays changed, and what it raises is raised. The
+    arguments of a rendezvous mean nothing: the launcher of accel-core starts the processes.
     """
     if node_rank >= num_nodes:
         raise ValueError("The node_rank must be less than the number of nodes.")
@@ -57,15 +58,6 @@ def notebook_launcher(
         with patch_environment(**({} if precision == "no" else {"accelerate_mixed_precision": precision})):
             function(*args)
         return
-    unused = {
-        "master_addr": master_addr != "127.0.0.1",
-        "rdzv_backend": rdzv_backend != "static",
-        "rdzv_endpoint": rdzv_endpoint,
-        "rdzv_conf": rdzv_conf,
-        "log_line_prefix_template": log_line_prefix_template,
-    }
-    for name in filter(unused.get, unused):
-        warn_once(f"{name} has no effect: the launcher of accel-core starts the workers itself")
     accel_core.notebook_launcher(
         partial(_call_afresh, function),
         args,

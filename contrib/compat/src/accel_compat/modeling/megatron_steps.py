@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from accel_compat import runs
-from accel_compat.unsupported import of_package
+from accel_compat.unsupported import NotServedError, of_package
 
 MegatronLMDummyScheduler = of_package(
     "accel_megatron", "accelerate.utils.megatron_lm", "MegatronLMDummyScheduler"
@@ -60,11 +60,18 @@ class AbstractTrainStep(ABC):  # noqa: B024 - as Accelerate's: programs override
         return None
 
 
-class _Step(AbstractTrainStep):
-    """A train step with Megatron's arguments, after an accelerator or alone."""
+def _told(method: Callable[..., Any], *values: Any) -> Any:
+    """Call it with as many of the last values as it takes: releases differ."""
+    kinds = [each.kind for each in inspect.signature(method).parameters.values()]
+    takes = len(values) if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
+    return method(*values[len(values) - takes :])
 
-    reads: Callable[..., tuple[Any, ...]]
-    judges: Callable[..., tuple[Tensor, dict[str, Any]]]
+
+class GPTTrainStep(AbstractTrainStep):
+    """Tokens, and the token that follows each, through a GPTModel.
+
+    It takes Megatron's arguments, after an accelerator or alone.
+    """
 
     def __init__(self, *given: Any) -> None:
         super().__init__(type(self).__name__)
@@ -78,23 +85,20 @@ class _Step(AbstractTrainStep):
         )
 
     def get_batch_func(self, *_: Any) -> Any:
-        return self.args.custom_get_batch_function or partial(type(self).reads, self)
+        return self.args.custom_get_batch_function or self._read
 
     def get_loss_func(self, *_: Any) -> Any:
-        return self.args.custom_loss_function or type(self).judges
+        return self.args.custom_loss_function or _mean
 
+    def get_forward_step_func(self) -> Any:
+        def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
+            tokens, labels, loss_mask, attention_mask, positions = self.get_batch(batches)
+            output = model(tokens, positions, attention_mask, labels=labels)
+            return output, partial(self.loss_func, loss_mask)
 
-def _told(method: Callable[..., Any], *values: Any) -> Any:
-    """Call it with as many of the last values as it takes: releases differ."""
-    kinds = [each.kind for each in inspect.signature(method).parameters.values()]
-    takes = len(values) if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds)
-    return method(*values[len(values) - takes :])
+        return forward_step
 
-
-class GPTTrainStep(_Step):
-    """Tokens, and the token that follows each, through a GPTModel."""
-
-    def reads(self, batches: Iterator[Any]) -> tuple[Any, ...]:
+    def _read(self, batches: Iterator[Any]) -> tuple[Any, ...]:
         """Tokens, labels, loss mask, attention mask (true where hidden) and positions."""
         batch = next(batches)
         if "shift_labels" in batch:  # of accel-megatron's indexed datasets
@@ -112,54 +116,19 @@ class GPTTrainStep(_Step):
     def _ended(self, ids: Tensor) -> Tensor:
         return torch.cat([ids, ids.new_full((len(ids), 1), self.args.eos_token_id)], 1)
 
-    @staticmethod
-    def judges(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
-        """Return the mean over tokens that count."""
-        counts = loss_mask.view(-1).float()
-        loss = (output_tensor.float().view(-1) * counts).sum() / counts.sum()
-        return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
 
-    def get_forward_step_func(self) -> Any:
-        def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
-            tokens, labels, loss_mask, attention_mask, positions = self.get_batch(batches)
-            output = model(tokens, positions, attention_mask, labels=labels)
-            return output, partial(self.loss_func, loss_mask)
-
-        return forward_step
-
-
-class BertTrainStep(_Step):
-    """Masked tokens through a BertModel."""
-
-    def reads(self, batches: Iterator[Any]) -> tuple[Any, ...]:
-        """Tokens, their kinds, order of sentences, loss mask, labels and padding mask."""
-        batch = next(batches)
-        tokens = batch["input_ids"]
-        labels = batch["labels"]
-        kinds = batch.get("token_type_ids")
-        kinds = torch.zeros_like(tokens) if kinds is None else kinds
-        counts = labels != -100
-        order = batch.get("next_sentence_label")
-        return tokens, kinds, order, counts.float(), labels.where(counts, 0), batch["attention_mask"]
-
-    @staticmethod
-    def judges(loss_mask: Tensor, _order: Any, output: Any) -> tuple[Tensor, dict[str, Any]]:
-        """Return the mean over masked tokens."""
-        losses, _ = output
-        loss = (losses.float() * loss_mask).sum() / loss_mask.sum()
-        return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
-
-    def get_forward_step_func(self, *_: Any) -> Any:
-        def forward_step(batches: Iterator[Any], model: Any) -> tuple[Any, Any]:
-            tokens, kinds, order, loss_mask, labels, padding_mask = self.get_batch(batches)
-            output = model(tokens, padding_mask, tokentype_ids=kinds, lm_labels=labels)
-            return output, partial(self.loss_func, loss_mask, order)
-
-        return forward_step
+def _mean(loss_mask: Tensor, output_tensor: Tensor) -> tuple[Tensor, dict[str, Any]]:
+    """Return the mean over tokens that count."""
+    counts = loss_mask.view(-1).float()
+    loss = (output_tensor.float().view(-1) * counts).sum() / counts.sum()
+    return loss, {"lm loss": avg_losses_across_data_parallel_group([loss])[0]}
 
 
 class ChosenStep:
-    """Train step that Accelerate's plugin asks for: its own class, or the model's."""
+    """Train step that Accelerate's plugin asks for: its own class, or that of a GPTModel.
+
+    It is made in the first micro-batch, as it reads the prepared model's config.
+    """
 
     def __init__(self, plugin: Any, options: Any) -> None:
         self.plugin, self.options = plugin, options
@@ -175,12 +144,15 @@ class ChosenStep:
     def _made(self, model: Any) -> Any:
         while hasattr(model, "module"):
             model = model.module
-        bert = type(model).__name__ == "BertModel"
-        args = SimpleNamespace(**_arguments(self.plugin), model_type_name="bert" if bert else "gpt")
-        own = self.plugin.custom_train_step_class
+        kind, own = type(model).__name__, self.plugin.custom_train_step_class
+        args = SimpleNamespace(**_arguments(self.plugin), model_type_name=kind.removesuffix("Model").lower())
         if own is not None:
             return own(args, **(self.plugin.custom_train_step_kwargs or {}))
-        return BertTrainStep(args) if bert else GPTTrainStep(args)
+        if kind != "GPTModel":
+            raise NotServedError(
+                f"MegatronLMPlugin: there is no train step for a {kind}\ngive custom_train_step_class"
+            )
+        return GPTTrainStep(args)
 
 
 def _arguments(plugin: Any) -> Mapping[str, Any]:

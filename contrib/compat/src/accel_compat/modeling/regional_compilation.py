@@ -53,14 +53,3 @@ def _twin(module: nn.Module, options: dict[str, Any]) -> nn.Module:
             vars(made)[name] = MethodType(value.__func__, made)
     made._modules = {name: _twin(child, options) for name, child in module.named_children()}
     return made
-
-
-def compile_regions_fsdp2(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
-    """Compile each block and each other part in place; return the module."""
-    if has_repeated_blocks(module) and not is_repeated_blocks(module):
-        for child in module.children():
-            compile_regions_fsdp2(child, **compile_kwargs)
-    else:
-        for part in module.children() if is_repeated_blocks(module) else (module,):
-            part.compile(**compile_kwargs)
-    return module

@@ -43,10 +43,7 @@ def find_executable_batch_size(
             starting_batch_size=starting_batch_size,
             reduce_batch_size_fn=reduce_batch_size_fn,
         )
-    first, *others = [*inspect.signature(function).parameters] or [""]
-    if not first:
-        name = getattr(function, "__name__", "function")
-        raise TypeError(f"`{name}` takes no batch size\nmake it the first argument")
+    others = [*inspect.signature(function).parameters][1:]
     size = starting_batch_size
 
     @functools.wraps(function)
