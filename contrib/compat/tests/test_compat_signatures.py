@@ -63,6 +63,7 @@ LESS = {
     "data_loader.SkipDataLoader.adjust_state_dict_for_prefetch": "as above",
     "scheduler.AcceleratedScheduler.print_lr": "torch's schedulers no longer have it",
     "utils.megatron_lm.MegatronLMDummyDataLoader": "helpers of Megatron-LM's own datasets",
+    "utils.dataclasses.DeepSpeedPlugin.set_moe_leaf_modules": "accel-deepspeed does it in prepare",
     "utils.dataclasses.MegatronLMPlugin.set_": "helpers that fill Megatron-LM's own arguments",
 }
 """Start of methods that are not there -> why."""

@@ -7,7 +7,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.logging import get_logger
 from accelerate.state import AcceleratorState, GradientState, is_initialized
-from accelerate.utils import DistributedType, GradientAccumulationPlugin, deepspeed_required
+from accelerate.utils import DistributedType, GradientAccumulationPlugin
 
 
 def test_a_partial_state_needs_no_accelerator():
@@ -151,12 +151,6 @@ def test_batches_that_a_dataset_makes_have_no_remainder():
     loader = accelerator.prepare_data_loader(torch.utils.data.DataLoader(dataset, batch_size=None))
 
     assert [accelerator.gradient_state.remainder for _ in loader] == [-1, -1]
-
-
-def test_a_function_for_deepspeed_is_refused_where_another_strategy_runs():
-    Accelerator()
-    with pytest.raises(ValueError, match="DeepSpeed is not enabled"):
-        deepspeed_required(lambda: None)()
 
 
 def test_decorators_run_on_the_ranks_they_name():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -185,6 +187,19 @@ class DeepSpeedPlugin(Translated):
         theirs: Any = import_module("transformers.integrations.deepspeed")
         self.dschf = HfDeepSpeedConfig(config)  # they keep a weak reference
         theirs.set_hf_deepspeed_config(self.dschf)
+
+    def is_zero3_init_enabled(self) -> bool | None:
+        """Tell whether models are sharded while they are built."""
+        return self.zero3_init_flag
+
+    @contextmanager
+    def zero3_init_context_manager(self, enable: bool = False) -> Iterator[None]:
+        """With that set otherwise inside, as training scripts of diffusers build models that stay whole."""
+        before, self.zero3_init_flag = self.zero3_init_flag, enable
+        try:
+            yield
+        finally:
+            self.zero3_init_flag = before
 
     def select(self, _from_accelerator_state: bool = False) -> None:
         """Mark it as selected; only AcceleratorState.select_deepspeed_plugin calls it."""
