@@ -100,7 +100,9 @@ def test_checkpoints_of_a_project_are_listed(project, accel):
     assert len(lines) == 3
     assert re.match("NAME +STEP +AGE +SIZE +RANKS +STACK +VALID$", lines[0])
     for line, step in zip(lines[1:], (3, 4), strict=True):
-        assert re.match(rf"at_{step} +{step} +\d+ (s|min) +\S+ kB +1 +native \+ single \+ fp32( \+ monitor)? +yes$", line)
+        assert re.match(
+            rf"at_{step} +{step} +\d+ (s|min) +\S+ kB +1 +native \+ single \+ fp32( \+ monitor)? +yes$", line
+        )
 
 
 def test_a_damaged_one_is_listed_with_its_damage(project, accel):
