@@ -146,7 +146,8 @@ class Ranks:
         return self._agreed(flag, "min")
 
     def _agreed(self, flag: bool | torch.Tensor, operation: str) -> bool:
-        own = torch.tensor([bool(flag)], dtype=torch.uint8, device="cpu")
+        # item() refuses several flags; as a list, they would be true.
+        own = torch.tensor([bool(torch.as_tensor(flag).item())], dtype=torch.uint8, device="cpu")
         return bool(self.run.collectives("control").all_reduce(own, operation).item())
 
     def set_trigger(self) -> None:

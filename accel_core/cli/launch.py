@@ -247,9 +247,10 @@ def _missing(planned: Launch) -> Iterator[str]:
     """Yield what the config names and this machine cannot use, such as a plugin without its library."""
     from accel_core.checkpoint.places import storage_at
 
-    for path, slot, name in planned.config.plugin_names():
-        answers = planned.discovery.answering(slot, name)
-        if slot != "launcher" and all(record.status != "available" for record in answers):
+    device = planned.config.device.partition(":")[0]
+    for path, slot, name in ((("device",), "device", device), *planned.config.plugin_names()):
+        answers = planned.discovery.answering(slot, name)  # none of a device type that only torch knows
+        if slot != "launcher" and answers and all(record.status != "available" for record in answers):
             origin = planned.resolved.origins.get(".".join(path), slot)
             yield f"{origin}: {slot} {name} cannot be used here: {answers[0].reason}"
     try:

@@ -49,9 +49,10 @@ def test_help_all_has_the_options_of_plugins_that_can_run_here_and_then_the_othe
 
 
 NAMED = {
-    "strategy": ("--strategy", "strategy"),
-    "precision": ("--mixed-precision", "precision"),
-    "tracker": ("--log-with", "tracker"),
+    "strategy": "--strategy",
+    "precision": "--mixed-precision",
+    "tracker": "--log-with",
+    "device": "--device",
 }
 
 
@@ -59,7 +60,7 @@ NAMED = {
 @pytest.mark.parametrize("slot", NAMED)
 def test_a_missing_library_is_named_before_workers_start(toys, accel, tmp_path, slot, dry):
     pytest.importorskip("torch")
-    flag, _ = NAMED[slot]
+    flag = NAMED[slot]
     (tmp_path / "train.py").write_text("print('started')")
     environment = toys("pony", slot, probe="lambda: 'libpony is not installed'")
 

@@ -12,7 +12,7 @@ import torch
 from rank_processes import ranks
 from torch.utils.data import DataLoader, IterableDataset
 
-from accel_core import CollectiveError, RandomStream, Topology, ops
+from accel_core import Accelerator, CollectiveError, RandomStream, Topology, ops
 from accel_core.distributed.process_group import Alone
 from accel_core.distributed.random import synchronize_rng_state
 
@@ -465,3 +465,11 @@ def test_any_and_all_are_the_same_on_all_ranks_and_cost_one_collective(world, ru
         assert found["first"] == found["last"] == (True, alone)
         assert found["each"] == (True, True)
         assert calls == ["all_reduce"] * 8
+
+
+@pytest.mark.parametrize("flags", [[False, False], torch.tensor([False, True]), np.array([True, False])])
+def test_any_takes_one_flag(flags):
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(RuntimeError, match="2 elements"):
+        accelerator.any(flags)
+    accelerator.end_training()
