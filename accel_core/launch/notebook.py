@@ -42,8 +42,8 @@ def notebook_launcher(
 
     Raises:
         ConfigError: the settings are wrong.
-        LaunchError: this process has used the accelerator, which its forks then cannot; or a worker failed:
-            the message holds the first failing rank's traceback.
+        LaunchError: this process has used the accelerator, or has a process group, which its forks then
+            cannot use; or a worker failed: the message holds the first failing rank's traceback.
     """
     from accel_core.launch.launcher import launch_function
     from accel_core.launch.plan import plan
@@ -58,9 +58,22 @@ def notebook_launcher(
     }
     python = {path: value for path, value in given.items() if value is not None}
     launch = plan(python=python, file=config)
-    if sys.platform == "linux" and device != "cpu":
-        _refuse_used_device()
+    if sys.platform == "linux":
+        _refuse_process_group()
+        if device != "cpu":
+            _refuse_used_device()
     return launch_function(function, tuple(args), launch.job((), launch.processes()))
+
+
+def _refuse_process_group() -> None:
+    # A collective of it waits forever in a fork, which has none of its threads, and freeing it crashes there.
+    distributed: Any = sys.modules.get("torch.distributed")
+    if distributed and distributed.is_available() and distributed.is_initialized():
+        raise LaunchError(
+            "notebook_launcher forks its workers, but this process has a process group, which forks cannot"
+            " use\n"
+            "end it first: accelerator.end_training(), or torch.distributed.destroy_process_group()"
+        )
 
 
 def _refuse_used_device() -> None:

@@ -126,6 +126,18 @@ def test_restarts_are_the_files_unless_a_number_is_given_zero_too(tmp_path, aske
     assert len((tmp_path / "lives").read_text()) == lives
 
 
+def test_a_process_with_a_process_group_of_its_own_starts_no_forks():
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(LaunchError, match=r"has a process group(.|\n)*end_training"):
+            start(os.getpid)
+    finally:
+        dist.destroy_process_group()
+    assert len(start(os.getpid)) == 2
+
+
 def test_a_device_that_this_process_has_used_is_refused_before_workers_start(monkeypatch):
     used = SimpleNamespace(is_initialized=lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("meta"))
