@@ -36,6 +36,18 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     return found
 
 
+def left_out(unit: Unit, number: int) -> set[str]:
+    """Return the names of weights that their modules leave out of `state_dict`."""
+    names = set()
+    for prefix, module in _telling(unit, number):
+        own, told = {**module._parameters, **module._buffers}, _told(module)
+        weights = {id(each) for each in told.values()}
+        names |= {
+            f"{prefix}{key}" for key, each in own.items() if key not in told and id(each) not in weights
+        }
+    return names
+
+
 def _told(module: nn.Module) -> dict[str, Any]:
     """Return what the module tells in `state_dict`, but for that of its children."""
     children = tuple(f"{name}." for name, _ in module.named_children())

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_core.checkpoint.extra import extra_state
+from accel_core.checkpoint.extra import extra_state, left_out
 from accel_core.checkpoint.weight_files import Names, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
@@ -40,13 +40,15 @@ def _weights(
     unit: Unit, number: int, dtype: torch.dtype | None = None, to: torch.device | None = None
 ) -> Iterator[tuple[Names, Tensor]]:
     names: dict[str, Names] = {}
-    module, prefix = unit.models[number], unit.qualify(number, "")
+    module, prefix, absent = unit.models[number], unit.qualify(number, ""), left_out(unit, number)
     for tensors in (module.named_parameters, module.named_buffers):
         for name, _ in tensors(remove_duplicate=False):
             canonical = unit.qualify(number, name)
             owner = unit.aliases.get(canonical, canonical)
             names.setdefault(owner, []).append(canonical.removeprefix(prefix))
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
+        if canonical.removeprefix(prefix) in absent:
+            continue
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
             yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
 
