@@ -147,8 +147,9 @@ class Ranks:
 
     def _agreed(self, flag: bool | torch.Tensor, operation: str) -> bool:
         # item() refuses several flags; as a list, they would be true.
-        own = torch.tensor([bool(torch.as_tensor(flag).item())], dtype=torch.uint8, device="cpu")
-        return bool(self.run.collectives("control").all_reduce(own, operation).item())
+        own = torch.as_tensor(flag, device="cpu").item()
+        flags = torch.tensor([bool(own)], dtype=torch.uint8, device="cpu")
+        return bool(self.run.collectives("control").all_reduce(flags, operation).item())
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` true on every rank. On any rank, at any time."""

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.config import metric_and_mode
 from accel_core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from accel_core.storage.manifest import Manifest
 
 
 def numbers_of(step: Any, metrics: Mapping[str, Any] | None, keep_best: str | None) -> dict[str, Any]:
@@ -31,6 +34,18 @@ def numbers_of(step: Any, metrics: Mapping[str, Any] | None, keep_best: str | No
         "step": None if step is None else operator.index(step),
         "metrics": {name: value if math.isfinite(value) else repr(value) for name, value in values.items()},
     }
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """Return the metrics of a checkpoint.
+
+    Raises:
+        CheckpointError: its manifest has something else there.
+    """
+    try:
+        return {name: float(value) for name, value in manifest.members.get("metrics", {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(f"the manifest's metrics are not numbers: {error}") from error
 
 
 def require_alike(of_ranks: Sequence[Mapping[str, Any]]) -> None:

@@ -214,6 +214,7 @@ class CheckpointSession:
         """
         from accel_core.checkpoint.collect import without_collecting_garbage
         from accel_core.checkpoint.load import Search, load
+        from accel_core.checkpoint.numbers import metrics_of
         from accel_core.checkpoint.places import storage_at, told
 
         run, project = self.run, self.run.config.project
@@ -228,9 +229,7 @@ class CheckpointSession:
         if run.world.run_id is None:  # a run that a launcher has named keeps its own id
             run.run_id = manifest.run_id
         self.series.resume(manifest)
-        members = manifest.members
-        metrics = {name: float(value) for name, value in (members.get("metrics") or {}).items()}
-        return LoadedState(told(found), members.get("step"), metrics, extra)
+        return LoadedState(told(found), manifest.members.get("step"), metrics_of(manifest), extra)
 
     def wait(self, patience: float | None = None) -> None:
         """Wait for the save that is under way. Not collective.

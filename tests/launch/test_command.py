@@ -337,7 +337,7 @@ OLD = {
     "--config_file a.yaml": "use --config FILE; it is accel-core's YAML",
     "--mixed_precision fp16": "did you mean '--mixed-precision'?",
     "--multi_gpu": "-n N or auto says how many processes",
-    "--fsdp_offload_params true": "use --strategy fsdp with --fsdp.cpu-offload VALUE",
+    "--fsdp_offload_params true": "use --strategy fsdp with --fsdp.",
 }
 
 

@@ -228,7 +228,7 @@ def test_a_device_whose_tensors_gloo_would_gather_is_refused(
     monkeypatch.setattr(dist, "get_backend_config", lambda group: carried)
     run: Any = SimpleNamespace(device=torch.device("cuda"), world=SimpleNamespace(size=2))
     config = plugin("mlp", 2)
-    unit: Any = SimpleNamespace(models=[], plugin=SimpleNamespace(config=config))
+    unit: Any = SimpleNamespace(models=[], mesh=None, plugin=SimpleNamespace(config=config))
     parallel = TensorParallel(TorchTensorParallelPlugin(tp_size=2), run)
     found = [*Sharded(config, run).refuse_unit(unit, [], []), *parallel.refuse_unit(unit, [], [])]
     assert [text.partition(" ")[0] for text in found] == ["'fsdp'", "'tensor-parallel'"][:names]

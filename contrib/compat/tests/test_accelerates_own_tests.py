@@ -99,5 +99,5 @@ def test_what_passes_on_accelerate_passes_here(sources, run_command):
 
     has_configs = (sources / "tests" / CONFIGS).is_dir()
     different = {(file, test) for file, tests in DIFFERENT.items() for test in tests}
-    assert len(theirs) > 250
+    assert len(theirs) > 240
     assert theirs - ours == {each for each in different if has_configs or each[1] not in READ_CONFIGS}
