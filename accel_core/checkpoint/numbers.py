@@ -45,7 +45,10 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
     try:
         return {name: float(value) for name, value in manifest.members.get("metrics", {}).items()}
     except (AttributeError, TypeError, ValueError) as error:
-        raise CheckpointError(f"the manifest's metrics are not numbers: {error}") from error
+        raise CheckpointError(
+            f"the manifest's metrics are not numbers: {error}\n"
+            "load another checkpoint: `accel checkpoint list` shows those of a project"
+        ) from error
 
 
 def require_alike(of_ranks: Sequence[Mapping[str, Any]]) -> None:
