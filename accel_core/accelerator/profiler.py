@@ -26,12 +26,12 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
 
     Of several cycles the later traces are `profile_RANK_1.json` and so on.
     """
-    known = {it.name.lower(): it for it in profiler.supported_activities()}
-    if unknown := [name for name in options.activities or () if name.lower() not in known]:
-        hint = did_you_mean(unknown[0], known)
+    supported = {it.name.lower(): it for it in profiler.supported_activities()}
+    if unknown := [name for name in options.activities or () if name.lower() not in supported]:
+        hint = did_you_mean(unknown[0], supported)
         raise ConfigError(
             f"profile.activities: torch cannot record {unknown[0]!r} here{hint}\n"
-            f"choose among {', '.join(sorted(known))}, or leave it unset"
+            f"choose among {', '.join(sorted(supported))}, or leave it unset"
         )
     numbers = count()
 
@@ -47,7 +47,7 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
             run.hooks.noted("profile", str(path.absolute()))
 
     with profiler.profile(
-        activities=[known[name.lower()] for name in options.activities or known],
+        activities=[supported[name.lower()] for name in options.activities or supported],
         schedule=profiler.schedule(**options.schedule_option) if options.schedule_option else None,
         on_trace_ready=write_trace,
         **{name: getattr(options, name) for name in _SETTINGS},

@@ -1,4 +1,4 @@
-"""Entries that modules add to their `state_dict` beside weights, told from weights by identity."""
+"""Entries that modules add to their `state_dict` beside weights, which are recognised by identity."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
     `state_dict` of their own.
     """
     found: dict[str, Any] = {}
-    for prefix, module in _telling(unit, number):
-        own, told = {**module._parameters, **module._buffers}, _told(module)
+    for prefix, module in _modules_with_more(unit, number):
+        own, entries = {**module._parameters, **module._buffers}, _entries_of(module)
         weights = {id(each) for each in own.values()}
         found |= {
             f"{prefix}{key}": value
-            for key, value in told.items()
+            for key, value in entries.items()
             if key not in own and id(value) not in weights
         }
     return found
@@ -39,32 +39,32 @@ def extra_state(unit: Unit, number: int) -> dict[str, Any]:
 def left_out(unit: Unit, number: int) -> set[str]:
     """Return the names of weights that their modules leave out of `state_dict`."""
     names = set()
-    for prefix, module in _telling(unit, number):
-        own, told = {**module._parameters, **module._buffers}, _told(module)
-        weights = {id(each) for each in told.values()}
+    for prefix, module in _modules_with_more(unit, number):
+        own, entries = {**module._parameters, **module._buffers}, _entries_of(module)
+        weights = {id(each) for each in entries.values()}
         names |= {
-            f"{prefix}{key}" for key, each in own.items() if key not in told and id(each) not in weights
+            f"{prefix}{key}" for key, each in own.items() if key not in entries and id(each) not in weights
         }
     return names
 
 
-def _told(module: nn.Module) -> dict[str, Any]:
+def _entries_of(module: nn.Module) -> dict[str, Any]:
     """Return what the module tells in `state_dict`, but for that of its children."""
     children = tuple(f"{name}." for name, _ in module.named_children())
-    told = module.state_dict(keep_vars=True)
-    return {key: value for key, value in told.items() if not key.startswith(children)}
+    entries = module.state_dict(keep_vars=True)
+    return {key: value for key, value in entries.items() if not key.startswith(children)}
 
 
 def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, dict[str, str]]:
     """Return for each module the keys that it can take back: its own key -> that of the model."""
     taken: dict[nn.Module, dict[str, str]] = {}
-    telling = dict(_telling(unit, number))
+    modules = dict(_modules_with_more(unit, number))
     for key in keys:
         prefix, name = key, ""
         while prefix:  # the innermost module that tells such state
             prefix, _, part = prefix.removesuffix(".").rpartition(".")
             prefix, name = f"{prefix}." if prefix else "", f"{part}.{name}" if name else part
-            if (module := telling.get(prefix)) is not None:
+            if (module := modules.get(prefix)) is not None:
                 taken.setdefault(module, {})[name] = key
                 break
     return taken
@@ -84,8 +84,8 @@ def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str
         else value
         for key, value in state.items()
     }
-    told = module.load_state_dict(values, strict=False)
-    unexpected = getattr(told, "unexpected_keys", ())
+    result = module.load_state_dict(values, strict=False)
+    unexpected = getattr(result, "unexpected_keys", ())
     if ignored := [key for key in unexpected if not is_same(values.get(key), here.get(key))]:
         raise CheckpointError(
             f"{type(module).__qualname__} takes no notice of its {', '.join(ignored)}, and has other values\n"
@@ -93,7 +93,7 @@ def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str
         )
 
 
-def _telling(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
+def _modules_with_more(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield (prefix of its keys, module) of each module that tells more than weights."""
     start = unit.qualify(number, "")
     for name, module in unit.models[number].named_modules():

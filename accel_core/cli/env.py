@@ -44,10 +44,7 @@ def env() -> None:
         print(f"{name} ... ", end="", flush=True)
         try:
             say(report())
-        except (
-            Exception,
-            SystemExit,
-        ) as error:  # code of others, and of plugins that are built without a run
+        except (Exception, SystemExit) as error:  # code of others, which may raise anything
             say(f"{type(error).__name__}: {error}")
 
 

@@ -86,7 +86,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
     from accel_core.config.sections import load_class
     from accel_core.plugins.discovery import discover
 
-    sections, absent = _core_sections(), [("", "")]
+    sections, absent = _core_sections(), list[tuple[str, str]]()
     for record in discover().records:
         if record.card and record.card.config and record.status == "available":
             sections.append((record.name, record.card.summary, load_class(record)))
@@ -99,7 +99,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
         with formatter.section(f"{name}: {about.rstrip('.')}"):
             formatter.write_dl(rows or [("none", "")])
     with formatter.section("Plugins that cannot run here"):
-        formatter.write_dl(absent)
+        formatter.write_dl(absent or [("none", "")])
     print(help_of_launch(ctx.info_name or ""), formatter.getvalue(), sep="\n\n", end="")
     ctx.exit()
 

@@ -110,9 +110,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
     inner.__dict__["_iterator"] = None
-    kind: Kind = "indexed" if batches is None or is_cut else "batches"
-    if iterable:
-        kind = "stateful" if is_stateful(inner) else "replay"
+    kind = _kind(inner, batches)
     shuffle = Shuffle(
         # A batch sampler of the user's own ignores the sampler.
         items=loader.sampler if batches is None else batches.sampler if is_cut else batches,
@@ -146,6 +144,13 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
     )
+
+
+def _kind(inner: DataLoader[Any], batches: Any) -> Kind:
+    """Return what the position of the loader counts or keeps. batches: the sampler of batches."""
+    if isinstance(inner.dataset, IterableDataset):
+        return "stateful" if is_stateful(inner) else "replay"
+    return "indexed" if batches is None or _cuts(batches) else "batches"
 
 
 def _batch_sampler(loader: DataLoader[Any]) -> Any:

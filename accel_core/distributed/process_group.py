@@ -74,6 +74,11 @@ def join_group(make: Callable[[], Callable[[], None]]) -> dist.ProcessGroup:
     return group
 
 
+def is_shared() -> bool:
+    """Return whether runs use the process's default group already."""
+    return dist.group.WORLD in _shared
+
+
 def leave_group(group: dist.ProcessGroup) -> None:
     """Stop using the group; the last run that uses it ends a group that a run made."""
     shared = _shared[group]

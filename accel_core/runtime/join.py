@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,8 +12,9 @@ from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 from torch.utils.data import get_worker_info
 
 from accel_core.config.convert import flat
+from accel_core.contract.config import InitProcessGroupKwargs
 from accel_core.contract.run import live
-from accel_core.distributed.process_group import join_group, timeout_of
+from accel_core.distributed.process_group import is_shared, join_group, timeout_of
 from accel_core.distributed.silence import end_silent
 from accel_core.errors import AccelError, ConfigError
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import World
 
+_logger = logging.getLogger(__name__)
 _FOLDERS: Final = ("project_dir", "logging_dir")
 """Options of `project` that scripts name by the time: those of rank 0 hold for all."""
 
@@ -42,6 +45,11 @@ def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
             "make it in the main process, and pass on what is needed, such as accelerator.process_index"
         )
     options, backends = run.config.process_group, run.communication_backends
+    if dist.is_initialized() and not is_shared() and options != InitProcessGroupKwargs():
+        _logger.warning(
+            "process_group: the program has made the process group, whose own backend and time-out hold; give"
+            " them to torch.distributed.init_process_group, or let Accelerator make the group"
+        )
     group = join_group(lambda: run.hooks.init_process_group(run.world, backends, options))
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
     store: Any = _get_default_store()  # torch's stub lacks `clone`

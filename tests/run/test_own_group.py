@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from datetime import timedelta
 
@@ -51,3 +52,23 @@ def after_the_users_destroy():
 @pytest.mark.needs("accel-ddp")
 def test_a_run_leaves_the_group_alone_that_another_made_after_its_own(run_processes):
     assert run_processes(after_the_users_destroy) == [(2.0, False)] * 2
+
+
+def adopted_with_options():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=patience(20)))
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logging.getLogger("accel_core.runtime.join").addHandler(handler)
+    options = InitProcessGroupKwargs(timeout=timedelta(seconds=patience(90)))
+    for _ in range(2):
+        Accelerator(cpu=True, kwargs_handlers=[options])
+    return lines
+
+
+@pytest.mark.needs("accel-ddp")
+def test_options_that_a_group_of_the_program_does_not_have_are_named_once(run_processes):
+    for lines in run_processes(adopted_with_options):
+        assert [line.partition(",")[0] for line in lines] == [
+            "process_group: the program has made the process group"
+        ]
