@@ -1,6 +1,6 @@
 """Operations on nested structures, in one process and between processes.
 
-Public as `accel_core.ops`. The names are listed where they are defined.
+Public by `from accel_core import ops`. The names are listed where they are defined.
 """
 
 from __future__ import annotations

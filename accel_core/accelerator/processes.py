@@ -76,7 +76,7 @@ class Ranks:
         word, device = stack.strategy.card.distributed_type, stack.device.card.distributed_type
         return (device or word or stack.strategy.name) if word in (None, "MULTI_DEVICE") else word
 
-    # -- collectives: documented once, in accel_core.ops -------------------------------------------
+    # -- collectives: documented once, in accelerator/ops.py ----------------------------------------
 
     def gather(self, tensor: Any, *, gradients: bool = False) -> Any:
         """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).

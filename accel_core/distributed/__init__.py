@@ -2,7 +2,7 @@
 
 Files, each above those that it uses:
 
-    collectives      gather, reduce, ...: public as `accel_core.ops`
+    collectives      gather, reduce, ...: public by `from accel_core import ops`
       exchange         one call: ranks are compared, small payloads travel along
         nested           walk structures of tensors
         packing          tensors as one run of bytes
