@@ -24,7 +24,7 @@ OUT_OF_MEMORY: Final = (
     "can't allocate memory",
     "allocation failed",
     "alloc_failed",
-    "status_not_supported",
+    "cudnn_status_not_supported",
 )
 """Words of vendors' errors that are not torch.OutOfMemoryError, in lower case."""
 

@@ -105,7 +105,16 @@ def test_out_of_memory_is_known_by_type_or_words(error):
     assert is_out_of_memory(error)
 
 
-@pytest.mark.parametrize("error", [RuntimeError("shapes"), ValueError("out of memory"), KeyError("x")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        RuntimeError("shapes"),
+        ValueError("out of memory"),
+        KeyError("x"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_NOT_SUPPORTED when calling cublasLtMatmul with fp8"),
+        RuntimeError("cuSPARSELt error: CUSPARSE_STATUS_NOT_SUPPORTED"),
+    ],
+)
 def test_other_things_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
