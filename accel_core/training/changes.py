@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final
+
+from torch import Tensor
 
 from accel_core.errors import AccelError
 
@@ -35,9 +37,9 @@ class Changes:
         held = models if "replacing" not in offers else []
         parts = (each for model in held for part in model.modules() for each in _parts(part))
         self._parts = [each for each in parts if each]
-        self._places = [dict(each) for each in self._parts]
+        self._places = _Snapshot(self._parts)
         self._names = [*unit.all_names()] if held else []
-        self._groups = [] if "regrouping" in offers or not models else self._group()
+        self._groups = _Snapshot([] if "regrouping" in offers or not models else self._group())
 
     def __bool__(self) -> bool:
         """Return whether there is something to compare."""
@@ -47,9 +49,9 @@ class Changes:
         """Raise AccelError for a change that the strategy cannot follow."""
         if [*map(_TRAINS, self._watched)] != self._flags:
             self._refuse_flags()
-        if not _are_same(self._parts, self._places):
+        if not self._places.is_same(self._parts):
             self._refuse_parts()
-        if self._groups and not _are_same(self._group(), self._groups):
+        if self._groups and not self._groups.is_same(self._group()):
             self._refuse(
                 "parameters were added to the optimizer's groups, taken out or moved to others",
                 "group parameters",
@@ -62,8 +64,8 @@ class Changes:
 
     def note_step(self) -> None:
         """Take the groups as they are: an engine may exchange what they hold as it steps."""
-        if self._groups:
-            self._groups = self._group()
+        if self._groups and not self._groups.is_same(groups := self._group()):
+            self._groups = _Snapshot(groups)
 
     def _group(self) -> list[list[Any]]:
         return [[*group["params"]] for each in self._unit.optimizers for group in each.param_groups]
@@ -87,7 +89,7 @@ class Changes:
         added = [name for name in now if name not in dict(self._names)]
         if lost or added:
             self._refuse(f"{(lost + added)[0]} was replaced or added", "change the model")
-        self._places = [dict(each) for each in self._parts]  # a part without parameters
+        self._places = _Snapshot(self._parts)  # a part without parameters
 
     def _refuse(self, what: str, verb: str) -> None:
         may_freeze = verb == "unfreeze" and "freezing" in self._unit.offers
@@ -111,9 +113,30 @@ def _parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
     return module._parameters, module._modules
 
 
-def _are_same(now: list[Any], before: list[Any]) -> bool:
-    """Compare containers of tensors by identity, which Python looks at first."""
-    try:
-        return now == before
-    except RuntimeError:  # torch's, which compares elements of two that differ
-        return False
+class _Snapshot:
+    """Containers of tensors and modules as they are now, to be compared by identity later.
+
+    Python compares by identity, and by `==` where that differs: it takes one-element tensors of equal value
+    for the same, and raises for others. So the one-element tensors are compared once more.
+    """
+
+    def __init__(self, containers: Sequence[Any]) -> None:
+        self._containers = [dict(each) if isinstance(each, dict) else [*each] for each in containers]
+        self._of_one_element = [
+            (number, key, value)
+            for number, each in enumerate(self._containers)
+            for key, value in (each.items() if isinstance(each, dict) else enumerate(each))
+            if isinstance(value, Tensor) and value.numel() == 1
+        ]
+
+    def __bool__(self) -> bool:
+        return bool(self._containers)
+
+    def is_same(self, now: Sequence[Any]) -> bool:
+        """Return whether these containers have the same keys and objects as then."""
+        try:
+            if now != self._containers:
+                return False
+        except RuntimeError:  # torch's, which compares elements of two that differ
+            return False
+        return all(now[number][key] is value for number, key, value in self._of_one_element)

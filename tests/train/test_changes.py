@@ -55,6 +55,10 @@ def replace_a_parameter(model, optimizer):
     model[0].weight = nn.Parameter(model[0].weight.detach().clone())
 
 
+def replace_a_parameter_of_one_element(model, optimizer):
+    model[2].bias = nn.Parameter(model[2].bias.detach().clone(), requires_grad=False)
+
+
 def add_a_part(model, optimizer):
     model.append(nn.Linear(1, 1))
 
@@ -63,13 +67,20 @@ def regroup(model, optimizer):
     optimizer.param_groups[0]["params"].pop()
 
 
+def exchange_a_grouped_parameter_of_one_element(model, optimizer):
+    parameters = optimizer.param_groups[0]["params"]
+    parameters[-1] = nn.Parameter(parameters[-1].detach().clone(), requires_grad=False)
+
+
 CHANGES = {
     freeze: ("freezing", r"2 parameter\(s\) were trained when .* and are frozen now \(0\.weight\)"),
     unfreeze: ("unfreezing", r"1 parameter\(s\) were frozen when .* and are trained now \(2\.bias\)"),
     replace_a_part: ("replacing", r"0\.weight was replaced or added"),
     replace_a_parameter: ("replacing", r"0\.weight was replaced or added"),
+    replace_a_parameter_of_one_element: ("replacing", r"2\.bias was replaced or added"),
     add_a_part: ("replacing", r"3\.weight was replaced or added"),
     regroup: ("regrouping", "parameters were added to the optimizer's groups, taken out or moved"),
+    exchange_a_grouped_parameter_of_one_element: ("regrouping", "parameters were added to the optimizer's"),
 }
 
 
