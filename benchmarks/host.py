@@ -17,7 +17,7 @@ from arena import HERE, Row, table
 from accel_core.contract import hooks as hookspecs
 from accel_core.contract.bound import Steps
 from accel_core.contract.hooks import implements
-from accel_core.plugins.discovery import _discover, discover
+from accel_core.plugins.discovery import _discover, _entry_points, discover
 from accel_core.plugins.manager import LAYERS, PluginManager
 
 
@@ -45,7 +45,7 @@ def _discovery(count: int) -> Row:
 
 
 def _discover_anew() -> None:
-    _discover.cache_clear()
+    _discover.cache_clear(), _entry_points.cache_clear()
     discover({}).of("device")
 
 

@@ -96,7 +96,7 @@ def store_for(scheme: str) -> Callable[[str], Storage]:
         CheckpointError: there is none, or it cannot be used here.
     """
     from accel_core.plugins.catalog import catalog_entry, install_hint
-    from accel_core.plugins.discovery import discover, implementation
+    from accel_core.plugins.discovery import discover
 
     discovery = discover()
     answers = [each for each in discovery.of("store") if each.card and scheme in each.card.also]
@@ -110,4 +110,4 @@ def store_for(scheme: str) -> Callable[[str], Storage]:
             f"{remedy if not answers else f'`accel plugins doctor {answers[0].name}` looks closer'}",
             path=f"{scheme}://",
         )
-    return implementation(usable[0])
+    return usable[0].implementation

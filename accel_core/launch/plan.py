@@ -22,7 +22,7 @@ from accel_core.contract.job import Job
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
 from accel_core.plugins.catalog import unknown_device
-from accel_core.plugins.discovery import Discovery, discover, environment_of, implementation, visible_devices
+from accel_core.plugins.discovery import Discovery, discover, environment_of, visible_devices
 
 if TYPE_CHECKING:
     from accel_core.contract.bound import Hooks
@@ -250,7 +250,7 @@ class Launch:
         manager = PluginManager()
         manager.add_plugin(TorchrunLauncher(), name=NATIVE, slot="base")
         if record.name != NATIVE:
-            plugin = implementation(record)(self.resolved.plugin_config(record), None)
+            plugin = record.implementation(self.resolved.plugin_config(record), None)
             plugin.below = manager.hooks_of([NATIVE])
             manager.add_plugin(plugin, name=record.name, slot="launcher", origin=record.origin)
         return manager.hooks_of([NATIVE, record.name])

@@ -2,7 +2,8 @@
 
 Discovery imports cards only (no torch, no vendor library), each when its name or slot is looked at, and
 never raises: each entry point in a group `accel_core.<slot>` becomes a `Record`, whatever is wrong with
-it. What it finds is remembered until `sys.path` or a folder on it changes.
+it. Folders are read again when `sys.path` or a folder on it changes; records stay the same objects as long
+as the entry points are the same files.
 """
 
 from __future__ import annotations
@@ -12,8 +13,8 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple
+from functools import cached_property, lru_cache, partial
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.card import SLOTS, Card, check_words, incompatibility
@@ -115,6 +116,19 @@ class Record:
         """Distribution and version, as pip names them."""
         return f"{self.distribution} {self.version}"
 
+    @cached_property
+    def implementation(self) -> Callable[..., Any]:
+        """The class that the card names, or the function that makes an instance.
+
+        Raises:
+            PluginError: it names none, or the import failed.
+        """
+        path = self.card.implementation if self.card else None
+        if path is None:
+            raise self.error(": its card names no implementation\nset `implementation` in the card")
+        plugin: Callable[..., Any] = load(self, path)
+        return plugin
+
     def error(self, text: str) -> PluginError:
         """Return the error that says this of the plugin."""
         about = f"{self.slot} plugin {self.name!r} ({self.origin})"
@@ -207,12 +221,17 @@ def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     blocked = blocked_names(os.environ if environment is None else environment)
     folders = [path or "." for path in sys.path]
     changed = [(path, os.path.getmtime(path)) for path in folders if os.path.exists(path)]
-    return _discover(blocked, tuple(changed))
+    return _discover(blocked, _entry_points(tuple(changed)))
 
 
-@cache
-def _discover(blocked: Sequence[str], _: object) -> Discovery:
-    found = Discovery(list(_entry_points()))
+@lru_cache(maxsize=2)
+def _discover(blocked: Sequence[str], entries: Sequence[_Entry]) -> Discovery:
+    found = Discovery(
+        [
+            Record(name=name, slot=slot, distribution=distribution, version=version, target=target)
+            for name, slot, distribution, version, target, _ in entries
+        ]
+    )
     for record in found.records:
         rivals = found.by_name[record.name]
         if record.name in blocked and not record.target.startswith(GROUP):
@@ -228,15 +247,21 @@ def blocked_names(environment: Mapping[str, str]) -> Sequence[str]:
     return tuple(filter(None, names))
 
 
-def _entry_points() -> Iterator[Record]:
-    """Yield a record for each entry point of ours, of each distribution once.
+_Entry: TypeAlias = tuple[str, str, str, str, str, tuple[str, float]]
+"""(name, slot, distribution, version, target, (folder and time of change of its file))"""
+
+
+@lru_cache(maxsize=1)
+def _entry_points(_: object) -> Sequence[_Entry]:
+    """Return each entry point of ours, of each distribution once.
 
     An editable install is found twice; so is an older version further down the path. This is what
     `importlib.metadata` does, which takes 20 ms to import and as long for some 250 distributions.
     """
     seen: set[str] = set()
+    found: list[_Entry] = []
     for folder in sys.path:
-        for info, text in _entry_point_files(folder or "."):
+        for info, changed, text in _entry_point_files(folder or "."):
             stem = info.rpartition(".")[0]  # NAME-VERSION, of .egg-info maybe NAME alone
             name, _, version = stem.partition("-")
             name = name.replace("_", "-")
@@ -244,14 +269,13 @@ def _entry_points() -> Iterator[Record]:
             entries = _parse(text)
             if entries and key not in seen:
                 seen.add(key)
-                for slot, entry, target in entries:
-                    yield Record(
-                        name=entry, slot=slot, distribution=name, version=version or "?", target=target
-                    )
+                common, file = (name, version or "?"), (f"{folder}/{info}", changed)
+                found += [(entry, slot, *common, target, file) for slot, entry, target in entries]
+    return tuple(found)
 
 
-def _entry_point_files(folder: str) -> Iterator[tuple[str, str]]:
-    """Yield (metadata folder, text) of each entry_points.txt that has a group of ours.
+def _entry_point_files(folder: str) -> Iterator[tuple[str, float, str]]:
+    """Yield (metadata folder, time of change, text) of each entry_points.txt that has a group of ours.
 
     What cannot be read is passed over: nothing can be found there.
     """
@@ -261,7 +285,7 @@ def _entry_point_files(folder: str) -> Iterator[tuple[str, str]]:
                 with suppress(OSError), open(f"{folder}/{info}/entry_points.txt", "rb") as file:
                     text = file.read()
                     if GROUP.encode() in text:
-                        yield info, text.decode(errors="replace")
+                        yield info, os.fstat(file.fileno()).st_mtime, text.decode(errors="replace")
 
 
 def _parse(text: str) -> list[tuple[str, str, str]]:
@@ -344,20 +368,6 @@ def _summary(error: BaseException) -> str:
     if isinstance(error, AttributeError) and isinstance(error.name, str):
         first += did_you_mean(error.name, dir(error.obj))  # a misspelt hook, mostly
     return f"{type(error).__name__}: {first}" if first else type(error).__name__
-
-
-@cache
-def implementation(record: Record) -> Callable[..., Any]:
-    """Return the class that the card names, or the function that makes an instance.
-
-    Raises:
-        PluginError: it names none, or the import failed.
-    """
-    path = record.card.implementation if record.card else None
-    if path is None:
-        raise record.error(": its card names no implementation\nset `implementation` in the card")
-    plugin: Callable[..., Any] = load(record, path)
-    return plugin
 
 
 def _resolve(path: str) -> Any:

@@ -13,7 +13,7 @@ from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.stack import Chosen
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
-from accel_core.plugins.discovery import discover, environment_of, implementation, load, verify
+from accel_core.plugins.discovery import discover, environment_of, load, verify
 from accel_core.plugins.manager import LAYERS, PluginManager
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class Assembly:
             self._manager.add_package_specs(card.name, load(record, card.hookspecs))
         config = self._run.resolved.plugin_config(record, alias)
         self.configs[alias], self.cards[alias] = config, card
-        plugin = implementation(record)(config, self._run)
+        plugin = record.implementation(config, self._run)
         plugin.below = self._manager.hooks_of(self._lower, LAYERS[record.slot])
         self._add(plugin, name=alias, slot=record.slot, origin=record.origin)
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import signal
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -293,6 +296,29 @@ def test_a_probe_is_asked_once_and_only_when_the_status_is_wanted(toy_plugin):
 
     assert (record.status, record.reason, record.status) == ("available", "", "available")
     assert (asked_by_discovery, len(module.calls)) == (0, 1)
+
+
+def test_files_made_beside_the_program_leave_the_records_as_they_were(toy_plugin, tmp_path, monkeypatch):
+    record = toy_plugin("pony", source=f"calls = []\n{card_source('pony', probe='lambda: calls.append(1)')}")
+    monkeypatch.syspath_prepend(tmp_path)
+    before = discover({})
+    assert before.get("pony").status == "available"
+    for number in range(3):
+        (tmp_path / f"{number}.log").touch()
+        os.utime(tmp_path, (number, number))
+        assert discover({}) is before
+    assert len(sys.modules[record.target.partition(":")[0]].calls) == 1
+
+
+def test_records_that_discovery_has_replaced_are_collected(toy_plugin):
+    record = toy_plugin("pony", source=card_source("pony", implementation="'toy_pony:CARD'"))
+    assert record.implementation is record.card
+    replaced = weakref.ref(record)
+    del record
+    for name in ("zebra", "mule", "ass"):
+        toy_plugin(name)
+    gc.collect()
+    assert replaced() is None
 
 
 def test_a_slot_lists_the_highest_priority_first_and_then_by_name(toy_plugin):
