@@ -69,14 +69,15 @@ class CountedWindow:
         return self._extent.items
 
     def __iter__(self) -> Iterator[Any]:
-        accumulation, last = self._accumulation, len(self) - 1
+        accumulation, last, is_left = self._accumulation, len(self) - 1, True
         try:
             for number, batch in enumerate(self._handed_out()):
                 with accumulation.of(batch, self._extent, last=number == last):
                     yield batch
+            is_left = False
         finally:  # on `break` and after an error too: the generator is closed, or collected
             for unit in accumulation.units:
-                if unit.window.is_begun:
+                if unit.window.is_begun or (is_left and unit.step_state.phases):  # not applied, not cleared
                     unit.begin_anew()
 
     def whole(self) -> tuple[Iterator[Any], int, Extent]:

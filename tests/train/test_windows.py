@@ -293,6 +293,71 @@ def test_a_window_that_is_left_early_is_dropped(accelerator_of, leave):
     assert_near(model.parameters(), plain)
 
 
+@pytest.mark.parametrize("leave", ["break", "error", "clipped"])
+def test_a_window_that_is_left_in_its_last_micro_batch_is_dropped(accelerator_of, leave):
+    accelerator = accelerator_of(gradient_accumulation_steps=3)
+    model, optimizer = prepared(accelerator)
+
+    def leave_in_the_last(window):
+        for number, (x, y) in enumerate(window):
+            if number == 2 and leave == "error":
+                raise torch.OutOfMemoryError("of the program")
+            accelerator.backward(100 * F.mse_loss(model(x), y))
+            if number == 2:
+                if leave == "clipped":
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                break
+
+    for number, window in enumerate(accelerator.windows(batches(6), model)):
+        if number == 0:
+            with suppress(torch.OutOfMemoryError):
+                leave_in_the_last(window)
+            assert all(each.grad is None for each in model.parameters())
+            continue
+        for x, y in window:
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+
+    plain = stepped(net(), *(lambda m, x=x, y=y: F.mse_loss(m(x), y) / 3 for x, y in batches(6)[3:]))
+    assert_near(model.parameters(), plain)
+
+
+def test_a_window_that_is_left_after_its_step_keeps_the_step(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, optimizer = prepared(accelerator)
+    for window in accelerator.windows(batches(4), model):
+        for x, y in window:
+            accelerator.backward(F.mse_loss(model(x), y))
+            optimizer.step()
+            optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                break
+
+    plain = net()
+    for part in (batches(4)[:2], batches(4)[2:]):
+        plain.zero_grad()
+        stepped(plain, lambda m, part=part: sum(F.mse_loss(m(x), y) for x, y in part) / 2)
+    assert_near(model.parameters(), plain.parameters())
+
+
+def test_units_that_share_the_loss_of_a_last_micro_batch_that_is_left_are_all_dropped(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    one, first = prepared(accelerator)
+    two, second = prepared(accelerator, 1)
+    for number, window in enumerate(accelerator.windows(batches(4), one, two)):
+        for k, (x, y) in enumerate(window):
+            accelerator.backward(F.mse_loss(one(x) + two(x), y))
+            if (number, k) == (0, 1):
+                break
+            first.step(), second.step()
+
+    plain = net(), net(1)
+    sum(F.mse_loss(plain[0](x) + plain[1](x), y) / 2 for x, y in batches(4)[2:]).backward()
+    for model, by_hand in zip((one, two), plain, strict=True):
+        SGD(by_hand.parameters(), lr=0.1).step()
+        assert_near(model.parameters(), by_hand.parameters())
+
+
 def test_accumulate_of_the_same_model_inside_is_refused_and_leaves_the_window_usable(accelerator_of):
     accelerator = accelerator_of(gradient_accumulation_steps=2)
     model, _ = prepared(accelerator)
