@@ -64,7 +64,8 @@ class Training:
 
         Args:
             models: prepared.
-            batch: the micro-batch, for extensions that work around its forward and backward.
+            batch: the micro-batch, for extensions that work around its forward and backward. If it is as a
+                loader gave it, and several loaders are iterated, that loader's end ends the window.
 
         For batches of any lengths, and for short last windows, see `windows`. Not collective by itself; all
         ranks enter it for each of their micro-batches.

@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import islice
+from itertools import count, islice
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 _logger = get_logger(__name__)
+_orders = count(1)
 
 
 class PreparedLoader(DataLoader[Any]):
@@ -119,6 +120,15 @@ class PreparedLoader(DataLoader[Any]):
         cursor = self._cursor
         progress = cursor.progress if cursor.running else cursor.planned or Progress()
         return (self._skip or progress.start // self._plan.units_per_round) + progress.count
+
+    @property
+    def is_held(self) -> bool:
+        """True if the program draws from this loader beside the batches of a loop around it."""
+        return all(each.is_held for each in self._cursor.running)
+
+    def hands_out(self, batch: Any) -> bool:
+        """Return whether the user holds this very batch of the loader."""
+        return any(each.batch is not None and each.batch() is batch for each in self._cursor.running)
 
     @property
     def total_batch_size(self) -> int | None:
@@ -356,6 +366,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _hand_out(self, batches: Iterator[Any], progress: Progress) -> Generator[Any]:
         active, cursor, finished = self._run.active_loaders, self._cursor, False
+        batch: Any  # a variable of this frame: nothing is stored for each batch
+        progress.batch = lambda: batch
         self._enter(progress)
         try:
             for batch in batches:
@@ -375,6 +387,8 @@ class PreparedLoader(DataLoader[Any]):
 
     def _enter(self, progress: Progress) -> None:
         """Begin to hand out batches."""
+        progress.order = next(_orders)
+        progress.is_inner = self._is_inside_a_loop()
         self._run.active_loaders.append(self)
         self._cursor.hold(progress)
 
@@ -382,13 +396,33 @@ class PreparedLoader(DataLoader[Any]):
         """Make this the loader, and the iteration, that has handed out the latest batch."""
         active = self._run.active_loaders
         if active[-1] is not self:
+            self._note_held(progress)
             self._remove()
             active.append(self)
         self._cursor.hold(progress)
 
+    def _others(self) -> Iterator[Progress]:
+        """Yield the iterations of other loaders that go on."""
+        for loader in self._run.active_loaders:
+            if loader is not self:
+                yield from loader._cursor.running
+
+    def _is_inside_a_loop(self) -> bool:
+        return any(not each.is_held for each in self._others())
+
+    def _note_held(self, progress: Progress) -> None:
+        """Note the iterations that outlive a batch of this one, which was begun before.
+
+        A `for` inside its body would have ended: the program holds iterators, and draws from them by turns.
+        """
+        for each in () if progress.is_held else self._others():
+            if each.order > progress.order:
+                each.is_held, each.is_inner = True, False
+
     def _leave(self, progress: Progress, *, finished: bool) -> None:
         """End what `_enter` has begun. No globals: they are gone at the interpreter's end."""
         self._remove()
+        self._note_held(progress)
         self.__dict__["_skipped"] = 0
         self._cursor.leave(progress, finished=finished)
 
@@ -405,6 +439,8 @@ class PreparedLoader(DataLoader[Any]):
     def _position(self) -> Position:
         plan, cursor = self._plan, self._cursor
         progress, length, sharding = cursor.progress, plan.length, plan.sharding
+        if cursor.planned is None and not cursor.running and self._is_inside_a_loop():
+            progress = Progress(epoch=cursor.following)  # left before that loop: only looked at
         consumed = progress.start + progress.counted * plan.units_per_round
         return Position(
             kind=plan.kind,

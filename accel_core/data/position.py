@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -106,6 +106,10 @@ class Progress:
     states: number of a batch that was read, and not counted yet -> state of a `stateful` loader after it.
     readers_with_batch: number of a round -> readers that have a batch in it, where not all do and this
         process reads for all.
+    order: number of the iteration in the process, in the order of their first batches.
+    is_inner: the iteration was begun inside another loader's loop, and that loop has not drawn a batch since.
+    is_held: a loop around the iteration has drawn a batch since: the program draws from both by turns.
+    batch: returns the batch that the user holds; None where no loop of this process hands it out.
     """
 
     epoch: int = 0
@@ -120,6 +124,10 @@ class Progress:
     padded: dict[int, int] = field(factory=dict)
     states: dict[int, Any] = field(factory=dict)
     readers_with_batch: dict[int, int] = field(factory=dict)
+    order: int = 0
+    is_inner: bool = False
+    is_held: bool = False
+    batch: Callable[[], Any] | None = None
 
     @property
     def counted(self) -> int:
@@ -193,14 +201,18 @@ class Cursor:
         self.progress = progress
 
     def leave(self, progress: Progress, *, finished: bool) -> None:
-        """Note that this iteration is over, or was left early."""
+        """Note that this iteration is over, or was left early.
+
+        One that was left inside another loader's loop is over too: a validation that was cut short, say.
+        """
+        progress.batch = None
         if progress in self.running:
             self.running.remove(progress)
         if self.progress is not progress:
             return
         if self.running:
             self.progress = self.running[-1]
-        elif finished:
+        elif finished or progress.is_inner:
             self.progress = self.planned = self.planned or Progress(epoch=self.following)
 
 

@@ -30,7 +30,7 @@ def carrying(operation: str, result: Any, inputs: Sequence[Tensor], backward: Ba
     if torch.is_grad_enabled() and any(map(_REQUIRES, inputs)):
         _logger.warning_once(
             "%s: its input requires a gradient, which the result does not carry; for a loss, give"
-            " gradients=True, which ops.%s (from accel_core import ops) takes; for a value to look at, give its detach()",
+            " gradients=True, which accel_core.ops.%s takes; for a value to look at, give its detach()",
             *(operation, operation),
         )
     return result

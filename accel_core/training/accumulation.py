@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
     from accel_core.contract.window import Extent
+    from accel_core.data.loader import PreparedLoader
 
 
 class Accumulation:
@@ -78,10 +79,12 @@ class Accumulation:
             self._refuse_nesting(outer)
         last = self.last
         if self.extent is None:
-            active = run.active_loaders
-            last = active[-1].last if active and self._ends_with_loader else False
-            if last:
-                self._note_end(active[-1])
+            active, last = run.active_loaders, False
+            if active and self._ends_with_loader:
+                loader = active[-1] if len(active) == 1 else _loader_of(active, self.batch)
+                last = loader.last
+                if last:
+                    self._note_end(loader)
         self.outer = outer
         run.accumulation = self
         window, windows = self._only_window, self.windows
@@ -193,6 +196,18 @@ class Accumulation:
             raise
         finally:  # last: as long as it is in force, the next one ends its contexts
             self._return_to_outer()
+
+
+def _loader_of(active: Sequence[PreparedLoader], batch: Any) -> PreparedLoader:
+    """Return the loader that a micro-batch is of: that of `batch`, else of the innermost loop.
+
+    A loader from which the program draws beside a loop is the loader of its own batches only.
+    """
+    if batch is not None:
+        for loader in active:
+            if loader.hands_out(batch):
+                return loader
+    return next((loader for loader in reversed(active) if not loader.is_held), active[-1])
 
 
 def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:

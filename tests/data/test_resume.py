@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import itertools
 import json
+from contextlib import closing
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds
+from reader_worlds import Numbers, Ragged, Stream, numbers, plain, prepared, real, rounds, world
 from torch.utils.data import (
     DataLoader,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
 )
 
 from accel_core import CheckpointError, skip_first_batches
+from accel_core.data.loader import prepare_loader
 
 
 def saved(loader):
@@ -106,6 +109,103 @@ def rounds_of(loaders, iterators):
         if all(batch is None for batch in batches):
             return found
         found.append((batches, loaders[0].remainder, None))
+
+
+# -- several loaders ------------------------------------------------------------------------------
+
+
+def training_and_validation(kind="map"):
+    """Prepared loaders of one run, over 0..7 in batches of 2 and 100..111 in batches of 3."""
+    make = {
+        "map": lambda: DataLoader(range(100, 112), 3, collate_fn=plain),
+        "stream": lambda: DataLoader(Hundreds(), 3, collate_fn=plain),
+    }[kind]
+    (run,) = world()
+    return prepare_loader(numbers(8)(0), run), prepare_loader(make(), run)
+
+
+class Hundreds(IterableDataset):
+    def __iter__(self):
+        return iter(range(100, 112))
+
+
+def resumed(*states):
+    """The batches of the next loops of loaders that go on from these states."""
+    loaders = training_and_validation("stream" if states[1]["kind"] == "replay" else "map")
+    for loader, state in zip(loaders, states, strict=True):
+        loader.load_state_dict(state)
+    return [list(loader) for loader in loaders]
+
+
+WHOLE = [[100, 101, 102], [103, 104, 105], [106, 107, 108], [109, 110, 111]]
+
+
+def first_two(validation):
+    for number, _ in enumerate(validation):
+        if number == 1:
+            break
+
+
+def a_fixed_batch(validation):
+    assert next(iter(validation)) == WHOLE[0]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("look", [first_two, a_fixed_batch])
+def test_a_loader_that_is_left_inside_anothers_loop_begins_anew(kind, look):
+    train, validation = training_and_validation(kind)
+    states = []
+    for number, _ in enumerate(train):
+        look(validation)
+        states.append((saved(train), saved(validation)))
+        if number == 2:
+            break
+    states.append((saved(train), saved(validation)))  # nothing runs any more
+    left = [[[2, 3], [4, 5], [6, 7]], [[4, 5], [6, 7]], [[6, 7]], [[6, 7]]]
+    assert [resumed(*state) for state in states] == [[rest, WHOLE] for rest in left]
+
+
+def test_a_loader_that_is_left_inside_a_loop_over_windows_begins_anew():
+    train, validation = training_and_validation()
+    with closing(train.host_batches()) as batches:
+        for _, hand_out in batches:
+            hand_out()
+            first_two(validation)
+            batches.settle()
+            break
+    assert resumed(saved(train), saved(validation)) == [[[2, 3], [4, 5], [6, 7]], WHOLE]
+
+
+def test_a_loader_that_was_looked_at_before_anothers_loop_begins_anew_if_saved_there():
+    train, validation = training_and_validation()
+    first_two(validation)
+    before = saved(validation)
+    states = [(saved(train), saved(validation)) for _ in train]
+    assert [resumed(*state)[1] for state in states] == [WHOLE] * 4
+    assert resumed(saved(train), before)[1] == WHOLE[2:]  # nothing else ran: as documented
+
+
+def test_loaders_that_are_read_together_both_go_on_where_they_were_left():
+    train, validation = training_and_validation()
+    for number, _ in enumerate(zip(train, validation, strict=False)):
+        if number == 1:
+            break
+    assert resumed(saved(train), saved(validation)) == [[[4, 5], [6, 7]], WHOLE[2:]]
+
+
+def test_an_iterator_that_is_held_goes_on_and_leaves_the_loop_around_it_alone():
+    train, validation = training_and_validation()
+    list(train)
+    held = iter(validation)
+    for epoch in range(2):
+        for number, _ in enumerate(train):
+            if epoch == 0 or number == 0:
+                next(held, None)
+            if epoch and number == 1:
+                break
+        if epoch == 0:
+            held = iter(validation)
+    assert resumed(saved(train), saved(validation)) == [[[4, 5], [6, 7]], WHOLE[1:]]
 
 
 SAMPLERS = {

@@ -43,6 +43,91 @@ def test_the_loaders_end_ends_the_window(accelerator_of):
     ]
 
 
+def steps_beside(accelerator, draw, epochs=1, beside=6, accumulate=None):
+    """The optimizer steps of each epoch over 16 batches, while `draw` looks at another loader."""
+    model, loader, other = accelerator.prepare(
+        net(), DataLoader(batches(16), batch_size=None), DataLoader(batches(beside), batch_size=None)
+    )
+    drawing, steps = draw(other), [0] * epochs
+    for epoch in range(epochs):
+        for batch in loader:
+            next(drawing)
+            with accelerator.accumulate(model, batch=batch if accumulate else None):
+                steps[epoch] += accelerator.sync_gradients
+    return steps
+
+
+def held(loader):
+    """The batches of one iterator, and None after them."""
+    yield from loader
+    while True:
+        yield None
+
+
+def cycled(loader):
+    while True:
+        yield from loader
+
+
+def not_drawn(loader):
+    while True:
+        yield None
+
+
+@pytest.mark.parametrize("beside", [4, 6, 16, 21, 32])
+@pytest.mark.parametrize("draw", [held, cycled, not_drawn])
+def test_an_iterator_that_the_loop_draws_from_does_not_end_windows(accelerator_of, draw, beside):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    assert steps_beside(accelerator, draw, 3, beside) == [4, 4, 4]
+
+
+@pytest.mark.parametrize("beside", [1, 6])
+def test_the_window_of_a_batch_that_is_told_is_that_of_its_loader(accelerator_of, beside):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    assert steps_beside(accelerator, cycled, 2, beside, accumulate=True) == [4, 4]
+
+
+def test_batches_of_a_held_iterator_end_its_windows_where_they_are_told(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, loader, other = accelerator.prepare(
+        net(), DataLoader(batches(4), batch_size=None), DataLoader(batches(3), batch_size=None)
+    )
+    iterator, ends = iter(other), []
+    for _ in loader:
+        batch = next(iterator, None)
+        with accelerator.accumulate(model, batch=batch):
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, True, True]
+
+
+def test_a_loop_inside_another_ends_windows_with_its_own_loader(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=2)
+    model, outer, inner = accelerator.prepare(
+        net(), DataLoader(batches(3), batch_size=None), DataLoader(batches(3), batch_size=None)
+    )
+    ends = []
+    for _ in outer:
+        for _ in inner:
+            with accelerator.accumulate(model):
+                ends.append(accelerator.sync_gradients)
+    assert ends == [False, True, True] * 3
+
+
+def test_a_validation_inside_a_window_leaves_its_end_to_the_training_loader(accelerator_of):
+    accelerator = accelerator_of(gradient_accumulation_steps=4)
+    model, train, validation = accelerator.prepare(
+        net(), DataLoader(batches(6), batch_size=None), DataLoader(batches(2), batch_size=None)
+    )
+    ends = []
+    for number, _ in enumerate(train):
+        for _ in validation:
+            if number % 2:
+                break
+        with accelerator.accumulate(model):
+            ends.append(accelerator.sync_gradients)
+    assert ends == [False] * 3 + [True, False, True]
+
+
 PARTS = "accumulate was entered twice for a loader's last batch"
 
 
