@@ -277,6 +277,8 @@ class PreparedLoader(DataLoader[Any]):
         if not progress.begun:
             synchronize_rng_states(plan.synchronized, run=self._run)
         _set_epoch(progress.epoch, self.dataset, self.sampler, self.batch_sampler)
+        if plan.epoch is not None:
+            plan.epoch.fill_(progress.epoch)
         batches = self._read(progress, skipped)
         if plan.dispatches:
             pin = self.pin_memory and torch.accelerator.is_available()

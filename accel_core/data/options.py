@@ -12,7 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from accel_core.data.dispatch import SOURCE
 from accel_core.data.position import Kind
-from accel_core.data.sampler import ShardedSampler, ShareCollate, ShareWorker
+from accel_core.data.sampler import EpochWorker, ShardedSampler, ShareCollate, ShareWorker
 from accel_core.data.sharding import Sharding
 from accel_core.data.shuffling import MODULUS, Shuffle
 from accel_core.data.stateful import ShardedIterable, is_stateful, stateful
@@ -40,6 +40,7 @@ class LoaderPlan:
     seed_workers: returns this rank's seed of an epoch's workers, given the one that it has drawn; None where
         the drawn one is taken. Collective where ranks read the same samples.
     synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
+    epoch: in shared memory, for workers that persist and read a dataset with `set_epoch`; else None.
     """
 
     kind: Kind
@@ -51,6 +52,7 @@ class LoaderPlan:
     reads: bool
     seed_workers: Callable[[int], int] | None
     synchronized: tuple[str, ...]
+    epoch: Tensor | None
 
     @property
     def sharding(self) -> Sharding:
@@ -89,6 +91,8 @@ class LoaderPlan:
         """Return an attribute of the user's loader; `batches`: the loader makes batches."""
         if self.is_sharded_iterable and name == "collate_fn":
             return ShareCollate(value, single=not batches)
+        if self.epoch is not None and name == "worker_init_fn":
+            value = EpochWorker(self.epoch, value)
         return ShareWorker(value) if self.is_sharded_iterable and name == "worker_init_fn" else value
 
 
@@ -110,7 +114,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     wants_torchdata = data.use_stateful_dataloader and not is_stateful(loader)
     inner = stateful(loader) if wants_torchdata else copy.copy(loader)
     inner.__dict__["_iterator"] = None
-    kind = _kind(inner, batches)
+    kind, epoch = _kind(inner, batches), _shared_epoch(inner)
     shuffle = Shuffle(
         # A batch sampler of the user's own ignores the sampler.
         items=loader.sampler if batches is None else batches.sampler if is_cut else batches,
@@ -129,7 +133,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         )
         inner.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
-        inner.__dict__.update(_shards(loader, sharding, everyone=dispatches, stateful=kind == "stateful"))
+        inner.__dict__.update(_shards(inner, sharding, everyone=dispatches, stateful=kind == "stateful"))
     return LoaderPlan(
         kind=kind,
         inner=inner,
@@ -143,7 +147,17 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         else _worker_seeds(loader, shuffle, topology, control.size),
         # On what the order is drawn from ("generator") the readers agree anyway.
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
+        epoch=epoch,
     )
+
+
+def _shared_epoch(inner: DataLoader[Any]) -> Tensor | None:
+    """Return the epoch that workers which persist tell their dataset; None if it does not need it."""
+    if not (inner.num_workers and inner.persistent_workers and hasattr(inner.dataset, "set_epoch")):
+        return None
+    epoch: Tensor = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
+    inner.worker_init_fn = EpochWorker(epoch, inner.worker_init_fn)
+    return epoch
 
 
 def _kind(inner: DataLoader[Any], batches: Any) -> Kind:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from attrs import define, field, frozen
 from torch.utils.data import get_worker_info
@@ -13,6 +13,9 @@ from accel_core.data.position import Progress
 from accel_core.data.sharding import NO_PADDING, Sharding, batched
 from accel_core.data.shuffling import Shuffle
 from accel_core.data.stateful import Shares
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @define(eq=False, kw_only=True)
@@ -99,3 +102,39 @@ class ShareWorker:
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self.initialize is not None:
             self.initialize(worker)
+
+
+@frozen(eq=False)
+class EpochWorker:
+    """Initializer of a worker that persists: its copy of the dataset is told each new epoch before it reads.
+
+    epoch: the loader's, in shared memory. initialize: the user's own.
+    """
+
+    epoch: Tensor
+    initialize: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        """Initialize the worker. Called in the worker, before it reads."""
+        if self.initialize is not None:
+            self.initialize(worker)
+        info = get_worker_info()
+        assert info is not None
+        kind = type(info.dataset)
+        names = [name for name in ("__iter__", "__getitem__", "__getitems__") if hasattr(kind, name)]
+        members = {name: _told_before(getattr(kind, name), self.epoch) for name in names}
+        info.dataset.__class__ = type(kind.__name__, (kind,), {"__slots__": (), **members})
+
+
+def _told_before(read: Callable[..., Any], epoch: Tensor) -> Callable[..., Any]:
+    """Return this method of a dataset, which calls `set_epoch` first if the epoch is another than before."""
+    told: int | None = None
+
+    def tell_and_read(dataset: Any, *arguments: Any) -> Any:
+        nonlocal told
+        if (now := int(epoch)) != told:
+            told = now
+            dataset.set_epoch(now)
+        return read(dataset, *arguments)
+
+    return tell_and_read
