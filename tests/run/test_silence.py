@@ -40,6 +40,27 @@ def test_each_connection_to_the_store_is_given_the_time_and_others_are_left():
     assert store.get("key") == b"text"
 
 
+def test_a_connection_to_the_same_port_of_another_machine_is_left():
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore("localhost", port, is_master=True, master_listen_fd=listener.detach())
+    server = socket.create_server(("127.0.0.2", port))
+    with server, socket.create_connection(("127.0.0.2", port)) as other:
+        end_silent(store, 7)
+
+        assert other.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        assert other.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 0
+        assert sorted(limits(store.port)) == [(0, True), (7000, True)]
+
+
+def test_a_store_that_was_reached_as_ipv6_is_given_the_time():
+    store = TCPStore("::ffff:127.0.0.1", 0, is_master=True)
+
+    end_silent(store, 7)
+
+    assert limits(store.port) == [(7000, True)]
+
+
 def test_a_default_time_out_of_sockets_does_not_reach_those_of_the_store():
     store = TCPStore("127.0.0.1", 0, is_master=True)
     socket.setdefaulttimeout(3)
