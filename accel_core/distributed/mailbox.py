@@ -94,26 +94,26 @@ class StoreMailbox:
     def wait(self, senders: Mapping[int, str], timeout: float) -> dict[int, Message | None]:
         """Return what these ranks sent under their keys; None for one that is gone.
 
-        Until the timeout, and then as long as they are `alive`. They are watched together, so that many
-        that are gone cost no more time than one.
+        Until the timeout, and then as long as they are `alive`. One request asks whether all have sent, and
+        one reads, however many they are. Many that are gone cost no more time than one.
         """
-        deadline = time.monotonic() + timeout
-        heard: dict[int, Message | None] = {}
+        deadline, pause = time.monotonic() + timeout, 0.0005
+        keys = {rank: f"{self.prefix}/{key}" for rank, key in senders.items()}
         beats: dict[int, Any] = {}
         gone: set[int] = set()
-        for rank, key in senders.items():
-            pause = 0.0005
-            # Asked again and again: a thread that waits inside the store cannot be ended with the process.
-            while not self.has(key) and rank not in gone:
-                if time.monotonic() > deadline:
-                    before, beats = beats, {each: self._beat(each) for each in senders.keys() - heard.keys()}
-                    gone = {each for each, beat in beats.items() if beat == before.get(each)}
-                    deadline = time.monotonic() + 2 * self.timeout / BEATS
-                else:
-                    time.sleep(pause)
-                    pause = min(2 * pause, POLL_SECONDS)
-            heard[rank] = self.read(key) if self.has(key) else None
-        return heard
+        # Asked again and again: a thread that waits inside the store cannot be ended with the process.
+        while not self.store.check([key for rank, key in keys.items() if rank not in gone]):
+            if time.monotonic() > deadline:
+                silent = [rank for rank, key in senders.items() if not self.has(key)]
+                before, beats = beats, {rank: self._beat(rank) for rank in silent}
+                gone = {rank for rank, beat in beats.items() if beat == before.get(rank)}
+                deadline = time.monotonic() + 2 * self.timeout / BEATS
+            else:
+                time.sleep(pause)
+                pause = min(2 * pause, POLL_SECONDS)
+        heard = [rank for rank in senders if rank not in gone or self.has(senders[rank])]
+        messages = self.store.multi_get([keys[rank] for rank in heard]) if heard else []
+        return dict.fromkeys(senders) | dict(zip(heard, map(json.loads, messages), strict=True))
 
     def _beat(self, rank: int) -> Any:
         """Return what the rank last said of its being at work, if it did."""

@@ -74,6 +74,40 @@ def test_a_rank_that_sent_and_is_gone_since_is_heard(clock: Clock) -> None:
     assert heard == {1: {"error": "no room"}, 2: None}
 
 
+class CountingStore(HashStore):
+    """A store that counts its requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests = 0
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests += 1
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        self.requests += 1
+        return super().get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests += 1
+        return super().multi_get(keys)
+
+
+def test_waiting_for_many_ranks_that_have_sent_takes_two_requests() -> None:
+    store = CountingStore()
+    mail = mailbox(store=store)
+    for rank in range(100):
+        mail.put(f"vote-{rank}", {"bytes": rank})
+    heard = mail.wait({rank: f"vote-{rank}" for rank in range(100)}, TIMEOUT)
+    assert heard == {rank: {"bytes": rank} for rank in range(100)}
+    assert store.requests == 2
+
+
+def test_waiting_for_no_rank_returns_at_once() -> None:
+    assert mailbox().wait({}, TIMEOUT) == {}
+
+
 def test_boxes_of_one_store_have_keys_of_their_own_and_leave_none_behind() -> None:
     store = HashStore()
     first, second = mailbox(0, store), mailbox(0, store).under("other")
