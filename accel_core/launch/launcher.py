@@ -18,6 +18,7 @@ from accel_core.contract import hooks
 from accel_core.contract.config import LaunchConfig
 from accel_core.contract.hooks import implements
 from accel_core.contract.job import Allocation, Job
+from accel_core.distributed.forks import keep_inherited_objects
 from accel_core.launch.addresses import interface_towards, rendezvous_address, wait_for_node_0
 from accel_core.launch.signals import Signals
 from accel_core.launch.worker import guard, note_process
@@ -67,22 +68,13 @@ def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Jo
     rank order. LaunchError has a failing rank's traceback.
     """
     method = "fork" if sys.platform == "linux" else "spawn"
-    collects = gc.isenabled()
-    gc.disable()  # in forks, until each has frozen what it inherits
-    try:
-        results = _run(job, _call, (function, args, collects), start_method=method)
-    finally:
-        if collects:
-            gc.enable()
+    keep_inherited_objects()  # what an earlier launch left is this process's to free
+    results = _run(job, _call, (function, args), start_method=method)
     pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
     return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
 
 
-def _call(function: Callable[..., Any], args: tuple[Any, ...], collects: bool) -> bytes:
-    # What an earlier launch left is the notebook's to free: in a fork, torch's objects crash when they go.
-    gc.freeze()
-    if collects:
-        gc.enable()
+def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     # A forked worker inherits the launcher's handlers.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
