@@ -66,9 +66,10 @@ class World:
     run_id: str | None = None
     """The launcher's id of the job, stable over elastic restarts."""
     store: Store | None = field(default=None, eq=False, repr=False)
-    """A clone of the group's store, for votes; None in a world of one process.
+    """A connection to the group's store, for votes; None in a world of one process.
 
-    Set once the group is up.
+    Set once the group is up. All runs and threads of the process share it, so a request may not wait for a
+    key: ask `check` before `get`. Requests fail if the store's machine is silent for long.
     """
 
     @classmethod

@@ -30,7 +30,7 @@ BEATS: Final = 4
 class StoreMailbox:
     """See `accel_core.storage.protocols.Mailbox`.
 
-    store: a client of its own, since one that waits blocks all that share it.
+    store: the one of all runs of the process: no request waits for a key.
     """
 
     store: Store
@@ -43,8 +43,8 @@ class StoreMailbox:
         """Return a mailbox of the run's ranks."""
         from torch._C._distributed_c10d import HashStore
 
-        store: Any = run.world.store  # torch's stub lacks `clone`
-        return cls(HashStore() if store is None else store.clone(), run.world.rank, timeout_of(run))
+        store = run.world.store
+        return cls(HashStore() if store is None else store, run.world.rank, timeout_of(run))
 
     def under(self, prefix: str) -> StoreMailbox:
         """Return the same, with keys of their own."""

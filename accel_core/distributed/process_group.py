@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from accel_core.contract.world import current_operation
+from accel_core.distributed.forks import keep_inherited_objects
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
 
@@ -50,9 +51,13 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 @define
 class _Shared:
-    """The use of a process group: how many runs use it, how it ends if a run made it, and its meshes."""
+    """The use of a process group: how many runs use it, how it ends if a run made it, and its meshes.
+
+    store: the runs' own connection to the group's store, one for all: a sweep makes many runs.
+    """
 
     end: Callable[[], None] | None
+    store: Store
     users: int = 0
     meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = field(factory=dict)
 
@@ -60,23 +65,33 @@ class _Shared:
 _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
-def join_group(make: Callable[[], Callable[[], None]]) -> dist.ProcessGroup:
+def join_group(make: Callable[[], Callable[[], None]]) -> tuple[dist.ProcessGroup, Store]:
     """Use the process's default group, which `make` makes if there is none.
 
     `make` returns the function that ends the group. Runs adopt a group that exists.
 
-    Returns the group, for `leave_group`.
+    Returns the group, for `leave_group`, and a connection to its store that all runs share.
     """
     end = None if dist.is_initialized() else make()
     group = dist.group.WORLD
     assert group is not None
-    _shared.setdefault(group, _Shared(end)).users += 1
-    return group
+    if group not in _shared:
+        store: Any = _get_default_store()  # torch's stub lacks `clone`
+        _shared[group] = _Shared(end, store.clone())
+        keep_inherited_objects()
+    shared = _shared[group]
+    shared.users += 1
+    return group, shared.store
 
 
 def is_shared() -> bool:
     """Return whether runs use the process's default group already."""
     return dist.group.WORLD in _shared
+
+
+def has_groups() -> bool:
+    """Return whether a group that runs use, or have used, is in memory."""
+    return bool(_shared)
 
 
 def leave_group(group: dist.ProcessGroup) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import traceback
@@ -9,6 +10,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from accel_core.contract.run import live_runs
+from accel_core.distributed.process_group import has_groups
 from accel_core.distributed.stderr import tell
 from accel_core.errors import CheckpointError, uncaught_error
 
@@ -22,6 +24,21 @@ _dropped: list[Run] = []
 def end_at_exit(run: Run) -> None:
     """Keep a run that its program has dropped until `end_runs`."""
     _dropped.append(run)
+
+
+def finish_dropped() -> None:
+    """Finish the trackers of runs that their program has dropped: else a sweep runs out of files.
+
+    The rest of these runs stays until `end_runs`. Ranks collect garbage at different times, and have to leave
+    their process group alike; and the loss of a save that a thread still writes is told at exit.
+    """
+    if has_groups():  # runs and groups are in cycles, which Python would keep for long
+        gc.collect()
+    for run in [run for run in _dropped if run.process == os.getpid()]:  # else its parent's, in a fork
+        try:
+            run.trackers.finish()
+        except Exception:  # of a tracker: the run that is being made is not to blame
+            traceback.print_exc()
 
 
 def end_runs() -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 from attrs import evolve
-from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
+from torch.distributed.distributed_c10d import PrefixStore
 from torch.utils.data import get_worker_info
 
 from accel_core.config.convert import flat
@@ -31,7 +31,7 @@ _FOLDERS: Final = ("project_dir", "logging_dir")
 def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
     """Join the process group, which is made if there is none. Collective.
 
-    Returns the group, and the world with a store of its own.
+    Returns the group, and the world with the runs' store.
 
     Raises:
         LaunchError: the group cannot be made.
@@ -50,12 +50,10 @@ def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
             "process_group: the program has made the process group, whose own backend and time-out hold; give"
             " them to torch.distributed.init_process_group, or let Accelerator make the group"
         )
-    group = join_group(lambda: run.hooks.init_process_group(run.world, backends, options))
+    group, store = join_group(lambda: run.hooks.init_process_group(run.world, backends, options))
     prefix = f"accel/{run.world.run_id}/{run.world.restart_count}"
-    store: Any = _get_default_store()  # torch's stub lacks `clone`
-    world = evolve(run.world, store=PrefixStore(prefix, store.clone()))
     end_silent(store, timeout_of(run))
-    return group, world
+    return group, evolve(run.world, store=PrefixStore(prefix, store))
 
 
 def backends_of(run: Run) -> dict[str, str]:

@@ -36,7 +36,7 @@ from accel_core.runtime.assembly import (
     check_refusals,
     restore_environment,
 )
-from accel_core.runtime.exit import end_at_exit, end_runs
+from accel_core.runtime.exit import end_at_exit, end_runs, finish_dropped
 from accel_core.runtime.join import agree_on_run, backends_of, join_world
 from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.selection import decide
@@ -137,6 +137,7 @@ class Run:
         self.mark_step = mark = self.hooks.step("mark_step")
         self.observe_collective = self.hooks.step("collective")
         self.after_backward = [] if mark is None else [lambda _: mark("backward")]
+        finish_dropped()
         if self.world.size > 1:
             self.group, self.world = join_world(self)
             self.run_id, project = agree_on_run(self)

@@ -89,7 +89,10 @@ def checkpoint_committed(folder: Path | str, step: int | None) -> None:
 
 @spec("observer")
 def run_ended() -> None:
-    """Close what is open: `end_training` was called, or the process exits."""
+    """Close what is open: `end_training` was called, or the process exits.
+
+    Trackers of a run that its program dropped are called when the next run is made.
+    """
 
 
 # -- what a plugin says of its unit ------------------------------------------------------------------
