@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ class Host:
         self._file = folder / f"{self.name}.txt"
         self._launcher: subprocess.Popen[bytes] | None = None
 
-    def launch(self, *words: str) -> None:
+    def launch(self, *words: str, environment: Mapping[str, str] | None = None) -> None:
         """Start `accel launch` with words; a host that comes back writes on."""
         accel = (ACCEL, "launch", "--launcher", "torchrun", "--device", "cpu", "-n", "1", "--nodes", "2")
         place = ("--node-rank", str(self.node), "--rendezvous", f"{ADDRESSES['host-a']}:29512")
         with self._file.open("a") as told:
             self._launcher = subprocess.Popen(
                 self._host.command(*accel, *place, *words),
-                env=clean_environment(),
+                env=clean_environment(environment),
                 cwd=self._folder,
                 stdout=told,
                 stderr=told,

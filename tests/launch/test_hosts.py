@@ -58,10 +58,11 @@ def hosts(tmp_path: Path, make_hosts) -> Iterator[Sequence[Host]]:
         yield hosts
 
 
-def train(hosts: Sequence[Host], folder: Path, *flags: str) -> None:
+def train(hosts: Sequence[Host], folder: Path, *flags: str, blocked: str = "") -> None:
     """Start both hosts, and return when they have saved a checkpoint."""
+    environment = {"ACCEL_PLUGINS_BLOCK": blocked}
     for host in reversed(hosts):
-        host.launch("--process-group.timeout", TIMEOUT, *flags, "train.py")
+        host.launch("--process-group.timeout", TIMEOUT, *flags, "train.py", environment=environment)
     wait_for((folder / "saved").exists, lambda: hosts[0].said() + hosts[1].said())
 
 
@@ -70,8 +71,13 @@ def done(folder: Path) -> dict[str, int]:
     return facts
 
 
-def test_hosts_that_are_cut_off_end(hosts, tmp_path):
-    train(hosts, tmp_path)
+@pytest.mark.parametrize(
+    "blocked",
+    ["monitor", pytest.param("", marks=pytest.mark.needs("accel-monitor"))],
+    ids=["alone", "with a thread that asks the store"],
+)
+def test_hosts_that_are_cut_off_end(hosts, tmp_path, blocked):
+    train(hosts, tmp_path, blocked=blocked)
 
     hosts[1].cable("down")
 

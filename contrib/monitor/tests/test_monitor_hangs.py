@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 import io
+import os
 import re
+import socket
+import sys
+import threading
 import time
 from contextlib import redirect_stderr, suppress
+from pathlib import Path
 
 import pytest
 import torch
@@ -165,3 +171,51 @@ def test_stacks_that_the_folder_does_not_take_are_said_to_be_on_stderr(tmp_path,
 
     assert "; stacks of all ranks: on the stderr of each\n" in said
     assert "in gather" in said
+
+
+def watches():
+    return [thread.name for thread in threading.enumerate()].count("accel-watch")
+
+
+def make_runs():
+    """Return the number of watches as runs begin and end, and whether each connection was limited in time."""
+    hangs.LOOK_SECONDS = 0.05
+    timeout = InitProcessGroupKwargs(timeout=TIMEOUT)
+    outer = Accelerator(cpu=True, kwargs_handlers=[timeout])
+    Accelerator(cpu=True, kwargs_handlers=[timeout])
+    gc.collect()
+    inner = Accelerator(cpu=True, kwargs_handlers=[timeout])
+    seen = [watches()]
+    inner.end_training()
+    time.sleep(0.2)
+    seen.append(watches())
+    limits = limits_of_connections(int(os.environ["MASTER_PORT"]))
+    outer.end_training()
+    seen.append(watches())  # the dropped run has not ended
+    return seen, set(limits), dist.is_initialized()
+
+
+def limits_of_connections(port):
+    for entry in Path("/proc/self/fd").iterdir():
+        with suppress(OSError), socket.socket(fileno=os.dup(int(entry.name))) as connection:
+            if connection.family != socket.AF_UNIX and connection.getpeername()[1] == port:
+                yield connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no such limit")
+def test_runs_of_a_process_share_a_watch_whose_requests_end_when_the_store_is_silent(run_processes):
+    assert run_processes(make_runs) == [([1, 1, 1], {1000 * TIMEOUT}, True)] * 2
+
+
+def end_runs_one_after_the_other():
+    counts = []
+    for _ in range(2):
+        accelerator = Accelerator(cpu=True)
+        counts.append(watches())
+        accelerator.end_training()
+        counts.append(watches())
+    return counts
+
+
+def test_the_watch_ends_with_the_last_run_and_the_next_run_has_one_again(run_processes):
+    assert run_processes(end_runs_one_after_the_other) == [[1, 0, 1, 0]] * 2

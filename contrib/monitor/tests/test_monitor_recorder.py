@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 import warnings
 import weakref
@@ -325,6 +326,29 @@ def test_a_record_keeps_no_optimizer_alive_that_was_freed(tmp_path):
     gc.collect()
 
     assert alive() is None
+
+
+DROPPED = """
+import gc
+import torch
+from accel_core import Accelerator
+
+accelerator = Accelerator(cpu=True, project_dir=".")
+model = torch.nn.Linear(3, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+accelerator.backward(model(torch.ones(2, 3)).sum())
+optimizer.step()
+del accelerator, model, optimizer
+gc.collect()
+"""
+
+
+def test_a_run_that_is_dropped_and_collected_exits_without_a_warning(tmp_path, run_command):
+    command = [sys.executable, "-c", DROPPED]
+    ended = run_command(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert [len(of_kind(record, "step")) for record in records(tmp_path)] == [1]
 
 
 def test_steps_of_the_first_optimizer_that_is_prepared_anew_are_counted(tmp_path):

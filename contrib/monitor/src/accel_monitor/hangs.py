@@ -11,10 +11,11 @@ has one thread, the watch, which looks where the main thread stands. Nothing her
     still for almost as long as a collective may take: all ranks write their stacks
     `over` is set: end, before the store does
 
-    the run ends: set where/RANK = "has ended its run"
+    its last run ends: set where/RANK = "has ended its run"
     rank that serves the store: set `over`, and wait until `left` counts all ranks
 
-Keys lie under the prefix of one watch, `watch/N`. Ranks make runs in the same order, so their counts N agree.
+Keys lie under the prefix of one watch, `watch/N`. Ranks make and end runs in the same order, so their counts
+N agree. A run that its program drops ends when the process exits: ranks collect garbage at different times.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NamedTuple
 
 from torch.distributed.distributed_c10d import PrefixStore, Store, default_pg_timeout
 
@@ -37,7 +39,7 @@ from accel_core import tell, uncaught_error
 from accel_monitor.stacks import remove_stacks, write_stacks
 
 if TYPE_CHECKING:
-    from accel_core import Run
+    from accel_core import Run, World
 
 __all__ = ["Watch"]
 
@@ -57,18 +59,25 @@ _watches = count()
 
 
 class Watch:
-    """The thread, with its own connection to the store of the run's processes.
+    """The thread of this process, which its runs share.
 
-    call: made at each look and at the end, with a store that waits for no other rank. One that raises is
-    called no more, and a line says so.
     backwards: how many this rank has begun, for the message; counted by the caller.
     """
 
-    def __init__(self, run: Run, call: Callable[[Store], None] | None) -> None:
-        world, project = run.world, run.config.project.project_dir
-        store: Any = world.store  # torch's stub lacks `clone`
-        self._store = PrefixStore(f"watch/{next(_watches)}", store.clone())
-        self._call = call
+    _current: ClassVar[Watch | None] = None
+
+    @classmethod
+    def of(cls, run: Run) -> Watch:
+        """Return the watch of this process, for `add`."""
+        if cls._current is None or cls._current._store_is_gone:
+            cls._current = cls(run.world)
+        return cls._current
+
+    def __init__(self, world: World) -> None:
+        assert world.store is not None
+        self._store = PrefixStore(f"watch/{next(_watches)}", world.store)
+        self._runs, self._users = count(), 0
+        self._calls: dict[int, Callable[[Store], None]] = {}
         self._rank, self._size = world.rank, world.size
         self._serves = world.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._main = threading.main_thread().ident
@@ -78,28 +87,54 @@ class Watch:
         self._position: tuple[Any, ...] = ()
         self._since = self._cpu_seconds = self._told = 0.0
         self._heard = -1
+        self._stacks, self._is_reported = 0, False
+        self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
+
+    def add(self, run: Run, call: Callable[[Store], None] | None) -> Callable[[], None]:
+        """Watch for one more run, whose time-out and folder hold from now on; return what ends its use.
+
+        call: made at each look and at the end, with a store of the run's where no request waits for another
+        rank. A call that raises is made no more, and a line says so.
+        """
+        project = run.config.project.project_dir
         # Ranks that wait report before their collective's time-out, which unwinds the stack: a look may be
         # late at the beginning and at the end, and the report waits two for answers.
         self._timeout = timeout = (run.config.process_group.timeout or default_pg_timeout).total_seconds()
         self._patience = max(timeout - 8 * LOOK_SECONDS, timeout / 2)
         self._folder = Path(project, FOLDER) if project and "://" not in project else None
-        self._stacks, self._is_reported = 0, False
-        self._thread = threading.Thread(target=self._run, name="accel-watch", daemon=True)
-        self._thread.start()
+        number = next(self._runs)
+        self._users += 1
+        if call is not None:
+            self._calls[number] = call
+        if number == 0:
+            self._thread.start()
+        return partial(self._leave_run, number)
 
-    def end(self) -> None:
-        """End the thread, and tell ranks that ask that this one has ended.
+    def _leave_run(self, number: int) -> None:
+        """Make the run's call once more; with the last run end the thread."""
+        self._users -= 1
+        if self._users == 0:
+            self._ending.set()
+            self._thread.join(LOOK_SECONDS)
+        with suppress(RuntimeError):
+            if not self._store_is_gone:
+                self._make_call(number)
+        self._calls.pop(number, None)
+        if self._users == 0:
+            self._end()
+
+    def _end(self) -> None:
+        """Tell ranks that ask that this one has ended.
 
         The rank that serves the store lets its clients leave first: torch writes a page of warnings for each
         client that looks into a store that is gone. After an error it waits for no rank.
         """
-        self._ending.set()
-        self._thread.join(LOOK_SECONDS)
+        if Watch._current is self:
+            Watch._current = None
         with suppress(RuntimeError):
             if not self._store_is_gone:
                 self._heard = sys.maxsize  # this answer holds for every question to come
                 self._answer({"where": "has ended its run", "backwards": self.backwards})
-                self._make_call()
                 if uncaught_error() is None:
                     self._leave()
             deadline = time.monotonic() + (2 * LOOK_SECONDS if uncaught_error() is None else 0.0)
@@ -119,19 +154,21 @@ class Watch:
                     self._leave()
                     return
                 self._look()
-                self._make_call()
+                for number in [*self._calls]:
+                    self._make_call(number)
         except RuntimeError:  # the store is gone, and with it the ranks that could ask
             self._store_is_gone = True
 
-    def _make_call(self) -> None:
+    def _make_call(self, number: int) -> None:
+        call = self._calls.get(number)  # the run may have ended meanwhile
         try:
-            if self._call is not None:
-                self._call(self._store)
+            if call is not None:
+                call(PrefixStore(f"run/{number}", self._store))
         except RuntimeError:  # the store's, which is gone
             raise
         except Exception as error:
-            tell(f"accel: the watch no longer calls {self._call}, which raised {error!r}\n")
-            self._call = None
+            tell(f"accel: the watch no longer calls {call}, which raised {error!r}\n")
+            self._calls.pop(number, None)
 
     def _look(self) -> None:
         """Note since when the main thread stands still, answer a question, or speak up."""

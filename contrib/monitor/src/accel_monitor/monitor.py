@@ -73,7 +73,8 @@ class Monitor:
             if self.run.world.size > 1:
                 self._pace = Pace(self.run.world)
         if self.run.world.size > 1:
-            self._watch = Watch(self.run, None if self._pace is None else self._pace.publish)
+            self._watch = Watch.of(self.run)
+            self._leave_watch = self._watch.add(self.run, None if self._pace is None else self._pace.publish)
         if hasattr(os, "register_at_fork"):
             os.register_at_fork(after_in_child=partial(_leave, weakref.ref(self)))
 
@@ -177,12 +178,13 @@ class Monitor:
         if self._pace is not None:
             self._pace.ended = True
         if self._watch is not None:
-            self._watch.end()
+            self._leave_watch()
 
     @_harmless
     def _end_record(self) -> None:
-        self._sampling.end()
-        self._write("end", early=True, step=self._sampling.count)
+        if not self._file.is_closed:  # with a run that the program dropped: Python has collected the file
+            self._sampling.end()
+            self._write("end", early=True, step=self._sampling.count)
         self._file.end()
         self.sampler = None
 

@@ -46,6 +46,11 @@ class RecordFile:
         """True once a line was written."""
         return self._file is not None
 
+    @property
+    def is_closed(self) -> bool:
+        """True once the file can no longer be written."""
+        return self._file is not None and not self._file.close.alive
+
     def go_on(self, name: str, step: int) -> None:
         """Write to the file of this name, which a checkpoint has; steps before are done."""
         self._first_step = step
