@@ -166,6 +166,11 @@ class Accelerator(Ranks, Training, States):
         self.run.set_accumulation_steps(operator.index(steps))
 
     @property
+    def scheduler_steps(self) -> int:
+        """Steps of a scheduler per optimizer step. Subclasses that step schedulers otherwise override it."""
+        return 1
+
+    @property
     def project_dir(self) -> str | None:
         """The project's folder."""
         return self.run.config.project.project_dir
@@ -189,7 +194,7 @@ class Accelerator(Ranks, Training, States):
         """Explain in words this stack and its settings, a step, and an epoch."""
         from accel_core.runtime.explain import explain  # late: start-up need not wait for it
 
-        return explain(self.run)
+        return explain(self.run, self.scheduler_steps)
 
     # -- prepare ---------------------------------------------------------------------------------
 
@@ -222,7 +227,14 @@ class Accelerator(Ranks, Training, States):
         """
         from accel_core.training.prepare import prepare  # late: start-up need not wait for it
 
-        prepared = prepare(self.run, objects, strategy=strategy, name=name, placement=device_placement)
+        prepared = prepare(
+            self.run,
+            objects,
+            strategy=strategy,
+            name=name,
+            placement=device_placement,
+            scheduler_steps=self.scheduler_steps,
+        )
         return prepared[0] if len(prepared) == 1 else tuple(prepared)
 
     def model_init_context(

@@ -8,18 +8,23 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from accel_core.training.schedules import epochs, lengths
+
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
     from accel_core.data.loader import PreparedLoader
 
 
-def explain(run: Run) -> str:
-    """Describe the stack with reasons, changed settings with origins, units, loaders."""
-    return "\n".join(_lines(run))
+def explain(run: Run, scheduler_steps: int = 1) -> str:
+    """Describe the stack with reasons, changed settings with origins, units, loaders.
+
+    scheduler_steps: of each scheduler per optimizer step.
+    """
+    return "\n".join(_lines(run, scheduler_steps))
 
 
-def _lines(run: Run) -> Iterator[str]:
+def _lines(run: Run, scheduler_steps: int) -> Iterator[str]:
     yield f"{run.stack}, rank {run.world.rank} of {run.world.size} on {run.device}"
     for chosen in run.stack.members():
         yield f"  {chosen.record.slot} {chosen.name} ({chosen.record.origin}): {chosen.why}"
@@ -32,12 +37,12 @@ def _lines(run: Run) -> Iterator[str]:
         yield "  mesh: " + " × ".join(f"{dim.name} {dim.size}" for dim in run.mesh.dims)
     yield f"  data: reader {run.topology.reader} of {run.topology.readers}"
     for unit in run.units:
-        yield from _unit(run, unit)
+        yield from _unit(run, unit, scheduler_steps)
     for number, loader in enumerate(run.prepared.loaders):
-        yield from _loader(run, number, loader)
+        yield from _loader(run, number, loader, scheduler_steps)
 
 
-def _unit(run: Run, unit: Unit) -> Iterator[str]:
+def _unit(run: Run, unit: Unit, scheduler_steps: int) -> Iterator[str]:
     parts = (*unit.given, *unit.optimizers, *unit.schedulers)
     yield f"unit {unit.name} ({unit.strategy}): {', '.join(type(part).__name__ for part in parts)}"
     yield from (f"  {line}" for line in unit.hooks.describe(unit))
@@ -53,7 +58,7 @@ def _unit(run: Run, unit: Unit) -> Iterator[str]:
     if unit.scaler is not None:
         yield "  loss scale: one for the run, updated once a window; a step that overflows is skipped"
     if unit.schedulers:
-        yield f"  schedulers: {_schedule(run)}"
+        yield f"  schedulers: {_schedule(run, scheduler_steps)}"
 
 
 def _traffic(run: Run, unit: Unit) -> str:
@@ -67,14 +72,16 @@ def _traffic(run: Run, unit: Unit) -> str:
     return f"{between} in the backward of a step's last micro-batch only"
 
 
-def _schedule(run: Run) -> str:
+def _schedule(run: Run, scheduler_steps: int) -> str:
     if not run.config.step_scheduler_with_optimizer:
         return "stepped by you (step_scheduler_with_optimizer is off)"
     once = "optimizer step that was applied" if run.config.accumulation.adjust_scheduler else "micro-batch"
+    if scheduler_steps != 1:
+        return f"{scheduler_steps} steps for each {once}"
     return f"one step for each {once}, whatever the number of processes"
 
 
-def _loader(run: Run, number: int, loader: PreparedLoader) -> Iterator[str]:
+def _loader(run: Run, number: int, loader: PreparedLoader, scheduler_steps: int) -> Iterator[str]:
     size, together = run.accumulation_steps, loader.total_batch_size
     shared = f" of {together} samples over {_count(run.topology.readers, 'reader')}" if together else ""
     try:
@@ -91,6 +98,10 @@ def _loader(run: Run, number: int, loader: PreparedLoader) -> Iterator[str]:
         left = f", {_count(rest, 'micro-batch', 'es')} left for the next epoch's first"
     yield f"loader {number}: an epoch has {_count(batches, 'batch', 'es')}{shared}"
     yield f"  trained on, an epoch makes {_count(steps, 'optimizer step')}{effective}{left}"
+    for scheduler in (each for unit in run.units for each in unit.schedulers):
+        for name, length in lengths(scheduler):
+            if (count := epochs(run, length, batches, scheduler_steps)) is not None:
+                yield f"  {name} of {length:g} steps, stepped in the loop, ends after {count:.4g} epoch(s)"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

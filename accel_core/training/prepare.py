@@ -26,8 +26,11 @@ def prepare(
     strategy: str | None = None,
     name: str | None = None,
     placement: Sequence[bool | None] | None = None,
+    scheduler_steps: int = 1,
 ) -> list[Any]:
     """Return the prepared form of each object, in the order given. Collective.
+
+    scheduler_steps: of each scheduler per optimizer step.
 
     Raises:
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.
@@ -55,6 +58,11 @@ def prepare(
         stepped = plan.stepped.get(id(scheduler), scheduler)
         proxy = prepare_scheduler(stepped, prepared.proxy_of(optimizer))
         prepared.schedulers.append((scheduler, proxy))
+    if plan.schedules and loaders and scheduler_steps == 1:
+        from accel_core.training.schedules import warn_of_shorter_epochs  # late: few calls need it
+
+        pairs = [(loader, loaders[id(loader)]) for loader in plan.of_kind["dataloader"]]
+        warn_of_shorter_epochs(run, [scheduler for scheduler, _ in plan.schedules], pairs)
     results: list[Any] = prepared.add_results(plan.objects, loaders)
     return results
 

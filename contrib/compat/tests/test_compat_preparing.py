@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -53,6 +54,26 @@ def test_a_schedule_goes_on_as_fast_as_in_accelerate(
     assert said(run_processes, code, ours=True, processes=2) == said(
         run_processes, code, ours=False, processes=2
     )
+
+
+def of_two_epochs(split):
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(split_batches=split), cpu=True)
+    model, data = torch.nn.Linear(2, 1), DataLoader(torch.ones(20, 2), batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=2 * len(data))
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warned.append(record.getMessage())
+    warned = []
+    logging.getLogger("accel_core").addHandler(handler)
+    accelerator.prepare(model, optimizer, schedule, data)
+    return warned, [line for line in accelerator.explain().splitlines() if "OneCycleLR of" in line]
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_schedule_made_before_prepare_keeps_its_epochs_in_silence(run_processes, split):
+    for warned, epochs in run_processes(of_two_epochs, split):
+        assert warned == []
+        assert epochs == ["  OneCycleLR of 20 steps, stepped in the loop, ends after 2 epoch(s)"]
 
 
 def test_an_optimizer_may_come_before_its_model(capsys):

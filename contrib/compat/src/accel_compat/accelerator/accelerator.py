@@ -19,7 +19,7 @@ from accel_compat import runs
 from accel_compat.accelerator import checkpoints, deepspeed_engine, preparing, stepping
 from accel_compat.accelerator.arguments import STATE_PLUGINS, Asked, read
 from accel_compat.accelerator.following import Followers, Following
-from accel_compat.accelerator.prepared import AcceleratedScheduler
+from accel_compat.accelerator.prepared import AcceleratedScheduler, steps_each_time
 from accel_compat.configs.enums import DistributedType, FP8BackendType
 from accel_compat.configs.handlers import (
     AutocastKwargs,
@@ -211,6 +211,11 @@ class Accelerator(accel_core.Accelerator):
         if self.ddp_handler is not None and "ddp" in self.run.plugins:
             plugin: Any = self.run.plugins["ddp"]
             plugin.config = self.ddp_handler.to_ours()
+
+    @property
+    def scheduler_steps(self) -> int:
+        """Steps of a scheduler per optimizer step."""
+        return steps_each_time(self.run, self.run.config.data.split_batches)
 
     @property
     def step_scheduler_with_optimizer(self) -> bool:

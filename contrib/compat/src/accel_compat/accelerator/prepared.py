@@ -147,7 +147,10 @@ class AcceleratedScheduler(PreparedScheduler):
                     self.scheduler.step(*args, **kwargs)
 
     def _times(self) -> int:
-        run = self.gradient_state._run() or runs.current()
-        kind = distributed_type(run)
-        once = self.split_batches or kind in (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
-        return 1 if once else run.world.size
+        return steps_each_time(self.gradient_state._run() or runs.current(), self.split_batches)
+
+
+def steps_each_time(run: Any, split_batches: bool) -> int:
+    """Return the steps of a scheduler per optimizer step."""
+    engines = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM)
+    return 1 if split_batches or distributed_type(run) in engines else int(run.world.size)
