@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -55,21 +56,23 @@ def main() -> None:
     test = DataLoader(unseen, args.batch_size)
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
-    train, test, model, optimizer, scheduler = accelerator.prepare(train, test, model, optimizer, scheduler)
+    train, test, model, optimizer = accelerator.prepare(train, test, model, optimizer)
+    steps = ceil(len(train) / args.accumulate)  # of the optimizer in each epoch
+    scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs * steps)
+    scheduler = accelerator.prepare(scheduler)
     set_seed(1, device_specific=True)  # other dropout on each process
     if args.resume:
         accelerator.load_state(args.checkpoint)
 
-    for epoch in range(scheduler.last_epoch, args.epochs):
+    for epoch in range(train.epoch, args.epochs):
         model.train()
         for images, labels in progress(train, f"epoch {epoch + 1}"):
             with accelerator.accumulate(model):
                 loss = nn.functional.cross_entropy(model(images), labels)
                 accelerator.backward(loss)
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
-        scheduler.step()
 
         model.eval()
         right = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from math import ceil
 from pathlib import Path
 
 import torch
@@ -53,22 +54,23 @@ def main() -> None:
     test = DataLoader(unseen, args.batch_size)
     model = network().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs)
+    steps = ceil(len(train) / args.accumulate)  # of the optimizer in each epoch
+    scheduler = CosineAnnealingLR(optimizer, T_max=args.epochs * steps)
     torch.manual_seed(1)
     if args.resume:
         state = torch.load(f"{args.checkpoint}.pt")
         for part, saved in zip((model, optimizer, scheduler), state, strict=True):
             part.load_state_dict(saved)
 
-    for epoch in range(scheduler.last_epoch, args.epochs):
+    for epoch in range(scheduler.last_epoch // steps, args.epochs):
         model.train()
         for number, (images, labels) in enumerate(train, 1):
             loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
             (loss / args.accumulate).backward()
             if number % args.accumulate == 0 or number == len(train):
                 optimizer.step()
+                scheduler.step()
                 optimizer.zero_grad()
-        scheduler.step()
 
         model.eval()
         right = 0

@@ -12,7 +12,8 @@ inputs = torch.randn(512, 8)
 data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=16, shuffle=True)
 model = nn.Linear(8, 1)
 model.to(device)
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+optimizer = torch.optim.AdamW(model.parameters())
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=4 * len(data))
 
 for epoch in range(4):
     for x, y in data:
@@ -20,5 +21,6 @@ for epoch in range(4):
         loss = nn.functional.mse_loss(model(x), y)
         loss.backward()
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     print(f"epoch {epoch + 1}: loss {loss.item():.3f}")

@@ -50,12 +50,14 @@ def of_pairs_of_batches():
     inputs = torch.randn(512, 8)
     data = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=16, shuffle=True)
     model = nn.Linear(8, 1)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.3, total_steps=4 * len(data) // 2)
     for epoch in range(4):
         batches = [*data]
         for pair in zip(batches[::2], batches[1::2], strict=True):
             loss = torch.stack([nn.functional.mse_loss(model(x), y) for x, y in pair]).mean()
             loss.backward()
             optimizer.step()
+            scheduler.step()
             optimizer.zero_grad()
         yield f"epoch {epoch + 1}: loss {loss.item():.3f}\n"
