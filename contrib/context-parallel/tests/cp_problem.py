@@ -60,9 +60,37 @@ def samples(length=LENGTH):
     return [{"input_ids": row[:-1], "targets": row[1:]} for row in ids]
 
 
+class WithoutPositions(Gpt):
+    """Counts them by itself: its forward takes none."""
+
+    def forward(self, tokens):
+        return super().forward(tokens)
+
+
+class OfAnotherName(Gpt):
+    def forward(self, tokens, where=None):
+        return super().forward(tokens, where)
+
+
+class Adapted(nn.Module):
+    """Hands what it is given on to a model inside, as adapters do."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = Gpt()
+
+    def forward(self, *args, **options):
+        return self.inner(*args, **options)
+
+
 def loss_of(model, batch):
     logits = model(batch["input_ids"], batch.get("position_ids"))
     return F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten()), None
+
+
+def loss_of_tokens_alone(model, batch):
+    """As a loop that leaves the positions to the model."""
+    return F.cross_entropy(model(batch["input_ids"]).flatten(0, 1), batch["targets"].flatten()), None
 
 
 def plain(causal=True, batch_size=4, epochs=7):
@@ -91,7 +119,15 @@ def accelerator_of(strategy="ddp", size=-1, buffers=BUFFERS, timeout=PATIENCE, *
     return Accelerator(cpu=True, strategy=strategy, plugins=[plugin, patience], **more)
 
 
-def ours(causal=True, batch_size=4, epochs=7, form="accumulate", accelerator=None, **options):
+def ours(
+    causal=True,
+    batch_size=4,
+    epochs=7,
+    form="accumulate",
+    accelerator=None,
+    loss_of=loss_of,
+    **options,
+):
     """The same under context parallelism; losses are the mean over the ranks that have parts of them."""
     accelerator = accelerator or accelerator_of(**options)
     model = Gpt(causal)
@@ -138,6 +174,28 @@ def as_for_accelerate():
 
     theirs = Theirs(cpu=True, parallelism_config=ParallelismConfig(cp_size=2))
     return ours(form="by hand", accelerator=theirs)
+
+
+def without_positions(form):
+    buffers = {} if form == "by hand" else BUFFERS
+    return ours(form=form, epochs=3, loss_of=loss_of_tokens_alone, buffers=buffers)
+
+
+def first_logits(model, derive, *names):
+    """Return (logits of this rank's part of a batch, or the error; the rank)."""
+    plugin = ContextParallelPlugin(buffers=BUFFERS, derive=derive)
+    accelerator = Accelerator(cpu=True, strategy="ddp", plugins=[plugin])
+    model, loader = accelerator.prepare(model(), DataLoader(samples(), 4))
+    batch, found = next(iter(loader)), []
+
+    def step():
+        with accelerator.accumulate(model, batch=batch):
+            found.append(model(*(batch[name] for name in names)).detach())
+
+    said = complaint(step)
+    rank = accelerator.process_index
+    accelerator.end_training()
+    return (found or [said])[0], rank
 
 
 def complaint(function, *args):
@@ -312,7 +370,7 @@ def ours_of_tokens(batch_size, form, **options):
     return losses, norms, weight
 
 
-def llama(shared):
+def llama(shared, left_out=()):
     """Losses of a transformers model on its own loss, whose tokens are counted over all ranks."""
     import warnings
 
@@ -333,7 +391,8 @@ def llama(shared):
     losses = []
     for window in accelerator.windows(loader, model, items=tokens):
         for batch in window:
-            loss = model(**batch, num_items_in_batch=1).loss
+            given = {name: each for name, each in batch.items() if name not in left_out}
+            loss = model(**given, num_items_in_batch=1).loss
             accelerator.backward(loss)
             optimizer.step()
             optimizer.zero_grad()

@@ -58,6 +58,40 @@ def test_so_they_do_where_batches_are_shared_out_by_hand(run_processes):
         assert found[2] == (4, LENGTH // 2)
 
 
+@pytest.mark.needs("accel-ddp")
+@pytest.mark.parametrize("form", ["accumulate", "forward_backward", "by hand"])
+def test_a_loop_that_leaves_the_positions_to_the_model_trains_on_those_of_its_part(form, run_processes):
+    for found in run_processes(cp_problem.without_positions, form, world=2):
+        assert_same(found, cp_problem.plain(epochs=3))
+
+
+@pytest.mark.needs("accel-ddp")
+@pytest.mark.parametrize(
+    ("model", "derive", "names"),
+    [
+        (cp_problem.Adapted, True, ("input_ids",)),
+        (cp_problem.OfAnotherName, True, ("input_ids", "position_ids")),
+    ],
+)
+def test_a_model_may_hand_positions_on_or_take_them_by_another_name(model, derive, names, run_processes):
+    with torch.no_grad():
+        whole = Gpt()(default_collate(samples()[:4])["input_ids"])
+    for logits, rank in run_processes(cp_problem.first_logits, model, derive, *names, world=2):
+        torch.testing.assert_close(logits, whole[:, positions(LENGTH, 2, CPU)[rank]], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.needs("accel-ddp")
+def test_a_model_that_takes_no_positions_is_refused_unless_it_has_none(run_processes):
+    for model in (cp_problem.WithoutPositions, cp_problem.OfAnotherName):
+        for said, _ in run_processes(cp_problem.first_logits, model, True, "input_ids", world=2):
+            assert f"the forward of {model.__name__} takes no position_ids" in said
+            assert "cp.derive: false" in said
+    for found, _ in run_processes(
+        cp_problem.first_logits, cp_problem.WithoutPositions, False, "input_ids", world=2
+    ):
+        assert isinstance(found, torch.Tensor)
+
+
 @pytest.mark.needs("accel-compat")
 def test_so_does_a_script_for_accelerate(run_processes):
     for found in run_processes(cp_problem.as_for_accelerate, world=2):
@@ -160,8 +194,9 @@ def test_attention_that_backward_computes_again_is_of_the_whole_sequence(run_pro
 @pytest.mark.needs("transformers")
 def test_a_transformers_model_with_its_own_loss_trains_as_in_one_process(run_processes):
     (whole,) = run_processes(cp_problem.llama, False, world=1)
-    for shared in run_processes(cp_problem.llama, True, world=2):
-        torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)
+    for left_out in ([], ["position_ids"]):
+        for shared in run_processes(cp_problem.llama, True, left_out, world=2):
+            torch.testing.assert_close(shared, whole, rtol=2e-4, atol=2e-5)
 
 
 @pytest.mark.needs("accel-ddp")

@@ -33,5 +33,6 @@ class ContextParallelPlugin(KwargsHandler):
     )
     derive: bool = option(
         True,
-        help="Give batches with input_ids the position_ids they lack, those with labels their shift_labels.",
+        help="Give batches with input_ids the position_ids they lack, those with labels their shift_labels,"
+        " and refuse models that take no positions.",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_context_parallel.attention import attending
-from accel_context_parallel.models import Asked, attend_causally
-from accel_context_parallel.sequence import length_of, part, positions
+from accel_context_parallel.models import Asked, PositionArgument, attend_causally
+from accel_context_parallel.sequence import length_of, part, places, positions
 from accel_core import AccelError, MeshDim, get_logger, hooks, implements
 
 if TYPE_CHECKING:
@@ -43,7 +44,8 @@ class ContextParallel:
         """Tensor with a part of sequences -> length of the whole; ends with its batch."""
         self._given = 0
         """Whole length for the forward that begins; 0 if its inputs hold no parts."""
-        self._attending = False
+        self._shared = 0
+        """Whole length of the sequences of the step that runs; 0 outside of steps."""
         self._restarts: Tensor | None = None
         """Flag on a device: a batch holds packed rows. Read at the next batch."""
 
@@ -59,12 +61,33 @@ class ContextParallel:
     @implements(hooks.transform_model)
     def transform_model(self, unit: Unit, model: nn.Module, phase: str) -> nn.Module:
         if self.ranks > 1 and phase == "convert":
-            attend_causally(model, lambda: self._attending)
-            model.register_forward_pre_hook(Asked(torch.compiler.disable(self._note)), with_kwargs=True)
+            attend_causally(model, lambda: self._shared > 0)
+            note = partial(self._note, PositionArgument(model))
+            model.register_forward_pre_hook(Asked(torch.compiler.disable(note)), with_kwargs=True)
         return model
 
-    def _note(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        self._given = self._length_in((args, kwargs))
+    def _note(self, argument: PositionArgument, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        self._given = given = self._length_in((args, kwargs))
+        if length := self._shared or given:
+            return self._with_positions(argument, args, kwargs, length, has_parts=given > 0)
+        return None
+
+    def _with_positions(
+        self, argument: PositionArgument, args: Any, kwargs: Any, length: int, *, has_parts: bool
+    ) -> Any:
+        """Return the arguments of a forward with the positions of its tokens, if it lacks them."""
+        assert self.run.mesh is not None
+        if argument.index is None:
+            if has_parts and self.config.derive and not argument.is_elsewhere:
+                where = positions(length, self.ranks, self.run.device)[self.run.mesh.index("cp")]
+                argument.find_elsewhere(tree_leaves((args, kwargs)), where)
+            return None
+        dim = self.config.buffers.get("input_ids", 1)
+        tokens = argument.tokens_without(args, kwargs)
+        if tokens is None or tokens.dim() < 2 or tokens.shape[dim] * self.ranks != length:
+            return None
+        where = positions(length, self.ranks, tokens.device)[self.run.mesh.index("cp")]
+        return argument.filled(args, kwargs, places(where, tokens, dim))
 
     def _length_in(self, batch: Any) -> int:
         """Whole length of the sequences that a batch's tensors are parts of, or 0."""
@@ -132,10 +155,8 @@ class ContextParallel:
             whole["shift_labels"].select(dims["labels"], -1).fill_(-100)
         parts = {name: part(tensor, dims[name], rank, self.ranks) for name, tensor in whole.items()}
         if self.config.derive and "input_ids" in whole and "position_ids" not in batch:
-            ids, is_first = parts["input_ids"], dims["input_ids"] % whole["input_ids"].dim() == 0
-            where = positions(length, self.ranks, ids.device)[rank]
-            rows = where.expand(*(ids.shape[1:2] if is_first else ids.shape[:1]), -1)
-            parts["position_ids"] = rows.movedim(-1, 0) if is_first else rows
+            where = positions(length, self.ranks, parts["input_ids"].device)[rank]
+            parts["position_ids"] = places(where, parts["input_ids"], dims["input_ids"])
         return parts
 
     @implements(hooks.share_sequences)
@@ -161,12 +182,14 @@ class ContextParallel:
         whole = [buffer.data for buffer in buffers]
         for buffer, data, dim in zip(buffers, whole, dims, strict=True):  # one may be there twice
             buffer.data = part(data, dim, self.run.mesh.index("cp"), self.ranks)
+            self._parts[buffer] = length
         try:
             with self._attend(length):
                 yield
         finally:
             left = set(map(id, kept))
             for buffer, data in zip(buffers, whole, strict=True):
+                self._parts.pop(buffer, None)
                 if id(buffer) not in left:
                     buffer.data = data
 
@@ -192,7 +215,7 @@ class ContextParallel:
 
     def _forward(self) -> AbstractContextManager[None]:
         length, self._given = self._given, 0
-        if len(self._parts) and not self._attending and torch.is_grad_enabled():
+        if len(self._parts) and not self._shared and torch.is_grad_enabled():
             raise AccelError(
                 "cp: a model trains on its part of each sequence outside of any step\n"
                 "write `with accelerator.accumulate(model, batch=batch):` around forward and backward, or use"
@@ -202,16 +225,16 @@ class ContextParallel:
 
     @contextmanager
     def _attend(self, length: int) -> Iterator[None]:
-        if self._attending or not length:
+        if self._shared or not length:
             yield
             return
         assert self.run.mesh is not None
-        self._attending = True
+        self._shared = length
         try:
             with attending(self.run.mesh.device_mesh["cp"], length, self._anyone):
                 yield
         finally:
-            self._attending = False
+            self._shared = 0
 
     def _anyone(self, called: bool) -> bool:
         """Return True if any stage of a pipeline did; some have no attention. Collective."""

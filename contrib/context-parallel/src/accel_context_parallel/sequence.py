@@ -15,7 +15,7 @@ from torch import Tensor
 
 from accel_core import AccelError
 
-__all__ = ["causal_mask", "length_of", "part", "positions"]
+__all__ = ["causal_mask", "length_of", "part", "places", "positions"]
 
 # What is kept for later batches is made outside of `torch.inference_mode`: backward cannot use tensors of it.
 
@@ -62,6 +62,13 @@ def positions(length: int, ranks: int, device: torch.device) -> Tensor:
     """
     whole = torch.arange(length, device=device)
     return torch.stack([part(whole, 0, rank, ranks) for rank in range(ranks)])
+
+
+def places(where: Tensor, tokens: Tensor, dim: int) -> Tensor:
+    """(S / ranks,) -> (B, S / ranks), or (S / ranks, B) if the sequence is dimension 0 of `tokens`."""
+    is_first = dim % tokens.dim() == 0
+    rows = where.expand(*(tokens.shape[1:2] if is_first else tokens.shape[:1]), -1)
+    return rows.movedim(-1, 0) if is_first else rows
 
 
 @lru_cache(maxsize=1)
