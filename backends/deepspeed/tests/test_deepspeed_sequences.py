@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from accel_core import Accelerator, AccelError
 from accel_deepspeed import DeepSpeedPlugin
 
-pytestmark = [pytest.mark.full, pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("ignore")]
 LENGTH, WORDS, WIDTH = 8, 13, 16
 
 
@@ -85,6 +85,7 @@ def shared(stage: int) -> tuple[list[float], list[float]]:
     return found, expected
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("stage", [2, 3])
 def test_deepspeeds_attention_over_parts_trains_as_attention_over_the_whole(
     stage: int, run_processes
@@ -148,6 +149,31 @@ def odd_lengths() -> str:
     return ""
 
 
+def without_exchange() -> tuple[str, str]:
+    """What is said of the first forward that trains, and of the second."""
+    ours, net = accelerator(2), Net()
+    model, _, loader = ours.prepare(net, torch.optim.AdamW(net.parameters()), DataLoader(tokens(), 2))
+    ids = next(iter(loader))[0]
+    with torch.no_grad():
+        model(ids)
+    said = []
+    for _ in range(2):
+        try:
+            model(ids)
+            said.append("nothing")
+        except AccelError as error:
+            said.append(str(error))
+    ours.end_training()
+    return said[0], said[1]
+
+
+def test_a_model_that_exchanges_no_heads_is_refused_in_its_first_forward(run_processes) -> None:
+    for said, later in run_processes(without_exchange, timeout=120):
+        assert "the forward of Net exchanges no heads between the ranks that share a sequence" in said
+        assert later == "nothing"
+
+
+@pytest.mark.full
 def test_a_sequence_that_has_no_equal_parts_is_refused(run_processes) -> None:
     for said in run_processes(odd_lengths, timeout=120):
         assert "sequence_parallel_size is 2, and a batch has the shape [2, 7]" in said

@@ -20,7 +20,7 @@ from accel_deepspeed.inference import run_without_graph
 from accel_deepspeed.limits import refused_model, refused_optimizers, refused_settings
 from accel_deepspeed.placeholders import DummyOptim, DummyScheduler, EngineScheduler
 from accel_deepspeed.state import EngineState
-from accel_deepspeed.ulysses import SharedSequences
+from accel_deepspeed.ulysses import SharedSequences, require_exchange
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -119,11 +119,15 @@ class DeepSpeed(SharedSequences, EngineState):
             unit.wrapped.append(engine)
         if unit.optimizers:
             unit.optimizers[:] = [engine.optimizer]
+            if not hasattr(engine.optimizer, "defaults"):  # schedulers look there if momentum is set
+                engine.optimizer.defaults = engine.basic_optimizer.defaults
             clipping = unit.config.deepspeed_config.get("gradient_clipping") or 0.0
             fixed = self.config.deepspeed_config.get("gradient_clipping") not in (None, settings.AUTO, 0.0)
             self.gradients[unit] = gradients.of(engine, clipping, fixed)
             model = unit.models[0]
             unit.detach.append(run_without_graph(model) if self.config.stage == 3 else keep_loaded(unit))
+            if self.sharing > 1:
+                require_exchange(model, self.sharing)
         gradients.count_backward_once(engine)
         self._replace_dummies(unit, engine)
 

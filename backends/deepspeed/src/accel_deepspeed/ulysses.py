@@ -6,10 +6,12 @@ Ranks that share a sequence read the same batch, and each has the next part of i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from accel_core import AccelError, MeshDim, hooks, implements
@@ -17,7 +19,7 @@ from accel_core import AccelError, MeshDim, hooks, implements
 if TYPE_CHECKING:
     from accel_core import Run, RunConfig, Unit, World
 
-__all__ = ["SharedSequences"]
+__all__ = ["SharedSequences", "require_exchange"]
 
 
 class SharedSequences:
@@ -35,6 +37,49 @@ class SharedSequences:
         if self.sharing == 1 or self.run.mesh is None:
             return batch
         return _part(batch, self.run.mesh.index("cp"), self.sharing)
+
+
+class _Exchanges(TorchDispatchMode):
+    """Notes if code inside exchanges heads: each way of Ulysses is an all-to-all."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        self.found |= "alltoall" in func.name().replace("_", "")
+        return func(*args, **(kwargs or {}))
+
+
+def require_exchange(model: nn.Module, ranks: int) -> None:
+    """Have the model's first forward that trains raise AccelError if it exchanges no heads.
+
+    Later forwards are not watched.
+    """
+    watching, exchanges = ExitStack(), _Exchanges()
+
+    def begin(*_: Any) -> None:
+        if torch.is_grad_enabled():
+            watching.enter_context(exchanges)
+            before.remove()
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return  # an evaluation, which may come first
+        after.remove()
+        watching.close()
+        if output is not None and not exchanges.found:
+            raise AccelError(
+                f"sequence_parallel_size is {ranks}, and the forward of {type(module).__name__} exchanges no"
+                " heads between the ranks that share a sequence: each attends to its own part alone\nlet it"
+                " attend by deepspeed.sequence.layer.DistributedAttention or, in transformers,"
+                " UlyssesSPAttentionHF; or leave sequence_parallel_size out"
+            )
+
+    before = model.register_forward_pre_hook(begin)
+    after = model.register_forward_hook(end, always_call=True)  # after an exception too
 
 
 def _part(batch: Any, rank: int, ranks: int) -> Any:
