@@ -9,10 +9,10 @@ import grids_job
 import pytest
 import torch
 
+from accel_testing.decoder import SPLIT
+
 pytestmark = [pytest.mark.full, pytest.mark.needs("accel-ddp"), pytest.mark.timeout(900)]
 
-PLAN = {f"blocks.*.{name}": "colwise" for name in ("q", "k", "v", "up")}
-PLAN |= {f"blocks.*.{name}": "rowwise" for name in ("o", "down")}
 GRIDS = {
     "ddp 2": (2, {"strategy": "ddp"}),
     "fsdp1 2": (2, {"version": 1}),
@@ -40,10 +40,10 @@ def environment(sizes):
         found["ACCEL__EXTENSIONS"] = ",".join(extensions)
     if tp := sizes.pop("tp", None):
         found["ACCEL__TENSOR_PARALLEL__TP_SIZE"] = str(tp)
-        found["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(PLAN)
+        found["ACCEL__TENSOR_PARALLEL__PARALLELIZE_PLAN"] = json.dumps(SPLIT)
     if cp := sizes.pop("cp", None):
         found["ACCEL__CP__SIZE"] = str(cp)
-        found["ACCEL__CP__BUFFERS"] = json.dumps({"0": 1, "1": 1})
+        found["ACCEL__CP__BUFFERS"] = json.dumps({"input_ids": 1, "targets": 1})
     return found | {f"ACCEL__FSDP__{name.upper()}_SIZE": str(size) for name, size in sizes.items()}
 
 
