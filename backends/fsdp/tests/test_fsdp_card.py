@@ -31,3 +31,12 @@ def test_an_older_torch_is_refused_with_what_to_install(
 
     assert (reason is None) == usable
     assert reason is None or "pip install 'torch>=2.11'" in reason
+
+
+def test_a_missing_torch_is_told_with_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", missing)
+
+    assert probe() == "torch is not installed; pip install 'torch>=2.11'"

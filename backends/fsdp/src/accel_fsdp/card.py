@@ -11,11 +11,14 @@ __all__ = ["FSDP", "TENSOR_PARALLEL", "probe"]
 
 
 def probe() -> str | None:
-    """None if this package was tested on the installed torch, else why not.
+    """Return None if this package was tested on the installed torch, else the reason.
 
     Over gloo, torch 2.8 adds gradients up where fully_shard asks for their mean (pytorch/pytorch#162338).
     """
-    torch = metadata.version("torch")
+    try:
+        torch = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        return "torch is not installed; pip install 'torch>=2.11'"
     release = re.findall(r"\d+", torch.partition("+")[0])[:2]  # of 2.11+cpu and 2.12rc1 too
     if tuple(map(int, release)) >= (2, 11):
         return None
