@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from accel_core import Accelerator, AccelError, InitProcessGroupKwargs, TorchDynamoPlugin
 from accel_fsdp import FullyShardedDataParallelPlugin, TorchTensorParallelPlugin
+from accel_testing import Traffic
 from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, WIDTH = 18, 8, 16
@@ -669,6 +670,23 @@ def reductions(options, counts):
             optimizer.zero_grad()
         found.append(len(calls))
     return found
+
+
+def gathers(options, microbatches):
+    """How many all-gathers a window takes, its loss, and what `explain` has of stages and groups."""
+    accelerator = accelerator_of(**options)
+    model = Gpt(8)
+    model._no_split_modules = ["Block"]
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step in range(2):  # torch rehearses in the first
+        batches = mine_of(window(step, microbatches), accelerator)
+        with Traffic() as seen:
+            loss = accelerator.forward_backward(model, batches, loss_of, microbatches=microbatches).loss
+        optimizer.step()
+        optimizer.zero_grad()
+    lines = [line.strip() for line in accelerator.explain().splitlines()]
+    accelerator.end_training()
+    return seen.kinds().get("all_gather", (0, 0))[0], loss.item(), lines
 
 
 def compiled(layers):

@@ -428,6 +428,35 @@ def test_a_window_reduces_once_whatever_its_number_of_micro_batches(schedule, ru
         assert few == many == 3  # two blocks, and the model around them
 
 
+BLOCK = sum(p.numel() for p in problem.Block().parameters()) * 4
+
+
+def test_a_stage_gathers_each_of_its_blocks_once_per_window(run_processes):
+    found = run_processes(problem.gathers, {"pp_size": 2}, 8, world=4, timeout=100)
+    for number, _, lines in found:
+        assert number == 4 + 1  # four blocks, and the model around them
+        assert any(line.endswith(f"4 groups: {BLOCK:,} bytes each") for line in lines)
+
+
+@pytest.mark.full
+def test_gathering_blocks_for_each_micro_batch_has_to_be_asked_for_and_computes_the_same(run_processes):
+    options = {"pp_size": 2, "reshard_after_forward": True}
+    kept = run_processes(problem.gathers, {"pp_size": 2}, 8, world=4, timeout=100)
+    again = run_processes(problem.gathers, options, 8, world=4, timeout=100)
+    for (few, loss, _), (many, same, _) in zip(kept, again, strict=True):
+        assert many > 8 * (few - 1)
+        assert same == pytest.approx(loss, rel=1e-6)
+
+
+def test_what_a_stage_holds_is_explained(run_processes):
+    model = problem.Gpt(8)
+    ends = [(model.tokens, model.where, *model.blocks[:4]), (*model.blocks[4:], model.norm, model.head)]
+    held = [sum(p.numel() for part in parts for p in part.parameters()) * 4 for parts in ends]
+    first, last = (lines for _, _, lines in run_processes(problem.gathers, {"pp_size": 2}, 2, world=2))
+    assert f"pipeline stage 0 of 0 to 1: tokens to blocks.3, 6 modules, {held[0]:,} bytes" in first
+    assert f"pipeline stage 1 of 0 to 1: blocks.4 to head, 6 modules, {held[1]:,} bytes" in last
+
+
 @pytest.mark.full
 def test_blocks_of_stages_are_compiled_alone_and_share_their_code(run_processes):
     few = run_processes(problem.compiled, 4, world=2, timeout=110)

@@ -146,7 +146,7 @@ def pipeline_by_hand(model, mesh, shared, scale):
     if shared is not None:
         readers, reader = shared.size(), shared.get_local_rank()
         for part in (*(part for part in stage if isinstance(part, Block)), stage):
-            fully_shard(part, mesh=shared)
+            fully_shard(part, mesh=shared, reshard_after_forward=False)
     optimizer = optimizer_of(stage)
     piped = PipelineStage(stage, rank, 2, torch.device("cpu"), group=group)
     schedule = Schedule1F1B(piped, WINDOW, loss_fn=loss_of)

@@ -18,6 +18,7 @@ from accelerate.utils import (
     MSAMPRecipeKwargs,
     load_and_quantize_model,
 )
+from peers import said
 
 from accel_compat.launch.convert import convert
 from accel_compat.unsupported import NotServedError
@@ -165,6 +166,35 @@ def test_offloading_is_torchs_object_of_the_version():
     for version in (1, 2):
         with pytest.raises(ValueError, match="cpu_offload must be"):
             FullyShardedDataParallelPlugin(fsdp_version=version, cpu_offload="all")
+
+
+ONE_GROUP = """
+import json, logging
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+heard = []
+logging.getLogger("accel_fsdp.base").addFilter(lambda record: heard.append(record.getMessage()) or True)
+plugin = FullyShardedDataParallelPlugin(fsdp_version=2, WRITTEN)
+accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+model = accelerator.prepare(nn.Sequential(*(nn.Sequential(nn.Linear(4, 4)) for _ in range(3))))
+sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
+print(json.dumps([sharded, heard]), flush=True)
+"""
+
+
+@pytest.mark.needs("accel-fsdp")
+def test_fsdp_without_a_policy_stays_one_group_as_in_accelerate_and_warns(run_processes):
+    sharded, (warning,) = said(run_processes, ONE_GROUP.replace("WRITTEN", ""), ours=True)
+    assert sharded == 1
+    assert "[Sequential]; fsdp.auto_wrap_policy: NO_WRAP keeps one group" in warning
+
+
+@pytest.mark.needs("accel-fsdp")
+def test_fsdp_with_no_wrap_that_somebody_wrote_is_one_group_without_a_warning(run_processes):
+    written = 'auto_wrap_policy="no_wrap"'
+    assert said(run_processes, ONE_GROUP.replace("WRITTEN", written), ours=True) == [1, []]
 
 
 def test_quantizing_without_its_package_names_the_package(monkeypatch):

@@ -9,8 +9,10 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
@@ -20,12 +22,13 @@ from accel_fsdp import alone, dims, meta
 from accel_fsdp.carriers import refused_carrier
 from accel_fsdp.config import FullyShardedDataParallelPlugin
 from accel_fsdp.optimizers import refused
+from accel_fsdp.own_plan import refuse_members_alone
 from accel_fsdp.parameters import with_hooks
+from accel_fsdp.report import described, one_group
 from accel_fsdp.stages import is_cut
-from accel_fsdp.wrapping import checkpointed, ignored
+from accel_fsdp.wrapping import checkpointed, ignored, is_own_plan
 
 if TYPE_CHECKING:
-    from torch import nn
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -51,6 +54,8 @@ class FullyShardedDataParallel:
         self.run = run
         self._mesh: DeviceMesh | None = None
         self._replica_groups: list[ProcessGroup] = []
+        self._described: WeakKeyDictionary[Unit, list[str]] = WeakKeyDictionary()
+        """Lines about the groups of each unit."""
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config: RunConfig, world: World) -> Sequence[MeshDim]:
@@ -124,6 +129,21 @@ class FullyShardedDataParallel:
         if self._mesh is not None:
             self._mesh = None
             alone.leave(self.run)
+
+    @implements(hooks.describe)
+    def describe(self, unit: Unit) -> Sequence[str]:
+        return self._described.get(unit, ())
+
+    def note_groups(self, unit: Unit, model: nn.Module, found: Sequence[Group]) -> None:
+        """Keep lines about the groups, before they are sharded; warn of one that nobody asked for."""
+        self._described.setdefault(unit, []).extend(described(model, found))
+        if self.run.world.rank == 0 and (warning := one_group(model, self.config)):
+            logger.warning(warning)
+
+    def guard_members(self, model: nn.Module, prepared: nn.Module, members: Sequence[nn.Module]) -> None:
+        """Refuse calls of blocks that were found in a prepared Sequential, from outside its forward."""
+        if members and is_own_plan(self.config) and isinstance(model, nn.Sequential):
+            refuse_members_alone(prepared, members)
 
     def tell_unused(self, model: nn.Module, blocks: int) -> None:
         """Log options that do nothing for this model."""

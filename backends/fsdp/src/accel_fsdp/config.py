@@ -73,7 +73,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     reshard_after_forward: bool | int | str | None = option(
         None,
         converter=_reshard,
-        help="Drop gathered weights after forward: true, false, to how many ranks, or a strategy.",
+        help="Drop gathered weights after forward: true, false, to how many ranks, a strategy; unset: true,"
+        " in a pipeline false.",
     )
     backward_prefetch: str | None = option(
         None,
@@ -89,7 +90,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     auto_wrap_policy: str | object | None = option(
         None,
         converter=_wrap,
-        help=f"Which modules are sharded each by itself: {', '.join(WRAPS)}, a callable.",
+        help=f"Which modules are sharded each by itself: {', '.join(WRAPS)}, a callable; unset: the"
+        " model's own plan.",
     )
     cpu_offload: bool = option(
         False, converter=_offload, help="Keep shards and optimizer state in the CPU's memory."

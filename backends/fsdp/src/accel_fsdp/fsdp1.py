@@ -77,6 +77,7 @@ class Flat(FullyShardedDataParallel):
         if self.config.strategy == "NO_SHARD" or self.mesh.size(self.mesh.ndim - 1) == 1:
             _refuse_other_orders(model)
         self.tell_unused(model, len(found) - 1)
+        self.note_groups(unit, model, found)
         for group in found:
             self.materialize(group)
             with warnings.catch_warnings():
@@ -89,7 +90,9 @@ class Flat(FullyShardedDataParallel):
             self._set_state_dict_type(wrapped)
         evaluate_outside_inference_mode(wrapped)
         follow_forwards(wrapped)
-        reshard_after_evaluation(wrapped, partial(_free, FSDP.fsdp_modules(wrapped)))
+        made = FSDP.fsdp_modules(wrapped)
+        reshard_after_evaluation(wrapped, partial(_free, made))
+        self.guard_members(model, wrapped, [module for module in made if module is not wrapped])
         return wrapped
 
     def _set_state_dict_type(self, model: nn.Module) -> None:

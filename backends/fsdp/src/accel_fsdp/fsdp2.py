@@ -75,15 +75,17 @@ class Sharded(FullyShardedDataParallel):
         """Shard the model by version 2. Collective."""
         self.join(unit)
         arguments: dict[str, Any] = {
-            "reshard_after_forward": self.config.reshards,
+            "reshard_after_forward": self._reshards(unit),
             "mp_policy": mixed_precision(self.config, self.run),
             "offload_policy": self._offload(),
         }
         untouched = {p for module in ignored(model, self.config) for p in module.parameters()}
         elsewhere = {p for module in absent(model) for p in module.parameters()}
-        made = []
+        made: list[Any] = []
         found, shards = groups(model, self.config), self.shards(model)
         self.tell_unused(model, len(found) - 1 if shards else 0)
+        if shards:
+            self.note_groups(unit, model, found)
         for group in found:
             self.materialize(group)
             whole_ones = group.own_parameters
@@ -108,6 +110,7 @@ class Sharded(FullyShardedDataParallel):
             evaluate_outside_inference_mode(model)
             model.register_forward_hook(refuse_second_order)
             reshard_after_evaluation(model, partial(_reshard, made))
+            self.guard_members(model, model, made[:-1])
         guard_conversions(model)
         return model
 
@@ -198,6 +201,15 @@ class Sharded(FullyShardedDataParallel):
     def shards(self, model: nn.Module) -> bool:
         """Return True if `fully_shard` has something to do for the model."""
         return True
+
+    def _reshards(self, unit: Unit) -> bool | int | None:
+        config = self.config
+        if stages(unit.mesh) is None or (config.reshard_after_forward, config.sharding_strategy) != (
+            None,
+            None,
+        ):
+            return config.reshards
+        return False  # else a stage gathers its blocks again for each micro-batch
 
     def _takes_zeros(self) -> bool:
         """Return whether parameters that a rank does not use get a zero gradient."""

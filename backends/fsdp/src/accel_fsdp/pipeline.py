@@ -18,7 +18,7 @@ from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hook
 from accel_fsdp.fsdp2 import Sharded, reshard, whole
 from accel_fsdp.schedules import Pipe
 from accel_fsdp.stages import note_hooks_of_plugins
-from accel_fsdp.wrapping import blocks, ignored, refuse_unfit, wraps
+from accel_fsdp.wrapping import blocks, chosen_blocks, ignored, refuse_unfit
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -58,7 +58,7 @@ class Pipelined(Sharded):
             # Of all stages, on all ranks: a rank alone would leave the others in a collective.
             refuse_unfit(model.modules(), sharded, self.config.fsdp_version)
         if phase == "checkpoint" and self.config.activation_checkpointing and not blocks(model, self.config):
-            if not wraps(model, self.config):
+            if not chosen_blocks(model, self.config):
                 raise ConfigError(
                     "fsdp.activation_checkpointing would compute a whole model again, of which each rank of a"
                     " pipeline runs stages\nname its blocks: fsdp.transformer_cls_names_to_wrap"
@@ -67,6 +67,11 @@ class Pipelined(Sharded):
         if phase == "post":
             note_hooks_of_plugins(model)
         return super().transform_model(unit, model, phase)
+
+    @implements(hooks.describe)
+    def describe(self, unit: Unit) -> Sequence[str]:
+        pipe = self._pipes.get(unit)
+        return [*(pipe.described() if pipe else ()), *super().describe(unit)]
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit: Unit, model: nn.Module) -> nn.Module:

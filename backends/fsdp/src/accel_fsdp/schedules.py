@@ -25,6 +25,7 @@ from accel_core import AccelError, ConfigError, StepOutput
 from accel_fsdp.draws import Draws
 from accel_fsdp.norms import is_double
 from accel_fsdp.reduction import Reduction
+from accel_fsdp.report import weight_bytes
 from accel_fsdp.stages import Left, cut, points_of
 from accel_fsdp.ties import Ties
 
@@ -99,6 +100,18 @@ class Pipe:
         self.is_broken = False
         """True after an exception in a window: its messages may be on their way."""
         self._schedules: dict[Any, Any] = {}
+
+    def described(self) -> list[str]:
+        """Return a line for each of this rank's stages: its modules, and the bytes of their weights."""
+        lines = []
+        for stage in self.mine:
+            names = [piece._name for piece in self.pieces[stage]]
+            held = {p: None for piece in self.pieces[stage] for p in piece.parameters()}
+            lines.append(
+                f"pipeline stage {stage} of 0 to {self.stages - 1}: {names[0]} to {names[-1]},"
+                f" {len(names)} modules, {weight_bytes(held):,} bytes"
+            )
+        return lines
 
     def run(
         self, batches: Sequence[Any], forward_loss: ForwardLoss, scale: Tensor | None, divisor: Tensor | float

@@ -22,7 +22,7 @@ from accel_core import AccelError, ConfigError
 from accel_fsdp.naming import become
 from accel_fsdp.passed import Passed, Running, received_by, refusal, unpassable
 
-__all__ = ["Left", "absent", "cut", "is_cut", "note_hooks_of_plugins", "points_of"]
+__all__ = ["Left", "absent", "cut", "forward_of", "is_cut", "note_hooks_of_plugins", "points_of"]
 
 
 OF_OUTPUTS: Final = ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -226,6 +226,12 @@ def cut(
 def is_cut(model: nn.Module) -> bool:
     """Return True if an earlier prepare has cut the model, or what it is a part of."""
     return any(isinstance(module, (_Piece, _Root)) for module in model.modules())
+
+
+def forward_of(model: nn.Module) -> object:
+    """Return the function that the model's class has as forward, cut or not; None for a model's own."""
+    bound = super(_Root, model).forward if isinstance(model, _Root) else model.forward  # type: ignore[misc]
+    return getattr(bound, "__func__", None)
 
 
 def absent(model: nn.Module) -> list[nn.Module]:

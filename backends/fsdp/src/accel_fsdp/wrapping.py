@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from torch.distributed.fsdp import wrap
 from accel_core import ConfigError
 from accel_fsdp.experts import Spread
 from accel_fsdp.naming import did_you_mean
+from accel_fsdp.own_plan import of_classes, own_blocks
 from accel_fsdp.stages import absent
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ __all__ = [
     "Group",
     "blocks",
     "checkpointed",
+    "chosen_blocks",
     "groups",
     "ignored",
+    "is_own_plan",
     "memory_order",
     "refuse_unfit",
     "replace",
-    "wraps",
 ]
 
 
@@ -99,28 +101,35 @@ def ignored(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn
 
 
 def blocks(model: nn.Module, config: FullyShardedDataParallelPlugin) -> list[nn.Module]:
-    """Return the modules that the wrap policy names, inner ones first."""
-    policy = _policy(model, config)
-    if policy is None:
-        return []
+    """Return the modules that are gathered each by itself."""
     left = _left(model, config)
-    if isinstance(policy, wrap._Policy):
-        chosen = policy._run_policy(model, left, {})
-        return [m for m in reversed(list(model.modules())) if m in chosen and m is not model]
-    found: list[nn.Module] = []
-
-    def note(module: nn.Module) -> nn.Module:
-        found.append(module)
-        return module
-
-    parameters = {p for module in left for p in module.parameters()}
-    wrap._recursive_wrap(model, policy, note, left, parameters, only_wrap_children=True)
-    return list(dict.fromkeys(found))
+    return [module for module in chosen_blocks(model, config, left) if module not in left]
 
 
-def wraps(model: nn.Module, config: FullyShardedDataParallelPlugin) -> bool:
-    """Return True if a policy says what blocks are."""
-    return _policy(model, config) is not None
+def chosen_blocks(
+    model: nn.Module, config: FullyShardedDataParallelPlugin, left: Collection[nn.Module] = ()
+) -> list[nn.Module]:
+    """Return the blocks of all pipeline stages, by the wrap policy; without one, by the model's own plan.
+
+    left: modules that a policy does not look into.
+    """
+    policy: Any = config.auto_wrap_policy
+    if policy == "NO_WRAP":
+        return []
+    if config.min_num_params is not None:
+        policy = partial(wrap.size_based_auto_wrap_policy, min_num_params=config.min_num_params)
+    elif policy == "TRANSFORMER_BASED_WRAP" or config.transformer_cls_names_to_wrap:
+        return _named_blocks(model, config.transformer_cls_names_to_wrap)
+    elif policy is None:
+        return own_blocks(model)
+    if hasattr(policy, "_run_policy") and not callable(policy):  # torch's CustomPolicy
+        return [module for module in policy._run_policy(model, set(left), {}) if module is not model]
+    return list(dict.fromkeys(_by_policy(model, policy, left)))
+
+
+def is_own_plan(config: FullyShardedDataParallelPlugin) -> bool:
+    """Return True if nobody wrote a wrap policy."""
+    return not (config.auto_wrap_policy or config.transformer_cls_names_to_wrap or config.min_num_params)
 
 
 def _left(model: nn.Module, config: FullyShardedDataParallelPlugin) -> set[nn.Module]:
@@ -152,29 +161,39 @@ def replace(model: nn.Module, new: Mapping[nn.Module, nn.Module]) -> None:
                 setattr(module, name, new[child])
 
 
-def _policy(
-    model: nn.Module, config: FullyShardedDataParallelPlugin
-) -> Callable[..., Any] | wrap._Policy | None:
-    policy: Any = config.auto_wrap_policy
-    if policy is not None and not isinstance(policy, str):
-        found: Callable[..., Any] | wrap._Policy = policy
-        return found
-    if policy == "NO_WRAP":
-        return None
-    if config.min_num_params is not None:
-        return partial(wrap.size_based_auto_wrap_policy, min_num_params=config.min_num_params)
-    names = config.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or ())
-    if policy is None and not names:
-        return None
-    classes = {type(module) for module in model.modules()}
-    known = {cls.__name__ for cls in classes}
+def _named_blocks(model: nn.Module, asked: Sequence[str] | None) -> list[nn.Module]:
+    """Return the modules of the classes that were asked for; else of those that the model names."""
+    names = asked or list(getattr(model, "_no_split_modules", None) or ())
+    known = {type(module).__name__ for module in model.modules()}
     if not names:
         raise _no_match("fsdp.transformer_cls_names_to_wrap", "nothing", known)
     for name in names:
-        if name not in known and (config.transformer_cls_names_to_wrap or known.isdisjoint(names)):
+        if name not in known and (asked or known.isdisjoint(names)):
             raise _no_match("fsdp.transformer_cls_names_to_wrap", name, known)
-    wanted = {cls for cls in classes if cls.__name__ in names}
-    return partial(wrap.transformer_auto_wrap_policy, transformer_layer_cls=wanted)
+    return of_classes(model, names)
+
+
+def _by_policy(
+    model: nn.Module, policy: Callable[..., bool], left: Collection[nn.Module]
+) -> Iterator[nn.Module]:
+    """Yield the modules that a function with the arguments of torch's policies chooses."""
+    untouched = {p for module in left for p in module.parameters()}
+
+    def chosen_in(module: nn.Module) -> Generator[nn.Module, None, int]:
+        """Yield blocks, then return the number of elements in them."""
+        size = sum(p.numel() for p in module.parameters() if p not in untouched)
+        if not policy(module=module, recurse=True, nonwrapped_numel=size):
+            return 0
+        inside = 0
+        for child in module.children():
+            if child not in left:
+                inside += yield from chosen_in(child)
+        if module is model or not policy(module=module, recurse=False, nonwrapped_numel=size - inside):
+            return inside
+        yield module
+        return size
+
+    yield from chosen_in(model)
 
 
 def _outermost(block: nn.Module, wrappers: Mapping[nn.Module, nn.Module]) -> nn.Module:

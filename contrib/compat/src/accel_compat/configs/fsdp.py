@@ -150,9 +150,9 @@ class FullyShardedDataParallelPlugin(Translated):
         self.backward_prefetch = asked
 
     def _set_wrapping(self) -> None:
-        policy = self.auto_wrap_policy
-        if policy is None:
-            policy = os.environ.get("FSDP_AUTO_WRAP_POLICY", "NO_WRAP")
+        policy = self.auto_wrap_policy or os.environ.get("FSDP_AUTO_WRAP_POLICY")
+        self._wrote_policy = policy is not None
+        policy = policy or "NO_WRAP"
         if not isinstance(policy, str):
             return
         if policy.upper() not in FSDP_AUTO_WRAP_POLICY:
@@ -280,6 +280,9 @@ class FullyShardedDataParallelPlugin(Translated):
             given["auto_wrap_policy"] = "TRANSFORMER_BASED_WRAP"
         elif policy is _policies().size_based_auto_wrap_policy:
             given["auto_wrap_policy"] = "SIZE_BASED_WRAP"
+        elif policy is None and not given.keys() & {"transformer_cls_names_to_wrap", "min_num_params"}:
+            # Accelerate's default is one group, which ours warns of unless somebody wrote it.
+            given["auto_wrap_policy"] = "NO_WRAP" if self._wrote_policy else _policies().ModuleWrapPolicy(())
         if type(self.cpu_offload) is _torchs("OffloadPolicy"):
             given.pop("cpu_offload", None)  # so that a file may ask for it, as where nothing was said
         for name, made in self._filled.items():
