@@ -21,6 +21,7 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode
 from accel_core.storage.files import as_json
 from accel_core.storage.state import State
+from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -55,7 +56,7 @@ def collect(
     plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.prepared.loaders]
     units = {unit.name: _unit(state, unit) for unit in run.units}
-    registered = encoded_objects(state, run.registered, "registered")
+    registered = encoded_objects(state, run.registered, "registered", in_parts=True)
     encoded = state.encode(dict(extra or {}), "extra")
     state.shared = {
         "units": units,
@@ -77,9 +78,13 @@ def collect(
     return state
 
 
-def encoded_objects(state: State, items: Sequence[Any], path: str) -> list[Any]:
-    """Encode objects with a `state_dict`, each with the name of its class."""
+def encoded_objects(state: State, items: Sequence[Any], path: str, *, in_parts: bool = False) -> list[Any]:
+    """Encode objects with a `state_dict`, each with the name of its class.
+
+    in_parts: take tensors that wrap others apart; the load puts them together.
+    """
     objects = [(class_of(item), item.state_dict()) for item in items]
+    objects = [(kind, taken_apart(value)) for kind, value in objects] if in_parts else objects
     return [
         {"class": kind, "state": state.encode(value, f"{path}[{number}] ({kind})")}
         for number, (kind, value) in enumerate(objects)

@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
@@ -21,6 +20,7 @@ from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
+from accel_core.storage.wrapped import parts_of, wraps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -93,7 +93,12 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> Sequence[str]:
-        return ()
+        from accel_core.checkpoint.wrapped_state import has_wrappers, refusals  # late: start-up need not wait
+
+        if not has_wrappers(template):
+            return ()
+        names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+        return refusals(optimizer, names, template)
 
     @implements(hooks.materialize_optimizer_state)
     def materialize_optimizer_state(
@@ -103,8 +108,11 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        from accel_core.storage.tensor_bytes import DTYPES  # late: start-up need not wait for it
+        # late: start-up need not wait for them
+        from accel_core.checkpoint.wrapped_state import has_wrappers, take_wrappers
+        from accel_core.storage.tensor_bytes import DTYPES
 
+        wrapped = has_wrappers(template)
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}
         for group in optimizer.param_groups:
@@ -114,7 +122,9 @@ class BaseState:
                 if not (wanted or values) and id(parameter) not in held:
                     continue  # `state` makes an entry on access; an optimizer without state has none
                 state = held[id(parameter)] if id(parameter) in held else optimizer.state[parameter]
-                for key in state.keys() - wanted.keys():
+                made, wanted = take_wrappers(optimizer, group, parameter, wanted) if wrapped else ({}, wanted)
+                state.update(made)
+                for key in state.keys() - wanted.keys() - made.keys():
                     del state[key]
                 for key, tensor in wanted.items():
                     here, dtype = state.get(key), DTYPES[tensor.dtype]
@@ -167,7 +177,7 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
 
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
-        if _wraps(tensor):
+        if wraps(tensor):
             leaves.update(_parts(name, tensor))
         else:
             leaves[name] = leaf_of(tensor)
@@ -179,14 +189,18 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
 
     layout: of tensors in an encoding of the optimizer's own, which cannot be split.
     """
-    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
+    # late: start-up need not wait for them
+    from accel_core.checkpoint.wrapped_state import part_leaves
+    from accel_core.contract.state import leaf_of
 
     leaves: dict[str, Leaf] = {}
     for name, parameter, tensors in kept:
         shape = parameter.shape
         packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
         for key, value in tensors.items():
-            if value.ndim == 0:
+            if type(value) not in _ORDINARY and (parts := part_leaves(f"{name}/{key}", value)):
+                leaves.update(parts)
+            elif value.ndim == 0:
                 leaves[f"{name}/{key}"] = leaf_of(value, kind="scalar")
             elif packed:
                 leaves[f"{name}/{key}"] = leaf_of(value, kind="opaque", layout=layout)
@@ -236,24 +250,11 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
     return found
 
 
-def _wraps(tensor: Tensor) -> bool:
-    """Tell if the tensor is made of others; a DTensor is this rank's part of one."""
-    if type(tensor) in _ORDINARY:
-        return False
-    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "device_mesh")
-
-
-def _parts(name: str, tensor: Any) -> Iterator[tuple[str, Leaf]]:
+def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Leaf]]:
     from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
 
-    keys, context = tensor.__tensor_flatten__()
-    layout = f"{type(tensor).__qualname__} {list(tensor.shape)} {context!r}"
-    for key in keys:
-        part = getattr(tensor, key)
-        if _wraps(part):
-            yield from _parts(f"{name}#{key}", part)
-        else:
-            yield f"{name}#{key}", leaf_of(part, kind="opaque", layout=layout)
+    for part, inner, layout in parts_of(tensor):
+        yield f"{name}#{part}", leaf_of(inner, kind="opaque", layout=layout)
 
 
 def _allocate(

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.collect import NEVER_RESTORED, class_of
+from accel_core.checkpoint.wrapped_state import of_this_rank
 from accel_core.contract.state import TensorTemplate
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import is_same
@@ -192,6 +193,7 @@ def _fill_state(
 ) -> None:
     unit.hooks.materialize_optimizer_state(unit, optimizer, template, plain)
     leaves = dict(unit.hooks.optimizer_state(unit, optimizer).leaves.items()) if tensors else {}
+    tensors = of_this_rank(tensors, leaves) if tensors.keys() - leaves.keys() else tensors
     for key, stored in tensors.items():
         leaf = leaves.get(key)
         if leaf is None or leaf.global_shape != stored.shape or leaf.layout != stored.layout:

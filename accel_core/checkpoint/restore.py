@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from accel_core.checkpoint.saved_units import join_units, tensors_by_sort
 from accel_core.contract.state import Entry, Leaf
 from accel_core.errors import CheckpointError
 from accel_core.storage.tensors import Checkpoint, fill
+from accel_core.storage.wrapped import put_together
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -67,7 +68,8 @@ class Restoration:
             self._loaders()
         registered = self._pair("registered object ", checkpoint.state["registered"], run.registered)
         for what, item, state in registered:
-            self._give(what, state, item.load_state_dict)
+            value = put_together(checkpoint.decode(state, what), cache(item.state_dict), what)
+            self._objects.append((what, partial(item.load_state_dict, value)))
         self.extra: dict[str, Any] = {}
         """Values of the caller's own; `apply` fills them in."""
         self._give("extra", checkpoint.state.get("extra", {}), self.extra.update)

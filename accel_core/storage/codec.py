@@ -23,6 +23,7 @@ from torch.nn.parameter import is_lazy
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.tensor_bytes import DTYPES, bytes_of, name_of, tensor_from
+from accel_core.storage.wrapped import Parts
 
 INLINE_BYTES: Final = 1 << 16
 """Larger tensors go to the data file, where there is one to take them."""
@@ -207,6 +208,7 @@ _TAGS: Final[Mapping[str, tuple[type, Callable[[Any], Any], Callable[[Any], Any]
         lambda value: [name_of(value.dtype), list(value.shape), _text(bytes_of(value))],
         lambda body: tensor_from(bytearray(_bytes(body[2])), *body[:2]),
     ),
+    "$parts": (Parts, lambda value: [value.layout, value.tensors], lambda body: Parts(*body)),
     "$array": (np.ndarray, _of_array, _array),
     "$scalar": (np.generic, _of_array, lambda body: _array(body)[()]),
 }

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from accel_core.checkpoint.defaults import BaseState
 from accel_core.contract.state import TensorTemplate
+from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -47,6 +48,10 @@ def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
         now = [p for group in optimizer.param_groups for p in group["params"]]
         if all((p.shape, p.device) == before.get(p) for p in now):
             return
+        if reasons := unit.hooks.refuse_optimizer_state(unit, optimizer, template, state.plain):
+            raise AccelError(
+                f"prepare: the {type(optimizer).__name__} already has state\n" + "\n".join(reasons)
+            )
         held: dict[Any, Any] = optimizer.state
         of_no_parameter = {key: value for key, value in held.items() if not isinstance(key, Tensor)}
         held.clear()

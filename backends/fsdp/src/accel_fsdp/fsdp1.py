@@ -15,7 +15,7 @@ from attrs import evolve
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, ShardingStrategy, StateDictType
 from torch.distributed.fsdp import FullyShardedDataParallel as FSDP  # noqa: N817  as everybody calls it
 
-from accel_core import ConfigError, before_step, hooks, implements
+from accel_core import CheckpointError, ConfigError, before_step, hooks, implements
 from accel_fsdp.base import (
     FullyShardedDataParallel,
     evaluate_outside_inference_mode,
@@ -167,6 +167,11 @@ class Flat(FullyShardedDataParallel):
         parts, parameters = parts_of(unit), unit.named_parameters()
         of = {key: parameters[key.rpartition("/")[0]] for key in state.leaves}
         leaves = {key: self._leaf(leaf, parts.get(of[key])) for key, leaf in state.leaves.items()}
+        if encoded := [key for key, leaf in leaves.items() if leaf.kind == "opaque" and of[key] in parts]:
+            raise CheckpointError(
+                f"{type(optimizer).__name__} keeps {encoded[0]} in an encoding of its own, and fsdp_version 1"
+                " gives each rank other elements of the parameter\nset fsdp.fsdp_version: 2"
+            )
         leaves = {
             key: evolve(leaf, shards=()) if is_elsewhere(of[key], parts) else leaf
             for key, leaf in leaves.items()

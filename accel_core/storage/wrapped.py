@@ -1,0 +1,112 @@
+"""Tensors that wrap others, such as quantised ones: torch's traceable wrapper subclasses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import copy
+from typing import Any, Final
+
+import torch
+from attrs import frozen
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from accel_core.errors import CheckpointError
+
+_ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that wrap no others."""
+
+
+@frozen(eq=False)
+class Parts:
+    """The tensors in a wrapper by name. A wrapper is made of them again only like one of the same layout."""
+
+    layout: str
+    tensors: Mapping[str, Tensor]
+
+
+def wraps(tensor: object) -> bool:
+    """Return True if the tensor wraps others; a DTensor is this rank's part of one."""
+    if type(tensor) in _ORDINARY or not isinstance(tensor, Tensor):
+        return False
+    return bool(is_traceable_wrapper_subclass(tensor)) and not hasattr(tensor, "device_mesh")
+
+
+def layout_of(tensor: Any) -> str:
+    """Return the class, shape and context of a wrapper: wrappers that have them alike can exchange parts."""
+    return f"{type(tensor).__qualname__} {list(tensor.shape)} {tensor.__tensor_flatten__()[1]!r}"
+
+
+def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield (name, tensor, layout of its wrapper) of each part; of a wrapper inside, its own parts."""
+    layout = layout_of(tensor)
+    for key in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, key)
+        if wraps(part):
+            yield from ((f"{key}#{name}", inner, inside) for name, inner, inside in parts_of(part))
+        else:
+            yield key, part, layout
+
+
+def taken_apart(value: Any) -> Any:
+    """Return nested data with `Parts` in the place of each wrapper."""
+
+    def change(each: Any, _: object) -> Any:
+        if not wraps(each):
+            return each
+        return Parts(layout_of(each), {name: part.detach() for name, part, _ in parts_of(each)})
+
+    return _mapped(value, change)
+
+
+def put_together(value: Any, here: Callable[[], Any], what: str) -> Any:
+    """Return nested data with a wrapper in the place of its `Parts`.
+
+    here: returns the data of today, which has a wrapper of the same layout in the same place; a file's word
+    alone makes no object of a class.
+
+    Raises:
+        CheckpointError: the data of today has no such wrapper.
+    """
+
+    def change(each: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(each, Parts):
+            return each
+        like = here()
+        with suppress(LookupError, TypeError):
+            for key in path:
+                like = like[key]
+            if wraps(like) and layout_of(like) == each.layout:
+                return _wrapper_like(like, each.tensors)
+        place = what + "".join(f"[{key!r}]" for key in path)
+        raise CheckpointError(
+            f"{place} was saved as {each.layout}, and state_dict() has no such tensor there now\n"
+            "load it into an object that has one"
+        )
+
+    return _mapped(value, change)
+
+
+def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tuple[Any, ...] = ()) -> Any:
+    """Return nested lists, tuples and mappings with `change(value, path)` for each value in them."""
+    kind = type(value)
+    if kind in (list, tuple):
+        return kind(_mapped(each, change, (*path, number)) for number, each in enumerate(value))
+    if isinstance(value, dict):
+        made = copy(value)
+        for key, each in value.items():
+            made[key] = _mapped(each, change, (*path, key))
+        return made
+    return change(value, path)
+
+
+def _wrapper_like(tensor: Any, parts: Mapping[str, Tensor], prefix: str = "") -> Tensor:
+    """Return a wrapper like this one, of the parts by their names."""
+    keys, context = tensor.__tensor_flatten__()
+    found: dict[str, Tensor] = {}
+    for key in keys:
+        part, name = getattr(tensor, key), prefix + key
+        found[key] = _wrapper_like(part, parts, f"{name}#") if wraps(part) else parts[name].to(part.device)
+    made: Tensor = type(tensor).__tensor_unflatten__(found, context, tensor.shape, tensor.stride())
+    return made
