@@ -43,18 +43,21 @@ class Hooks:
 
     * `hooks.NAME(...)` gives the answer of all plugins together, by the kind of the hook. It is the
       usual way; `hooks["PACKAGE.NAME"](...)` calls a hook that a package declares. A plugin's
-      `self.below.NAME(...)` is the same, for the layers below the plugin.
+      `self.below.NAME(...)` is the same for an owner hook, by the layers below the plugin. For other kinds it
+      answers nothing, or the value as it is: the layers below are asked anyway.
     * `hooks.step("NAME")` gives the callable, or None where no plugin does anything; callers then
       leave the call out. `unit.steps.NAME` is that, bound once per unit for hooks of each step.
     * `hooks.implementations("NAME")` gives each plugin's method apart, where the caller has to know
       which plugin answers.
     """
 
-    def __init__(self, callers: pluggy.HookRelay, layers: Mapping[str, int]) -> None:
+    def __init__(self, callers: pluggy.HookRelay, layers: Mapping[str, int], *, below: bool = False) -> None:
         """Take the implementations of some plugins.
 
-        callers: pluggy's hooks by name. layers: plugin -> layer; equal ones stay in this order.
+        callers: pluggy's hooks by name. layers: plugin -> layer; equal ones stay in this order. below: for a
+        plugin's `below`, where only owners answer: core itself asks every plugin for other hooks.
         """
+        self._below = below
         self._callers: Mapping[str, pluggy.HookCaller] = vars(callers)
         self._layers = dict(sorted(layers.items(), key=itemgetter(1)))
 
@@ -62,6 +65,8 @@ class Hooks:
         """Return the implementations of the hook, bottom layer first; none of a package that is not here."""
         caller, found = self._callers.get(hook), []
         if caller is None or caller.spec is None:
+            return []
+        if self._below and caller.spec.function.accel_spec.kind != "owner":  # type: ignore[attr-defined]
             return []
         wanted, marked = caller.spec.argnames, caller.get_hookimpls()
         for plugin in self._layers if marked else ():
@@ -77,7 +82,7 @@ class Hooks:
         """Return the same hooks, answered by the layers below `layer`."""
         below = {plugin: each for plugin, each in self._layers.items() if each < layer}
         made = Hooks.__new__(Hooks)
-        made._callers, made._layers = self._callers, below
+        made._callers, made._layers, made._below = self._callers, below, True
         return made
 
     def step(self, hook: str) -> Callable[..., Any] | None:

@@ -7,10 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Concatenate, Final, Literal, NamedTuple, ParamSpec, TypeVar, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    Final,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    get_args,
+    overload,
+)
 
 import pluggy
 
+from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
 
 if TYPE_CHECKING:
@@ -57,9 +69,13 @@ def spec(
         combine: of everyone and observers: how answers become one (`merge`, `concatenate`, `enter`,
             `compose`, or a function like these). Without it the hook has no answer.
         per_step: called in each step; bound once per unit.
+
+    Raises:
+        PluginError: there is no such kind, or `combine` is no function or of another kind.
     """
 
     def declare(function: F) -> F:
+        _check_spec(function.__name__, kind, combine)
         function.accel_spec = Spec(  # type: ignore[attr-defined]
             kind="everyone" if kind == "observer" else kind,
             per_step=per_step,
@@ -70,6 +86,22 @@ def spec(
         return _spec_marker(function)
 
     return declare
+
+
+def _check_spec(hook: str, kind: object, combine: object) -> None:
+    """Refuse a declaration that would fail at the hook's first call."""
+    if kind not in (known := (*get_args(Kind), "observer")):
+        problem = f"{kind!r} is not a kind of hook{did_you_mean(kind, known)}"
+        remedy = f"kinds are {', '.join(known)}"
+    elif combine is not None and not callable(combine):
+        problem = f"combine must be a function, got {combine!r}"
+        remedy = "import merge, concatenate, enter or compose from accel_core.contract.spec, and give it"
+    elif combine is not None and kind in ("owner", "wrapper"):
+        problem = f"combine is for hooks of everyone and observers, and this is of kind {kind!r}"
+        remedy = "leave combine out: one plugin answers, or each refines the answer"
+    else:
+        return
+    raise PluginError(f"spec of hook {hook}: {problem}\n{remedy}", hook=hook)
 
 
 Method = Callable[Concatenate[Any, P], R]
@@ -86,7 +118,7 @@ def implements(spec: Any) -> Any:
     implementation may have fewer parameters than the spec. An override in a subclass needs no mark.
 
     A hook of another package is implemented by name, `@implements("monitor.device_health")`; where that
-    package is not in the run, the method is never called.
+    package is not in the run, the method is never called, and where it is, it must have a hook of this name.
 
     Raises:
         PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`, or a name

@@ -184,6 +184,8 @@ class Unit:
     """Random stream for forwards that must not draw from the process's own streams."""
     forward_is_collective: bool = False
     """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
+    build_each: Callable[[], None] | None = None
+    """Wraps new models and optimizers by their own hooks, while `prepare_unit` is called; core's own."""
     rehearses: bool = False
     """True in a forward on meaningless numbers; see `rehearsal`."""
 

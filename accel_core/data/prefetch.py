@@ -14,6 +14,7 @@ from accel_core.distributed.nested import send_to_device
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
+    from accel_core.contract.world import Topology
 
 Mover = Callable[[Iterator[Any]], Iterator[Any]]
 """Batches -> the same batches, on the device."""
@@ -72,11 +73,19 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
     stream = _stream(device) if moves and ahead and mark is None else None
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
     start: Mover | None = None
-    if wrap is not None:
-        start = lambda batches: wrap(batches, topology)  # noqa: E731 - one of three
-    elif move is not None:
+    if move is not None:
         start = partial(map, move) if stream is None else partial(_ahead, move, stream)
+    if wrap is not None:
+        start = partial(_wrapped, wrap, topology, start)
     return Placement(run=run, move=move, start=start, reads=wrap is not None, refine=refine, mark=mark)
+
+
+def _wrapped(
+    wrap: Callable[..., Any], topology: Topology, usual: Mover, batches: Iterator[Any]
+) -> Iterator[Any]:
+    """Return the batches, moved by a plugin, or in the usual way where its answer is the same iterable."""
+    made: Iterator[Any] = wrap(batches, topology)
+    return usual(batches) if made is batches else made
 
 
 def _stream(device: torch.device) -> torch.Stream | None:

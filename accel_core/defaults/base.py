@@ -125,7 +125,8 @@ class Base(BaseState):
     @no_op
     @implements(hooks.prepare_unit)
     def prepare_unit(self, unit: Unit, loaders: Sequence[Any]) -> None:
-        return None
+        if unit.build_each is not None:
+            unit.build_each()
 
     @no_op
     @implements(hooks.wrap_dataloader)

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from functools import cache
 from math import inf
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final, NoReturn
 
 import pluggy
 
 from accel_core.contract import hooks as hookspecs
+from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.bound import Hooks
 from accel_core.contract.spec import PROJECT
 from accel_core.errors import PluginError
@@ -26,6 +27,8 @@ LAYERS: Final[Mapping[str, int]] = {
 }
 
 _MARK: Final = f"{PROJECT}_impl"
+_DELEGATES: Final = "accel_implements"
+"""The mark of a method, whether pluggy sees it or not."""
 
 
 class PluginManager(pluggy.PluginManager):
@@ -40,9 +43,19 @@ class PluginManager(pluggy.PluginManager):
             setattr(self.hook, name, caller)
 
     def add_package_specs(self, package: str, module: ModuleType) -> None:
-        """Add the hooks that a module of a package declares, each as `PACKAGE.NAME`."""
+        """Add the hooks that a module of a package declares, each as `PACKAGE.NAME`.
+
+        Raises:
+            PluginError: it declares none.
+        """
         prefixed = ModuleType(package)
-        declared = (each for each in vars(module).values() if hasattr(each, "accel_spec"))
+        declared = [each for each in vars(module).values() if hasattr(each, "accel_spec")]
+        if not declared:
+            raise PluginError(
+                f"plugin {package!r}: module {module.__name__}, the card's hookspecs, declares no hook\n"
+                "mark its functions by @spec(KIND) of accel_core.contract.spec",
+                plugin=package,
+            )
         vars(prefixed).update({f"{package}.{each.__name__}": each for each in declared})
         self.add_hookspecs(prefixed)
 
@@ -66,6 +79,27 @@ class PluginManager(pluggy.PluginManager):
                 rule = "a tracker implements observers only, and an extension no owner hook"
                 raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
 
+    def check_package_hooks(self, origins: Mapping[str, str]) -> None:
+        """Refuse implementations of hooks that a package of the run does not have.
+
+        origins: name of a card of the run -> its distribution and version.
+
+        Raises:
+            PluginError: it names the nearest hook.
+        """
+        hooks: Mapping[str, pluggy.HookCaller] = vars(self.hook)
+        for name in [name for name, caller in hooks.items() if caller.spec is None]:
+            package = name.partition(".")[0]
+            for method in hooks[name].get_hookimpls() if package in origins else ():
+                known = [each for each in hooks if each.startswith(f"{package}.") and hooks[each].spec]
+                raise PluginError(
+                    f"plugin {method.plugin_name!r} implements {name!r}, a hook that {package}"
+                    f" ({origins[package]}) does not have{did_you_mean(name, known)}\n"
+                    f"its hooks are: {', '.join(known) or 'none'}",
+                    plugin=method.plugin_name,
+                    hook=name,
+                )
+
     def hooks_of(self, plugins: Collection[str], below: float = inf) -> Hooks:
         """Return the hooks of these plugins, of those below a layer.
 
@@ -75,7 +109,7 @@ class PluginManager(pluggy.PluginManager):
         for name, layer in self.layers.items():
             if name in plugins and layer < below:
                 layers[name] = layer  # noqa: PERF403  a comprehension is a call, and each start makes several
-        return Hooks(self.hook, layers)
+        return Hooks(self.hook, layers, below=below < inf)
 
 
 def _refuse_call(hook: str, *_: object) -> NoReturn:
@@ -99,11 +133,34 @@ def _parsed(module: ModuleType) -> Mapping[str, Any]:
 
 @cache
 def _inherit_marks(cls: type) -> None:
-    """Mark each override of a marked method: it implements the same hook."""
+    """Mark each override of a marked method: it implements the same hook.
+
+    A method that only delegates is not marked for pluggy: the run is as if it were not there.
+    """
     marks: dict[str, Any] = {}
     for parent in reversed(cls.__mro__):
         for name, value in vars(parent).items():
-            mark = getattr(value, _MARK, marks.get(name))
+            mark = getattr(value, _DELEGATES, getattr(value, _MARK, marks.get(name)))
             if isinstance(mark, dict) and callable(value):
-                setattr(value, _MARK, mark)
+                delegates = _only_delegates(mark["specname"], value)
+                setattr(value, _MARK, None if delegates else mark)
+                setattr(value, _DELEGATES, mark)
                 marks[name] = mark
+
+
+def _only_delegates(hook: str, method: Any) -> bool:
+    """Return whether the method is `return self.below.HOOK(...)`, with its own parameters, and no more."""
+    code = getattr(method, "__code__", None)
+    if code is None or code.co_names != ("below", hook):
+        return False
+    own, *others = code.co_varnames[: code.co_argcount]
+    call = f"{own}.below.{hook}({', '.join(others)})"
+    sources = [f"def method({', '.join([own, *others])}): {before}{call}" for before in ("return ", "")]
+    return _instructions(code) in [_instructions(compile(each, "", "exec").co_consts[0]) for each in sources]
+
+
+def _instructions(code: CodeType) -> list[tuple[str, Any]]:
+    """Return the instructions of a function, the same with and without a docstring."""
+    import dis  # late: few plugins delegate
+
+    return [(each.opname, each.argval) for each in dis.get_instructions(code)]

@@ -75,6 +75,8 @@ class Assembly:
         self.plugins: dict[str, object] = {}
         self.configs: dict[str, object] = {}
         self.cards: dict[str, Card] = {}
+        self._origins: dict[str, str] = {}
+        """Name of a card -> its distribution and version."""
         stack = run.stack
         self._lower = ("base", stack.device.name, stack.precision.name)
         self._manager.add_plugin(Base(run), name="base", slot="base")
@@ -88,12 +90,14 @@ class Assembly:
         """Return the hooks with strategy `alias`, which is made on first use."""
         if alias not in self._hooks:
             self._make(self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias), alias)
+            self._manager.check_package_hooks(self._origins)
             self._hooks[alias] = self._manager.hooks_of([*self._common, alias])
         return self._hooks[alias]
 
     def _make(self, chosen: Chosen, alias: str) -> None:
         """Make a plugin's instance, and add the hooks that its package declares."""
         card, record = chosen.card, chosen.record
+        self._origins[card.name] = record.origin
         if card.hookspecs is not None:
             self._manager.add_package_specs(card.name, load(record, card.hookspecs))
         config = self._run.resolved.plugin_config(record, alias)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from operator import is_not
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.hooks import PHASES
 from accel_core.distributed.progress import show_progress
@@ -89,37 +89,61 @@ def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
 
 def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:
     """Wrap each model and each optimizer by itself."""
-    unit, hooks = group.unit, group.unit.hooks
-    stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
-    carried = {optimizer: carry(unit, optimizer) for optimizer in stateful}
+    unit, carried = group.unit, _carry(group)
     for number, parts in names.items():
-        model = _transform(unit, unit.given[number])
-        if plan.placed.get(id(unit.given[number]), True):
-            model = hooks.place_model(unit, model, unit.run.device)
-        unit.wrapped.append(hooks.wrap_model(unit, model))
-        _finish_model(unit, number, parts)
+        _wrap(unit, plan, number, _transform(unit, unit.given[number]), parts)
     for optimizer in group.optimizers:
-        _rebind(unit, optimizer, name_of, carried.get(optimizer))
-        made = hooks.wrap_optimizer(unit, optimizer)
-        unit.optimizers[unit.optimizers.index(optimizer)] = made
+        _take_in(unit, optimizer, name_of, carried.get(optimizer))
 
 
 def _build_whole(
     group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf
 ) -> None:
-    """Build by a strategy that makes models, optimizers and schedulers one thing."""
-    unit, hooks, loaders = group.unit, group.unit.hooks, plan.of_kind["dataloader"]
+    """Build by a plugin that makes models, optimizers and schedulers one, or has the base wrap each."""
+    unit, models = group.unit, dict[int, Any]()
     first, added = len(unit.schedulers), plan.schedulers_of(unit.optimizers)
     unit.schedulers.extend(added)
     for number, parts in names.items():
-        replace_model(unit, number, _transform(unit, unit.given[number]), parts)
+        models[number] = _transform(unit, unit.given[number])
+        replace_model(unit, number, models[number], parts)
     for optimizer in group.optimizers:
         _rebind(unit, optimizer, name_of)
-    hooks.prepare_unit(unit, loaders)
+
+    def build_each() -> None:
+        before, carried = {parameter: name for name, parameter in unit.all_names()}, _carry(group)
+        unit.build_each = None
+        for number, parts in names.items():
+            _wrap(unit, plan, number, models[number], parts)
+        for optimizer in group.optimizers:
+            _take_in(unit, optimizer, lambda p: before.get(p) or name_of(p), carried.get(optimizer))
+
+    unit.build_each = build_each
+    unit.hooks.prepare_unit(unit, plan.of_kind["dataloader"])
     plan.stepped.update(zip(map(id, added), unit.schedulers[first:], strict=False))
+    if unit.build_each is None:  # the base was asked
+        return
+    unit.build_each = None
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
     for number, parts in names.items():
         _finish_model(unit, number, parts)
+
+
+def _carry(group: UnitGroup) -> dict[Optimizer, Callable[[], None]]:
+    """Return functions that put the state of new optimizers back once the models are wrapped."""
+    stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
+    return {optimizer: carry(group.unit, optimizer) for optimizer in stateful}
+
+
+def _wrap(unit: Unit, plan: PreparePlan, number: int, model: nn.Module, parts: list[PartName]) -> None:
+    if plan.placed.get(id(unit.given[number]), True):
+        model = unit.hooks.place_model(unit, model, unit.run.device)
+    unit.wrapped.append(unit.hooks.wrap_model(unit, model))
+    _finish_model(unit, number, parts)
+
+
+def _take_in(unit: Unit, optimizer: Optimizer, name_of: NameOf, put_back: Callable[[], None] | None) -> None:
+    _rebind(unit, optimizer, name_of, put_back)
+    unit.optimizers[unit.optimizers.index(optimizer)] = unit.hooks.wrap_optimizer(unit, optimizer)
 
 
 def _last(optimizers: Sequence[Optimizer], count: int) -> Sequence[Optimizer]:

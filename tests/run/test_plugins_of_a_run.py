@@ -141,6 +141,50 @@ def test_a_misspelt_hook_is_refused_with_the_nearest(run_with):
         run_with(one=source)
 
 
+DECLARES = """
+from accel_core import Card
+from accel_core.contract.spec import spec
+
+@spec("everyone")
+def reading(step): ...
+
+class Plugin:
+    def __init__(self, config, run):
+        self.run = run
+
+CARD = Card(name="gauge", slot="extension", summary="A toy.", api_version="1.0",
+            hookspecs="toy_gauge", implementation="toy_gauge:Plugin")
+"""
+
+
+@pytest.mark.parametrize("order", [["gauge", "sensor"], ["sensor", "gauge"]])
+def test_a_hook_that_a_package_of_the_run_does_not_have_is_refused_with_the_nearest(run_with, order):
+    sensor = extension("sensor").replace("hooks.after_step", '"gauge.readings"')
+    sources = {"gauge": DECLARES, "sensor": sensor}
+    said = (
+        r"plugin 'sensor' implements 'gauge.readings', a hook that gauge \(accel-gauge .*\) does not have;"
+        r" did you mean 'gauge.reading'\?\nits hooks are: gauge.reading"
+    )
+    with pytest.raises(PluginError, match=said):
+        run_with(**{name: sources[name] for name in order})
+
+
+def test_a_hook_of_a_package_that_is_not_in_the_run_is_no_mistake(run_with):
+    run_with(sensor=extension("sensor").replace("hooks.after_step", '"gauge.readings"'))
+
+
+def test_a_module_of_hooks_without_one_is_named_with_its_plugin(run_with):
+    with pytest.raises(PluginError, match=r"plugin 'gauge': module toy_gauge, .* declares no hook"):
+        run_with(gauge=DECLARES.replace('@spec("everyone")', ""))
+
+
+def test_a_hook_of_an_unknown_kind_is_named_with_its_plugin(run_with):
+    with pytest.raises(
+        PluginError, match=r"gauge .*: spec of hook reading: 'evryone' is not a kind of hook; did you"
+    ):
+        run_with(gauge=DECLARES.replace("everyone", "evryone"))
+
+
 def test_a_hook_with_an_unknown_argument_is_refused(run_with):
     source = extension("one").replace("unit, optimizer, applied", "unit, optimiser, applied")
     with pytest.raises(PluginError, match=r"hook 'after_step'(.|\n)*optimiser"):

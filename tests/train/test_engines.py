@@ -108,3 +108,67 @@ def test_a_second_optimizer_is_refused_at_prepare(accelerator):
     first, second = (SGD([each], lr=0.1) for each in list(model.parameters())[:2])
     with pytest.raises(ConfigError, match="strategy 'engine' takes one optimizer per unit"):
         accelerator.prepare(model, first, second)
+
+
+AROUND = (
+    ENGINE[: ENGINE.index("    @implements(hooks.prepare_unit)")]
+    + """
+    @implements(hooks.prepare_unit)
+    def prepare_unit(self, unit, loaders):
+        before = len(unit.wrapped), len(unit.optimizers), len(unit.schedulers)
+        self.below.prepare_unit(unit, loaders)
+        self.calls.append((before, len(unit.wrapped)))
+
+    @implements(hooks.wrap_model)
+    def wrap_model(self, unit, model):
+        return Engine(model, None)
+
+    @implements(hooks.wrap_optimizer)
+    def wrap_optimizer(self, unit, optimizer):
+        self.wrapped = [*getattr(self, "wrapped", []), optimizer]
+        return optimizer
+
+    @implements(hooks.unwrap_model)
+    def unwrap_model(self, unit, model, keep_compiled):
+        return getattr(model, "module", model)
+
+CARD = Card(name="engine", slot="strategy", summary="A toy.", api_version="1.0",
+            implementation="toy_engine:Plugin")
+"""
+)
+
+
+def by_torch(model, optimizer, rate):
+    for number in range(3):
+        model(torch.full((2, FEATURES), 1.0 + number)).square().mean().backward()
+        optimizer.step()
+        rate.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_strategy_around_the_base_wraps_each_object_by_its_own_hooks(toy_plugin, late):
+    toy_plugin("engine", "strategy", source=AROUND)
+    expected = by_torch(*parts())
+    accelerator = Accelerator(cpu=True, strategy="engine")
+    model, optimizer, rate = parts()
+    if late:
+        wrapped = accelerator.prepare(model)
+        prepared, scheduler = accelerator.prepare(optimizer, rate)
+    else:
+        wrapped, prepared, scheduler = accelerator.prepare(model, optimizer, rate)
+    (unit,) = accelerator.run.units
+    plugin = unit.plugin
+    for number in range(3):
+        accelerator.backward(wrapped(torch.full((2, FEATURES), 1.0 + number)).square().mean())
+        prepared.step()
+        scheduler.step()
+        prepared.zero_grad()
+    accelerator.end_training()
+
+    assert type(wrapped).__name__ == "Engine"
+    assert plugin.calls == ([((0, 0, 0), 1), ((1, 1, 1), 1)] if late else [((0, 1, 1), 1)])
+    assert plugin.wrapped == [optimizer]
+    assert unit.schedulers == [rate]
+    assert all(map(torch.equal, model.parameters(), expected))

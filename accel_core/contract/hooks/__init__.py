@@ -7,15 +7,16 @@ Each hook has a kind:
 
 * `owner`: exactly one plugin does it, the topmost in layer order that implements it. Core resolves the
   owner once; the returned value, None included, never decides which plugin answers. To call the next
-  implementation down, a plugin uses `self.below`: the same hooks resolved for the layers under it.
+  implementation down, a plugin uses `self.below`: the owner hooks resolved for the layers under it. A method
+  that only calls the same hook of `self.below` is as if it were not there.
 * `everyone`: all plugins that implement it, bottom layer first. The spec says how answers become one:
   `merge` (two answers for one key are an error), `concatenate`, `enter` (contexts, bottom up) or `compose`
   (factories of contexts). None is not an answer.
 * `wrapper`: each plugin refines the first parameter after `unit`, bottom layer innermost, and returns it.
 
 A package declares hooks of its own in a module that its card names as `hookspecs`. Others implement them by
-name, `@implements("CARD.HOOK")`, which does nothing where that package is not in the run; the package calls
-them by `run.hooks["CARD.HOOK"](...)`.
+name, `@implements("CARD.HOOK")`. Without that package in the run the method is never called. With it, a hook
+that the package does not have is an error. The package calls its hooks by `run.hooks["CARD.HOOK"](...)`.
 
 Layers, bottom to top: base (core's defaults) < device < precision < strategy < extension, by slot.
 Trackers implement observers only, extensions no owner hook.

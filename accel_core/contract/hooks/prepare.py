@@ -100,7 +100,8 @@ def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
     """Return an iterable that moves a loader's batches to the device.
 
     Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
-    leaves out the points in the iterable's attribute `marks`. base: nothing; core moves batch by batch.
+    leaves out the points in the iterable's attribute `marks`. Core moves the batches itself if the answer is
+    `loader` (base).
     """
 
 
