@@ -114,8 +114,8 @@ class Report:
             "kit": __version__,
             "api_version": API_VERSION,
             "stack": [
-                {"slot": slot, "plugin": r.name, "distribution": r.distribution, "version": r.version}
-                for slot, r in self.stack.plugins.items()
+                {"slot": r.slot, "plugin": r.name, "distribution": r.distribution, "version": r.version}
+                for r in self.stack.records
             ],
             "settings": dict(self.stack.settings),
             "network": self.stack.network,

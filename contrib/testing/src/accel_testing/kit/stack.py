@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Final
 
@@ -27,11 +27,12 @@ OUTSIDE_OF_RUNS: Final = frozenset({"launcher", "store", "command"})
 
 @frozen(kw_only=True)
 class TestedStack:
-    """Plugins by slot. Core chooses for other slots; the default device is the CPU."""
+    """Installed plugins. Core chooses for slots without one; the default device is the CPU."""
 
     __test__ = False  # pytest would take the name for a class of tests
 
-    plugins: Mapping[str, Record]
+    records: Sequence[Record]
+    """One plugin of a slot, or several extensions, in the order of the text."""
     simulate: str | None = None
     """The communication backend of a simulated device."""
     folder: str | None = None
@@ -57,9 +58,9 @@ class TestedStack:
         """Return the stack that `text` names, such as sim+acme+bf16.
 
         Raises:
-            PluginError: a name is unknown, cannot be used here, or two are of one slot.
+            PluginError: a name is unknown, cannot be used here, or two are of one slot that takes one.
         """
-        plugins: dict[str, Record] = {}
+        records: list[Record] = []
         for name in text.split("+"):
             record = discovery.get("native" if name == "cpu" else name)
             if record is None or record.slot not in SLOTS:
@@ -75,14 +76,15 @@ class TestedStack:
                     f"check it where it can be used, or with --accel-simulate",
                     plugin=name,
                 )
-            if record.slot in plugins:
+            rivals = [other for other in records if other.slot == record.slot]
+            if rivals and (record.slot != "extension" or record in rivals):
                 raise PluginError(
-                    f"--accel-stack {text}: {plugins[record.slot].name} and {name} are both {record.slot}s\n"
+                    f"--accel-stack {text}: {rivals[0].name} and {name} are both {record.slot}s\n"
                     "name one of them"
                 )
-            plugins[record.slot] = record
+            records.append(record)
         return cls(
-            plugins=plugins,
+            records=records,
             simulate=simulate,
             folder=folder,
             settings=settings or {},
@@ -91,9 +93,15 @@ class TestedStack:
         )
 
     @property
+    def plugins(self) -> Mapping[str, Record]:
+        """Slot -> its plugin; of extensions the first."""
+        return {record.slot: record for record in reversed(self.records)}
+
+    @property
     def arguments(self) -> dict[str, Any]:
         """The arguments for `Accelerator`."""
         names = {slot: record.name for slot, record in self.plugins.items()}
+        extensions = [_config(record) for record in self.records if record.slot == "extension"]
         precision = names.get("precision", "fp32")
         given = {
             "device": names.get("device", "cpu"),
@@ -101,7 +109,7 @@ class TestedStack:
             "mixed_precision": None if precision == "fp32" else precision,
             "log_with": names.get("tracker"),
             "project_dir": self.folder if "tracker" in names else None,
-            "plugins": [_config(self.plugins["extension"])] if "extension" in names else None,
+            "plugins": extensions or None,
         }
         return {name: value for name, value in given.items() if value is not None}
 
@@ -117,27 +125,26 @@ class TestedStack:
     @property
     def offers(self) -> frozenset[str]:
         """Capability words the cards claim; native's, where a slot was not named."""
-        named = {slot: record.name for slot, record in self.plugins.items()}
-        installed = discover()
-        records = [installed.get(name) for name in {**_DEFAULTS, **named}.values()]
+        installed, named = discover(), self.plugins
+        defaults = [installed.get(name) for slot, name in _DEFAULTS.items() if slot not in named]
+        records = [*defaults, *self.records]
         return frozenset().union(*(record.card.offers for record in records if record and record.card))
 
     @property
     def described(self) -> list[Record]:
         """Plugins whose packaging is checked: core's own only in a stack of them."""
-        records = [*self.plugins.values()]
-        return [record for record in records if record.distribution != _CORE] or records
+        return [each for each in self.records if each.distribution != _CORE] or [*self.records]
 
     def api_version(self, slots: Collection[str]) -> str:
         """Return the oldest version of the contract for which plugins of these slots were written."""
-        cards = [record.card for slot, record in self.plugins.items() if slot in slots]
+        cards = [record.card for record in self.records if record.slot in slots]
         versions = [card.api_version for card in cards if card is not None]
         return min(versions, key=lambda version: tuple(map(int, version.split("."))))
 
     @property
     def packages(self) -> frozenset[str]:
         """Top-level packages of the plugins' code."""
-        cards = [record.card for record in self.plugins.values() if record.card is not None]
+        cards = [record.card for record in self.records if record.card is not None]
         return frozenset(
             card.implementation.partition(".")[0].partition(":")[0] for card in cards if card.implementation
         )
@@ -151,7 +158,8 @@ class TestedStack:
     @property
     def name(self) -> str:
         """The stack as --accel-stack names it."""
-        return "+".join(self.plugins[slot].name for slot in SLOTS if slot in self.plugins)
+        ordered = sorted(self.records, key=lambda record: SLOTS.index(record.slot))
+        return "+".join(record.name for record in ordered)
 
     @property
     def environment(self) -> dict[str, str]:
@@ -161,7 +169,7 @@ class TestedStack:
 
     def settings_without(self, *slots: str) -> dict[str, str]:
         """Return the settings of a stack that has other plugins in these slots."""
-        others = {self.plugins[slot].name.replace("-", "_") for slot in slots if slot in self.plugins}
+        others = {record.name.replace("-", "_") for record in self.records if record.slot in slots}
         return {path: text for path, text in self.settings.items() if path.partition(".")[0] not in others}
 
     def __str__(self) -> str:

@@ -121,5 +121,5 @@ def test_requirements_leave_torch_alone(plugin: Record) -> None:
 @concerns(*(slot for slot in SLOTS if slot not in OUTSIDE_OF_RUNS))
 def test_the_stack_binds(run: Any, stack: Any) -> None:
     (members,) = run(stack_members)
-    named = {record.name for slot, record in stack.plugins.items() if slot not in OUTSIDE_OF_RUNS}
+    named = {record.name for record in stack.records if record.slot not in OUTSIDE_OF_RUNS}
     assert named <= set(members)

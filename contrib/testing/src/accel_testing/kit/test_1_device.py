@@ -93,8 +93,8 @@ def test_services_answer(run: Run) -> None:
 
 
 def test_the_host_does_not_wait_for_the_device_in_a_step(run: Run, stack: TestedStack) -> None:
-    alone = evolve(stack, plugins={slot: it for slot, it in stack.plugins.items() if slot != "strategy"})
-    lacking = {need for it in alone.plugins.values() if it.card for need in it.card.needs} - alone.offers
+    alone = evolve(stack, records=[it for it in stack.records if it.slot != "strategy"])
+    lacking = {need for it in alone.records if it.card for need in it.card.needs} - alone.offers
     if lacking:
         pytest.skip(f"a step without a strategy: {' and '.join(sorted(lacking))} would be lacking")
     assert run(tasks.waits) == [""]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from accel_testing.kit import tasks_awkward, tasks_items, tasks_units
+from accel_testing.kit import tasks_awkward, tasks_delegating, tasks_items, tasks_units
 from accel_testing.kit import tasks_training as tasks
 from accel_testing.kit.checks import concerns, quick, requires
 from accel_testing.kit.compare import assert_near, assert_same_training
@@ -62,6 +63,19 @@ def test_a_module_that_was_not_prepared_unwraps_to_itself(run: Run) -> None:
     for found in run(tasks.unwrapped_strangers):
         others = {name: other for name, other in found.items() if other}
         assert not others, f"unwrap_model must return the very module of what it did not wrap: {others}"
+
+
+def test_a_hook_that_only_calls_the_layer_below_changes_nothing(
+    run: Run, stack: TestedStack, tmp_path: Path
+) -> None:
+    plugins = [(record.card.implementation, record.slot) for record in stack.records if record.card]
+    classes = [(path, slot) for path, slot in plugins if path is not None and slot in tasks_delegating.LAYERS]
+    for found in run(tasks_delegating.trained, classes, str(tmp_path)):
+        errors = {hook: error for hook, error in found.items() if isinstance(error, str)}
+        assert not errors, f"self.below.HOOK(...) of these hooks fails: {errors}"
+        usual = found[tasks_delegating.NOBODY]
+        others = [hook for hook, weights in found.items() if weights != usual]
+        assert not others, f"hooks that only call self.below train otherwise: {', '.join(others)}"
 
 
 @pytest.mark.parametrize("accumulation", [1, pytest.param(2, marks=quick), 4])
