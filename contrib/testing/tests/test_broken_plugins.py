@@ -117,6 +117,7 @@ TRAINING = {
     "unwraps-by-attribute": {"test_a_module_that_was_not_prepared_unwraps_to_itself"},
     "unwraps-all": {"test_a_module_that_was_not_prepared_unwraps_to_itself"},
     "nudges-weights": {"test_an_accumulated_step_is_left_alone_mid_window"},
+    "keeps-no-layers": {"test_a_hook_that_only_calls_the_layer_below_changes_nothing"},
 }
 PROCESSES = {
     "flips-batches": {

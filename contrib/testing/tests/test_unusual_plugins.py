@@ -65,6 +65,23 @@ def test_unusual_plugins_pass(
     assert found.skipped <= {"join", "fp8"} | (LOOPS if "scheduled" in stack else set())
 
 
+@pytest.mark.timeout(300)
+def test_a_stack_may_have_several_extensions(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, site: Path
+) -> None:
+    checks = "test_the_stack_binds or test_clipping_by_norm or changes_nothing or test_cross_resume"
+    options = ("--accel-world", "1", "--accel-set", "second.every=2", "-k", checks)
+    found = run_kit(pytester, monkeypatch, site, "native+first+second", *options)
+    assert found.stack == "native+first+second"
+    assert functions(found.failed) == set(), describe(found)
+    assert functions(found.passed) == {
+        "test_the_stack_binds",
+        "test_clipping_by_norm",
+        "test_a_hook_that_only_calls_the_layer_below_changes_nothing",
+        "test_cross_resume",
+    }
+
+
 @pytest.mark.full
 @pytest.mark.timeout(900)
 def test_a_strategy_that_serves_few_networks_brings_one(

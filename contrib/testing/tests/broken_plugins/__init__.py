@@ -119,6 +119,7 @@ DESCRIBES_IN_PAGES = strategy("describes-in-pages")
 UNWRAPS_BY_ATTRIBUTE = strategy("unwraps-by-attribute")
 UNWRAPS_ALL = strategy("unwraps-all")
 NUDGES_WEIGHTS = strategy("nudges-weights")
+KEEPS_NO_LAYERS = strategy("keeps-no-layers")
 
 CASTS_PARAMETERS = device("casts-parameters")
 

