@@ -38,20 +38,23 @@ def trained(
             patches.enter_context(patch.object(import_module(module), name, made))
         for hook in (NOBODY, *_hooks()):
             delegated[0] = hook
-            accelerator = None
             try:
-                accelerator = recipe_accelerator(RECIPE, arguments)
-                trace = train(RECIPE, accelerator)
-                accelerator.save_state(Path(folder, hook))
-                accelerator.load_state(Path(folder, hook))
-                model = accelerator.run.units[0].wrapped[0]
-                found[hook] = [*trace.norms, *trace.weights, *weights(model, accelerator)]
+                found[hook] = _train(Path(folder, hook), arguments)
             except Exception as error:  # other people's code, of any kind: the check names the hook
                 found[hook] = f"{type(error).__name__}: {error}"
-            finally:
-                if accelerator is not None:
-                    accelerator.end_training()
     return found
+
+
+def _train(folder: Path, arguments: Mapping[str, Any]) -> list[float]:
+    """Return gradient norms, and the weights after a training and after a load of its checkpoint."""
+    accelerator = recipe_accelerator(RECIPE, arguments)
+    try:
+        trace = train(RECIPE, accelerator)
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+        return [*trace.norms, *trace.weights, *weights(accelerator.run.units[0].wrapped[0], accelerator)]
+    finally:
+        accelerator.end_training()
 
 
 def _hooks() -> Iterator[str]:
