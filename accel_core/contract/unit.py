@@ -229,6 +229,10 @@ class Unit:
         """Scale losses by this scaler from now on."""
         self.scaler = scaler
 
+    def use_build(self, build: Callable[[], None] | None) -> None:
+        """Wrap new objects by this function when `prepare_unit` asks the base to; None: when it has ended."""
+        self.build_each = build
+
     def use_stream(self, stream: Any) -> None:
         """Have forwards draw random numbers from this stream; None: from the process's own."""
         self.stream = stream

@@ -75,7 +75,7 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
     start: Mover | None = None
     if move is not None:
         start = partial(map, move) if stream is None else partial(_ahead, move, stream)
-    if wrap is not None:
+    if wrap is not None and start is not None:
         start = partial(_wrapped, wrap, topology, start)
     return Placement(run=run, move=move, start=start, reads=wrap is not None, refine=refine, mark=mark)
 

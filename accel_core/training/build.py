@@ -111,18 +111,18 @@ def _build_whole(
 
     def build_each() -> None:
         before, carried = {parameter: name for name, parameter in unit.all_names()}, _carry(group)
-        unit.build_each = None
+        unit.use_build(None)
         for number, parts in names.items():
             _wrap(unit, plan, number, models[number], parts)
         for optimizer in group.optimizers:
             _take_in(unit, optimizer, lambda p: before.get(p) or name_of(p), carried.get(optimizer))
 
-    unit.build_each = build_each
+    unit.use_build(build_each)
     unit.hooks.prepare_unit(unit, plan.of_kind["dataloader"])
     plan.stepped.update(zip(map(id, added), unit.schedulers[first:], strict=False))
     if unit.build_each is None:  # the base was asked
         return
-    unit.build_each = None
+    unit.use_build(None)
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
     for number, parts in names.items():
         _finish_model(unit, number, parts)
