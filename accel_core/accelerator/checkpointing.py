@@ -229,19 +229,31 @@ class States:
             here=self._writes,
         )
 
-    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
-        """Return the model's whole state, by its own names, on every rank.
+    def get_state_dict(
+        self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = True
+    ) -> dict[str, Any]:
+        """Return the model's whole state, under the names of its own `state_dict`.
 
         Collective. Do not write to the tensors.
+
+        If each rank holds whole weights, as under ddp, every rank gets the tensors that it holds. If ranks
+        hold parts of weights, these are put together one block at a time: rank 0 gets them on the CPU, and
+        the other ranks get an empty dictionary.
 
         Buffers that each rank has for itself, such as batch norm's statistics under ddp, are this rank's;
         checkpoints and `save_model` hold rank 0's. Extra state (`get_extra_state`) is this rank's too, and
         checkpoints hold every rank's.
-        unwrap: False gives what the wrapped model's own `state_dict` gives.
+
+        Args:
+            model: prepared, or not.
+            unwrap: False returns what the wrapped model's own `state_dict` returns.
+            rank0_only: False gives every rank the whole weights, on the CPU.
         """
         from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
-        return weights.state_dict(self.run, model) if unwrap else model.state_dict()
+        if not unwrap:
+            return model.state_dict()
+        return weights.state_dict(self.run, model, rank0_only=rank0_only)
 
     def iter_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None

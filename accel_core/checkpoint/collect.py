@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.defaults import model_state
-from accel_core.checkpoint.extra import extra_state
+from accel_core.checkpoint.extra import extra_state, tell_of_hooks_that_only_save
 from accel_core.checkpoint.numbers import require_alike
 from accel_core.contract.state import Entry, Leaf
 from accel_core.distributed.random import stream_states
@@ -226,6 +226,8 @@ def _unit(collected: State, unit: Unit) -> dict[str, Any]:
         collected.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
         if name in buffers:
             _refuse_expanded(unit, name, leaf)
+    extra = without_apart(unit, extra_states(unit))
+    tell_of_hooks_that_only_save(unit, extra)
     listed: set[str] = set()
     return {
         "strategy": unit.strategy,
@@ -233,7 +235,7 @@ def _unit(collected: State, unit: Unit) -> dict[str, Any]:
         "aliases": dict(unit.aliases),
         "extra": {
             name: collected.encode(value, f"{path}.{name} (in its state_dict)")
-            for name, value in without_apart(unit, extra_states(unit)).items()
+            for name, value in extra.items()
         },
         "optimizers": [_optimizer(collected, unit, optimizer, path, listed) for optimizer in unit.optimizers],
         "schedulers": encoded_objects(collected, unit.schedulers, f"{path}.schedulers"),

@@ -1,12 +1,19 @@
-"""Entries that modules add to their `state_dict` beside weights, which are recognised by identity."""
+"""Names and entries that a model's `state_dict` has beside the names of its weights.
+
+A weight is recognised by identity. Where ranks hold parts of weights, a copy of the model with parameters
+that have no values is asked: no rank gathers anything, and nothing is computed from parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import is_same
@@ -14,48 +21,137 @@ from accel_core.storage.codec import is_same
 if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
+logger = logging.getLogger(__name__)
+
 _WRAPPERS: Final = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.")
-"""Modules of torch whose classes only undo what they do to names."""
+"""Modules of torch whose methods only undo what they do to names."""
+
+
+def exported(unit: Unit, number: int) -> tuple[dict[str, list[str]], dict[str, Any]]:
+    """Return the keys of each weight in `state_dict` of the unit's model `number`, and its extra state.
+
+    Not collective. Weights by canonical name, tied ones together; a weight that `state_dict` leaves out has
+    no keys. Extra state by key: what modules return by `get_extra_state`, or add by `_save_to_state_dict`,
+    by hooks or by a `state_dict` of their own.
+
+    Raises:
+        CheckpointError: extra state is a weight, or is computed from weights that have no values here.
+    """
+    model, prefix = unit.models[number], unit.qualify(number, "")
+    if not _adds_to_state_dict(model):
+        return _own_keys(unit, number, model), {}
+    if not unit.has_whole_weights:
+        model = _without_values(unit, number, model, "")
+    owners = {key: owner for owner, keys in _own_keys(unit, number, model).items() for key in keys}
+    places: dict[int, list[str]] = {}
+    for name, tensor in _tensors(model):
+        places.setdefault(id(tensor), []).append(unit.qualify(number, name).removeprefix(prefix))
+    names: dict[str, list[str]] = {owner: [] for owner in owners.values()}
+    extra: dict[str, Any] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        key = unit.qualify(number, name).removeprefix(prefix)
+        same = places.get(id(value), [key])
+        weight = key if key in same else same[0]
+        if weight not in owners:
+            _refuse_computed(model, key, value)
+            extra[key] = value
+        elif key.rpartition(".")[2] == "_extra_state":
+            raise CheckpointError(
+                f"{key} of the {type(model).__qualname__} is its {weight}, which is stored under its own name\n"
+                "leave the weight out of what get_extra_state returns"
+            )
+        else:
+            names[owners[weight]].append(key)
+    return names, extra
 
 
 def extra_state(unit: Unit, number: int) -> dict[str, Any]:
-    """Return the extra state of the unit's model `number`, by its keys. Not collective.
-
-    It is what modules return by `get_extra_state`, or add by `_save_to_state_dict`, by hooks or by a
-    `state_dict` of their own.
-    """
-    found: dict[str, Any] = {}
-    for prefix, module in _modules_with_more(unit, number):
-        own, entries = {**module._parameters, **module._buffers}, _entries_of(module)
-        weights = {id(each) for each in own.values()}
-        found |= {
-            f"{prefix}{key}": value
-            for key, value in entries.items()
-            if key not in own and id(value) not in weights
-        }
-    return found
+    """Return the extra state of the unit's model `number`, by its keys. Not collective."""
+    return exported(unit, number)[1] if _adds_to_state_dict(unit.models[number]) else {}
 
 
-def left_out(unit: Unit, number: int) -> set[str]:
-    """Return the names of weights that their modules leave out of `state_dict`."""
-    names = set()
-    for prefix, module in _modules_with_more(unit, number):
-        own, entries = {**module._parameters, **module._buffers}, _entries_of(module)
-        weights = {id(each) for each in entries.values()}
-        names |= {
-            f"{prefix}{key}" for key, each in own.items() if key not in entries and id(each) not in weights
-        }
+def _adds_to_state_dict(model: nn.Module) -> bool:
+    return any(map(_has_more, model.modules()))
+
+
+def _own_keys(unit: Unit, number: int, model: nn.Module) -> dict[str, list[str]]:
+    """Return the names of each weight in the model, by the name that ties keep."""
+    prefix, names = unit.qualify(number, ""), dict[str, list[str]]()
+    for name, _ in _tensors(model):
+        canonical = unit.qualify(number, name)
+        owner = unit.aliases.get(canonical, canonical)
+        names.setdefault(owner, []).append(canonical.removeprefix(prefix))
     return names
 
 
-def _entries_of(module: nn.Module) -> dict[str, Any]:
-    """Return what the module tells in `state_dict`, but for that of its children."""
-    children = tuple(f"{name}." for name, _ in module.named_children())
-    entries = module.state_dict(keep_vars=True)
-    return {key: value for key, value in entries.items() if not key.startswith(children)}
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
-def takers(unit: Unit, number: int, keys: Mapping[str, Any]) -> dict[nn.Module, dict[str, str]]:
+def _refuse_computed(model: nn.Module, key: str, value: Any) -> None:
+    if any(isinstance(each, Tensor) and each.is_meta for each in tree_leaves(value)):
+        raise CheckpointError(
+            f"state_dict() of the {type(model).__qualname__} computes {key} from weights that this rank does"
+            " not hold whole\nkeep it in a buffer, or as a value of its own in get_extra_state"
+        )
+
+
+def _without_values(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
+    """Return a copy of the module with parameters without values, and without what wraps its parts."""
+    here = f"{name}." if name else ""
+    canonical = unit.qualify(number, name).rstrip(".")
+    for key, child in module._modules.items():
+        if child is not None and unit.qualify(number, here + key).rstrip(".") == canonical:
+            return _without_values(unit, number, child, here + key)
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    copy: nn.Module = object.__new__(type(module))
+    copy.__dict__.update(
+        module.__dict__,
+        _parameters={
+            key: None if each is None else _stand_in(each) for key, each in module._parameters.items()
+        },
+        _modules={
+            key: each if each is None else _without_values(unit, number, each, here + key)
+            for key, each in module._modules.items()
+        },
+    )
+    return copy
+
+
+def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
+    stand = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
+    vars(stand).update(vars(parameter))  # modules may tell of what a weight keeps in attributes
+    return stand
+
+
+def tell_of_hooks_that_only_save(unit: Unit, extra: Iterable[str]) -> None:
+    """Warn, once, of keys of extra state that a module's hooks add and the module cannot take back."""
+    for number in range(len(unit.models)) if extra else ():
+        prefix = unit.qualify(number, "")
+        mine = [key.removeprefix(prefix) for key in extra if key.startswith(prefix)]
+        for module, keys in takers(unit, number, mine).items():
+            if _own_hooks(module) and not _takes_back(module):
+                _warn_of_hooks(type(module).__qualname__, tuple(keys.values()))
+
+
+@cache
+def _warn_of_hooks(kind: str, keys: tuple[str, ...]) -> None:
+    logger.warning(
+        "a hook of the %s adds %s to its state_dict, and nothing takes it back: load_state refuses other"
+        " values than the model has then; register_load_state_dict_pre_hook restores them",
+        kind,
+        ", ".join(keys),
+    )
+
+
+def _takes_back(module: nn.Module) -> bool:
+    methods = ("load_state_dict", "_load_from_state_dict", "set_extra_state")
+    return _overrides(module, *methods) or bool(module._load_state_dict_pre_hooks)
+
+
+def takers(unit: Unit, number: int, keys: Iterable[str]) -> dict[nn.Module, dict[str, str]]:
     """Return for each module the keys that it can take back: its own key -> that of the model."""
     taken: dict[nn.Module, dict[str, str]] = {}
     modules = dict(_modules_with_more(unit, number))
@@ -103,16 +199,21 @@ def _modules_with_more(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module
 
 
 def _has_more(module: nn.Module) -> bool:
-    kind = type(module)
-    return not (isinstance(module, torch.jit.ScriptModule) or kind.__module__.startswith(_WRAPPERS)) and (
-        kind.get_extra_state is not nn.Module.get_extra_state
-        or kind._save_to_state_dict is not nn.Module._save_to_state_dict
-        or kind.state_dict is not nn.Module.state_dict
-        or bool(_own_hooks(module))
+    return not isinstance(module, torch.jit.ScriptModule) and (
+        _overrides(module, "get_extra_state", "_save_to_state_dict", "state_dict") or bool(_own_hooks(module))
     )
+
+
+def _overrides(module: nn.Module, *names: str) -> bool:
+    """Return whether the module's class has methods of its own; torch's wrappers only undo their names."""
+    methods = ((getattr(type(module), name), getattr(nn.Module, name)) for name in names)
+    return any(own is not plain and not _is_from(own, _WRAPPERS) for own, plain in methods)
 
 
 def _own_hooks(module: nn.Module) -> list[Any]:
     """Return hooks on what the module's `state_dict` tells, but for those of torch's own wrappers."""
-    hooks = module._state_dict_hooks.values()
-    return [each for each in hooks if not str(getattr(each, "__module__", "")).startswith("torch.")]
+    return [each for each in module._state_dict_hooks.values() if not _is_from(each, "torch.")]
+
+
+def _is_from(function: Any, modules: str | tuple[str, ...]) -> bool:
+    return str(getattr(function, "__module__", "")).startswith(modules)

@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from accel_core.checkpoint.extra import extra_state, left_out
+import torch
+
+from accel_core.checkpoint.extra import exported
 from accel_core.checkpoint.weight_files import Names, write_weights
 from accel_core.contract.arguments import did_you_mean
 from accel_core.contract.state import leaf_of
+from accel_core.distributed.nested import send_to_device
 from accel_core.distributed.together import agree_on_call, run_on_all_ranks
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor, nn
 
     from accel_core.contract.run import Run
@@ -33,24 +35,23 @@ def weights_of(
     Names are canonical, without the number that a unit of several models puts before them. A model that
     was not prepared is read as it is.
     """
-    yield from _weights(*_home(run, model), dtype, to)
+    unit, number = _home(run, model)
+    yield from _weights(unit, number, exported(unit, number)[0], dtype, to)
 
 
 def _weights(
-    unit: Unit, number: int, dtype: torch.dtype | None = None, to: torch.device | None = None
+    unit: Unit,
+    number: int,
+    names: Mapping[str, Names],
+    dtype: torch.dtype | None = None,
+    to: torch.device | None = None,
 ) -> Iterator[tuple[Names, Tensor]]:
-    names: dict[str, Names] = {}
-    module, prefix, absent = unit.models[number], unit.qualify(number, ""), left_out(unit, number)
-    for tensors in (module.named_parameters, module.named_buffers):
-        for name, _ in tensors(remove_duplicate=False):
-            canonical = unit.qualify(number, name)
-            owner = unit.aliases.get(canonical, canonical)
-            names.setdefault(owner, []).append(canonical.removeprefix(prefix))
+    """Yield (keys, whole weight) of the model `number`. `names`: as `exported` returns them."""
+    prefix = unit.qualify(number, "")
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
-        if canonical.removeprefix(prefix) in absent:
-            continue
         if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
-            yield names.get(canonical, [canonical.removeprefix(prefix)]), tensor
+            if keys := names.get(canonical, [canonical.removeprefix(prefix)]):
+                yield keys, tensor
 
 
 def full_parameters(
@@ -74,15 +75,35 @@ def full_parameters(
     return context
 
 
-def state_dict(run: Run, model: nn.Module) -> dict[str, Any]:
+class _OnRank0(OrderedDict[str, Any]):
+    """Stands for the weights that rank 0 has alone."""
+
+    def __missing__(self, key: str) -> NoReturn:
+        raise KeyError(f"{key}: {self!r}")
+
+    def __repr__(self) -> str:
+        return "{} (rank 0 has the weights; get_state_dict(model, rank0_only=False) gives them to every rank)"
+
+
+def state_dict(run: Run, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
     """Return the model's state dict as if whole and unwrapped. Collective.
 
-    Parameters come first, then buffers, then what modules add.
+    Of a model whose weights are in parts it is of CPU tensors, and `rank0_only` leaves it empty elsewhere.
     """
     unit, number = _home(run, model)
-    found: dict[str, Any] = {name: tensor for names, tensor in _weights(unit, number) for name in names}
-    found |= extra_state(unit, number)
-    whole = OrderedDict(found)
+    names, extra = exported(unit, number)
+    here, to = True, None
+    if not unit.has_whole_weights:
+        here, to = run.world.rank == 0 or not rank0_only, torch.device("cpu")
+    weights = _weights(unit, number, names, to=to if here else None)
+    if not here:
+        deque(weights, maxlen=0)
+        return _OnRank0()
+    found: dict[str, Any] = {name: tensor for keys, tensor in weights for name in keys}
+    found |= extra if to is None else send_to_device(extra, to)
+    order = [key for keys in names.values() for key in keys]
+    whole = OrderedDict((key, found.pop(key)) for key in order if key in found)
+    whole.update(found)
     versions = ((_key(unit, number, name), m) for name, m in unit.models[number].named_modules())
     whole._metadata = OrderedDict(  # type: ignore[attr-defined]  # for `load_state_dict`
         (name, {"version": module._version}) for name, module in versions
@@ -108,12 +129,13 @@ def save_model(
         CheckpointError: a rank could not write them; raised on all.
     """
     unit, number = _home(run, model)
-    weights = _weights(unit, number)
+    names, extra = exported(unit, number)
+    weights = _weights(unit, number, names)
 
     def write() -> None:
         try:
             if here:
-                write_weights(directory, weights, extra_state(unit, number), limit, safe=safe)
+                write_weights(directory, weights, extra, limit, safe=safe)
         finally:
             # Whole weights are made by all ranks together: whatever happened here, go on to the end.
             deque(weights, maxlen=0)

@@ -186,6 +186,8 @@ class Unit:
     """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
     build_each: Callable[[], None] | None = None
     """Wraps new models and optimizers by their own hooks, while `prepare_unit` is called; core's own."""
+    weights_are_whole: bool = False
+    """True if each rank holds whole parameters whatever the card says; see `set_weights_are_whole`."""
     rehearses: bool = False
     """True in a forward on meaningless numbers; see `rehearsal`."""
 
@@ -209,6 +211,11 @@ class Unit:
     def offers(self) -> AbstractSet[str]:
         """The capability words of its strategy's card."""
         return self.run.cards[self.strategy].offers
+
+    @property
+    def has_whole_weights(self) -> bool:
+        """True if each rank holds whole parameters, by its strategy's card or its plugin's word."""
+        return self.weights_are_whole or "whole_weights" in self.offers
 
     @property
     def is_in_no_sync(self) -> bool:
@@ -257,6 +264,13 @@ class Unit:
         Any plugin may call this, in a hook of `prepare`. False leaves what another plugin declared.
         """
         self.forward_is_collective = self.forward_is_collective or value
+
+    def set_weights_are_whole(self, value: bool = True) -> None:
+        """Declare that each rank holds whole parameters, where the strategy's options decide it.
+
+        Where they always are, the card offers `whole_weights`.
+        """
+        self.weights_are_whole = value
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:

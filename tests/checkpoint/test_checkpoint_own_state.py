@@ -98,26 +98,82 @@ def test_it_goes_out_and_comes_back(accelerator, tmp_path, kind):
     second.end_training()
 
 
-class Renamed(nn.Linear):
-    """Is known to others by an older name."""
+class Renamed(nn.Module):
+    """Is known to others by older names: by a hook on the names of its child, which nothing undoes."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
         self._register_state_dict_hook(self._rename)
 
     @staticmethod
     def _rename(_, state, prefix, __):
-        state[f"{prefix}old"] = state.pop(f"{prefix}weight")
+        for key in [key for key in state if key.startswith(f"{prefix}inner.")]:
+            state[key.replace("inner.", "old.")] = state.pop(key)
+
+
+def test_weights_that_a_hook_renames_are_exported_once_under_their_new_names(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(Renamed()))
+    expected = model.state_dict()
+    assert [*expected] == ["0.old.weight", "0.old.bias"]
+    found = accelerator.get_state_dict(model)
+    assert [*found] == [*expected]
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [name for name, _ in accelerator.iter_weights(model)] == [*expected]
+    accelerator.save_model(model, tmp_path / "model")
+    assert load_file(tmp_path / "model" / "model.safetensors").keys() == expected.keys()
 
 
 def test_weights_that_a_hook_renames_are_saved_under_their_own_names(accelerator, tmp_path):
-    model = accelerator.prepare(nn.Sequential(Renamed(2, 2, False)))
-    assert [*accelerator.get_state_dict(model)] == ["0.weight"]
+    model = accelerator.prepare(nn.Sequential(Renamed()))
     accelerator.save_state(tmp_path / "ck")
-    before = model[0].weight.detach().clone()
-    nn.init.zeros_(model[0].weight)
+    before = model[0].inner.weight.detach().clone()
+    nn.init.zeros_(model[0].inner.weight)
     accelerator.load_state(tmp_path / "ck")
-    assert torch.equal(model[0].weight, before)
+    assert torch.equal(model[0].inner.weight, before)
+
+
+class OwnWeight(nn.Linear):
+    """Has its weight for extra state."""
+
+    def get_extra_state(self):
+        return self.weight
+
+    def set_extra_state(self, state):
+        self.weight.data.copy_(state)
+
+
+def test_extra_state_that_is_a_weight_is_refused_by_name(accelerator, tmp_path):
+    model = accelerator.prepare(nn.Sequential(OwnWeight(2, 2)))
+    for export in (
+        lambda: accelerator.get_state_dict(model),
+        lambda: accelerator.save_model(model, tmp_path / "model"),
+        lambda: accelerator.save_state(tmp_path / "ck"),
+    ):
+        with pytest.raises(CheckpointError, match=r"0\._extra_state of the Sequential is its 0\.weight"):
+            export()
+
+
+class Counting(nn.Linear):
+    """Adds to its `state_dict` by a hook, and takes nothing back."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_state_dict_post_hook(self._add)
+
+    @staticmethod
+    def _add(_, state, prefix, __):
+        state[f"{prefix}steps"] = torch.tensor(3)
+
+
+def test_a_hook_that_only_saves_is_noticed_by_the_save(accelerator, tmp_path, caplog):
+    accelerator.prepare(nn.Sequential(Counting(2, 2), Hooked(2, 2)))
+    accelerator.save_state(tmp_path / "ck")
+    accelerator.save_state(tmp_path / "again")
+    (told,) = [text for text in caplog.messages if "state_dict" in text]
+    assert "0.steps" in told
+    assert "Counting" in told
+    assert "1.extra" not in told
 
 
 class Scaled(nn.Parameter):

@@ -31,6 +31,24 @@ def test_a_rank_that_cannot_write_goes_on_reading_and_all_hear_of_it(tmp_path, r
     assert all("rank 0: UnwritableError" in said and "NotADirectoryError" in said for said, _ in told)
 
 
+def test_ranks_that_hold_whole_weights_each_get_them(run_processes):
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    assert (
+        run_processes(weights_job.read_it, False, world=2, timeout=60) == [(names, names, True, "", "")] * 2
+    )
+
+
+def test_weights_in_parts_are_put_together_on_rank_0_and_the_others_say_how_to_get_them(run_processes):
+    names = ["0.weight", "0.bias", "1.weight", "1.bias"]
+    first, second = run_processes(weights_job.read_it, True, world=2, timeout=60)
+    assert first == (names, names, True, "", "")
+    found, all_of_it, _, shown, said = second
+    assert (found, all_of_it) == ([], names)
+    assert "get_state_dict(model, rank0_only=False)" in shown
+    assert "0.weight" in said
+    assert "rank0_only=False" in said
+
+
 @pytest.mark.parametrize("kind", ["GPT2LMHeadModel", "T5ForConditionalGeneration", "BertForMaskedLM"])
 @pytest.mark.parametrize("limit", ["10GB", "20KB"])
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "torch"])

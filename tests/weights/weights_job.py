@@ -53,3 +53,22 @@ def fail_on_the_first_rank(folder):
     except (CheckpointError, OSError) as error:
         return str(error), len(read)
     return "", 0
+
+
+def read_it(sharded):
+    """What each rank gets of a model whose ranks hold parts of weights, or whole ones."""
+    accelerator, model = _prepared()
+    if sharded:
+        _gather_rows(accelerator)
+        (unit,), cards = accelerator.run.units, accelerator.run.cards
+        card = cards[unit.strategy]
+        cards[unit.strategy] = card._replace(offers=card.offers - {"whole_weights"})
+    found, all_of_it = (accelerator.get_state_dict(model, rank0_only=only) for only in (True, False))
+    said = ""
+    try:
+        found["0.weight"]
+    except KeyError as error:
+        said = str(error)
+    same = all(torch.equal(tensor, all_of_it[name]) for name, tensor in found.items())
+    accelerator.end_training()
+    return [*found], [*all_of_it], same, repr(found) if not found else "", said

@@ -111,6 +111,7 @@ class DeepSpeed(SharedSequences, EngineState):
                 self.release(unit)
             raise
         unit.set_forward_is_collective(engine.zero_optimization_partition_weights())
+        unit.set_weights_are_whole(not engine.zero_optimization_partition_weights())
         if unit.wrapped:
             # The user holds the engine of an earlier `prepare`: it becomes the new one.
             held: Any = unit.wrapped[0]

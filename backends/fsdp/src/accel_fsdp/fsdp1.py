@@ -185,18 +185,18 @@ class Flat(FullyShardedDataParallel):
     def iter_weights(
         self, unit: Unit, dtype: torch.dtype | None, to: torch.device | None
     ) -> Iterator[tuple[str, Tensor]]:
-        def ready(tensor: Tensor) -> Tensor:
-            return tensor.detach().to(to, dtype if tensor.is_floating_point() else None)
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(to, dtype if tensor.is_floating_point() else None, copy=True)
 
         parts, names = parts_of(unit), {p: name for name, p in unit.named_parameters().items()}
         for module in modules_of(unit):
             mine = [p for p in parameters_of(module) if p in parts]
             with FSDP.summon_full_params(module, recurse=False, writeback=False):
-                found = [(names[p], ready(p).clone()) for p in mine]
+                found = [(names[p], copied(p)) for p in mine]
             yield from found
         for name, leaf in self.below.model_state(unit).items():
             if unit.named_parameters().get(name) not in parts:
-                yield name, ready(leaf.shards[0][1])
+                yield name, copied(leaf.shards[0][1])
 
     @implements(hooks.full_parameters)
     def full_parameters(

@@ -28,6 +28,7 @@ from accel_fsdp.base import (
 )
 from accel_fsdp.dims import sharding, stages
 from accel_fsdp.experts import Spread, split, spread
+from accel_fsdp.gathering import whole, whole_by_block
 from accel_fsdp.kinds import step_by_kind
 from accel_fsdp.norms import Layout, clip_norm, clip_value
 from accel_fsdp.parameters import guard_conversions, replace_parameter
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
     from accel_fsdp.config import FullyShardedDataParallelPlugin
     from accel_fsdp.wrapping import Group
 
-__all__ = ["Sharded", "refuse_second_order", "reshard", "whole"]
+__all__ = ["Sharded", "refuse_second_order", "reshard"]
 
 
 class Sharded(FullyShardedDataParallel):
@@ -177,8 +178,11 @@ class Sharded(FullyShardedDataParallel):
     ) -> Iterator[tuple[str, Tensor]]:
         leaves = self.model_state(unit)
         parameters = unit.named_parameters()
-        for name, leaf in leaves.items():
-            tensor = whole(parameters[name] if name in parameters else leaf.shards[0][1])
+        tensors = {
+            name: parameters[name] if name in parameters else leaf.shards[0][1]
+            for name, leaf in leaves.items()
+        }
+        for name, tensor in whole_by_block(unit.models, tensors):
             yield name, tensor.to(to, dtype if tensor.is_floating_point() else None)
 
     @implements(hooks.full_parameters)
@@ -272,15 +276,6 @@ def _places(modules: Iterable[nn.Module]) -> Iterator[tuple[tuple[nn.Module, str
         for key, parameter in module._parameters.items():
             if parameter is not None:
                 yield (module, key), parameter
-
-
-def whole(tensor: Tensor) -> Tensor:
-    """All of a tensor, apart from its storage. Collective."""
-    data: Any = tensor.detach()
-    if not isinstance(data, DTensor):
-        return tensor.detach().clone()
-    found: Tensor = data.full_tensor()
-    return found.clone() if found.is_set_to(data.to_local()) else found
 
 
 def _sharded(model: nn.Module) -> list[FSDPModule]:

@@ -15,7 +15,8 @@ from attrs import evolve
 from torch import Tensor, nn
 
 from accel_core import AccelError, ConfigError, OptimizerState, StepOutput, hooks, implements
-from accel_fsdp.fsdp2 import Sharded, reshard, whole
+from accel_fsdp.fsdp2 import Sharded, reshard
+from accel_fsdp.gathering import whole
 from accel_fsdp.schedules import Pipe
 from accel_fsdp.stages import note_hooks_of_plugins
 from accel_fsdp.wrapping import blocks, chosen_blocks, ignored, refuse_unfit
@@ -177,7 +178,9 @@ def _refuse_own_state(model: nn.Module) -> None:
     Others keep modules that do not run.
     """
     tensors = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    if own := sorted(model.state_dict().keys() - {name for named in tensors for name, _ in named}):
+    known = {key for named in tensors for name, tensor in named for key in (name, id(tensor))}
+    told = model.state_dict(keep_vars=True)
+    if own := sorted(name for name, value in told.items() if known.isdisjoint((name, id(value)))):
         raise ConfigError(
             f"state_dict() has {', '.join(own[:8])}, which are neither parameters nor buffers;"
             " a checkpoint of a pipeline would hold what the first rank has, whichever stage runs them\n"
