@@ -311,7 +311,7 @@ class Accelerator(Ranks, Training, States):
         Returns as many None as arguments.
 
         `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
-        Take whole weights (`get_state_dict`) before: of a sharded model each rank has parts only afterwards.
+        Take whole weights (`get_state_dict`) before: ranks have parts of a sharded model only afterwards.
         """
         from accel_core.accelerator.memory import empty_cache  # late: start-up need not wait for it
 

@@ -57,7 +57,7 @@ def exported(unit: Unit, number: int) -> tuple[dict[str, list[str]], dict[str, A
             extra[key] = value
         elif key.rpartition(".")[2] == "_extra_state":
             raise CheckpointError(
-                f"{key} of the {type(model).__qualname__} is its {weight}, which is stored under its own name\n"
+                f"{key} of the {type(model).__qualname__} is its {weight}, which has its own name in a file\n"
                 "leave the weight out of what get_extra_state returns"
             )
         else:

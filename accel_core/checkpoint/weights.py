@@ -49,9 +49,10 @@ def _weights(
     """Yield (keys, whole weight) of the model `number`. `names`: as `exported` returns them."""
     prefix = unit.qualify(number, "")
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
-        if canonical in names or canonical.startswith(prefix):  # the others: parts that only other ranks have
-            if keys := names.get(canonical, [canonical.removeprefix(prefix)]):
-                yield keys, tensor
+        # Names that are not known here: parts that only other ranks have.
+        own = [canonical.removeprefix(prefix)] if canonical.startswith(prefix) else []
+        if keys := names.get(canonical, own):
+            yield keys, tensor
 
 
 def full_parameters(

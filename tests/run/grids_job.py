@@ -60,7 +60,9 @@ def trained(optimizer, tied, whole_windows):
             with accelerator.accumulate(model, batch=batch):
                 accelerator.backward(loss_of(model, batch)[0])
                 _step(accelerator, model, made)
-    found = {name: tensor.clone() for name, tensor in accelerator.get_state_dict(model).items()}
+    found = {
+        name: tensor.clone() for name, tensor in accelerator.get_state_dict(model, rank0_only=False).items()
+    }
     accelerator.end_training()
     return found
 

@@ -58,7 +58,7 @@ def train(options, *, folder=None, resume=False, device_specific=True, extra=Tru
         if number == 0 and not resume and folder is not None:
             accelerator.save_state(folder)
     drawn = [layer.drawn for layer in (model.one, model.two)]
-    weight = accelerator.get_state_dict(prepared)["two.whole.bias"].tolist()
+    weight = accelerator.get_state_dict(prepared, rank0_only=False)["two.whole.bias"].tolist()
     accelerator.end_training()
     return [each[-4:] for each in drawn if each], weight
 

@@ -230,5 +230,6 @@ def iter_weights(
     """(canonical name, whole parameter or persistent buffer), tied weights once.
 
     Collective: all ranks read it to its end. Holds a few weights at a time, never the model. `dtype`: of
-    floating-point ones. `to`: a device; None: the cheapest one. base: the model's own tensors.
+    floating-point ones. `to`: a device, which may differ from rank to rank; None: the cheapest one. base: the
+    model's own tensors.
     """

@@ -50,7 +50,7 @@ def stepped(stage: int) -> dict[str, torch.Tensor]:
         ours.backward(model(images).square().sum())
         optimizer.step()
         optimizer.zero_grad()
-    return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    return {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -87,7 +87,7 @@ def in_turns(stage: int, offload: str) -> dict[str, torch.Tensor]:
         ours.backward(model(torch.linspace(-1, 1, 8).reshape(2, 4), step % 2).square().sum())
         optimizer.step()
         optimizer.zero_grad()
-    return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    return {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,9 @@ def beside_a_frozen_base(stage: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     optimizer.step()
     plain(x).pow(2).mean().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return ours.get_state_dict(model)["adapter.weight"].clone(), plain.adapter.weight.detach()
+    return ours.get_state_dict(model, rank0_only=False)[
+        "adapter.weight"
+    ].clone(), plain.adapter.weight.detach()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
@@ -230,7 +232,7 @@ def of_looked_up_rows() -> tuple[torch.Tensor, torch.Tensor]:
     optimizer.step()
     plain(rows).pow(2).mean().backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return ours.get_state_dict(model)["weight"].detach().clone(), plain.weight.detach()
+    return ours.get_state_dict(model, rank0_only=False)["weight"].detach().clone(), plain.weight.detach()
 
 
 def test_stage_0_trains_sparse_gradients(run_processes) -> None:
@@ -400,7 +402,7 @@ def lowered(kind: str) -> tuple[list[float], torch.Tensor]:
         norms.append(float(ours.clip_grad_norm_(model.parameters(), 1.0)))
         optimizer.step()
         optimizer.zero_grad()
-    return norms, ours.get_state_dict(model)["weight"].float()
+    return norms, ours.get_state_dict(model, rank0_only=False)["weight"].float()
 
 
 @pytest.mark.full  # DeepSpeed compiles its optimizer

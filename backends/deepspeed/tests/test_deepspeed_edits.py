@@ -66,7 +66,7 @@ def loaded(stage: int, offload: str) -> dict[str, list[Tensor]]:
         user = ours.unwrap_model(model)
         loop(model, optimizer, ours.backward, lambda write=write, user=user: write(user))  # type: ignore[misc]
         write(user)
-        found[which] = [each.clone() for each in ours.get_state_dict(model).values()]
+        found[which] = [each.clone() for each in ours.get_state_dict(model, rank0_only=False).values()]
     return found
 
 
@@ -135,7 +135,7 @@ def gathered(threshold: int, folder: str) -> list[Tensor]:
         ours.load_state(folder)
         model.save_checkpoint(f"{folder}-by-the-engine")
         model.load_checkpoint(f"{folder}-by-the-engine")
-    return [each.clone() for each in ours.get_state_dict(model).values()]
+    return [each.clone() for each in ours.get_state_dict(model, rank0_only=False).values()]
 
 
 @pytest.mark.parametrize("threshold", [0, 100_000])

@@ -76,7 +76,7 @@ def trained(
                     finish()
         if ours is None:
             finish()
-    weights = model.state_dict() if ours is None else ours.get_state_dict(model)
+    weights = model.state_dict() if ours is None else ours.get_state_dict(model, rank0_only=False)
     return torch.tensor(seen), [tensor.clone() for tensor in weights.values()]
 
 

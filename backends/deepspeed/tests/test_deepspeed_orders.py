@@ -87,7 +87,7 @@ def trained(stage: int, program: Callable[[Any], None]) -> dict[str, torch.Tenso
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
     part = slice(ours.process_index, None, ours.num_processes)
     program(loop_of(model, optimizer, ours.backward, ours.clip_grad_norm_, ours.clip_grad_value_, part))
-    found = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    found = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     ours.free_memory()
     return found
 
@@ -140,7 +140,11 @@ def by_two_losses(stage: int) -> list[float]:
         ours.clip_grad_norm_(model.parameters(), 10.0)
         optimizer.step()
         optimizer.zero_grad()
-    return [float(each) for weight in ours.get_state_dict(model).values() for each in weight.flatten()]
+    return [
+        float(each)
+        for weight in ours.get_state_dict(model, rank0_only=False).values()
+        for each in weight.flatten()
+    ]
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2])

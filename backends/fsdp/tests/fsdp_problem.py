@@ -155,7 +155,7 @@ def train_ours(
     model = net(kind, seed=run.process_index)
     model, optimizer = run.prepare(model, optimizer_of(model))
     losses = list(steps_of(run, model, optimizer, kind, range(steps)))
-    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return losses, weights
 

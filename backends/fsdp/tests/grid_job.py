@@ -157,7 +157,9 @@ def trained(name, clip, norm_type=2.0, *, sums=False, **options):
             optimizer.zero_grad()
         whole = loss.full_tensor() if hasattr(loss, "full_tensor") else loss
         losses.append(accelerator.reduce(whole.detach(), "mean").item())
-    weights = {key: value.tolist() for key, value in accelerator.get_state_dict(model).items()}
+    weights = {
+        key: value.tolist() for key, value in accelerator.get_state_dict(model, rank0_only=False).items()
+    }
     shapes = {
         key: tuple(p.to_local().shape) if hasattr(p, "to_local") else tuple(p.shape)
         for key, p in model.named_parameters()
@@ -179,7 +181,7 @@ def written_while_whole(name):
     with accelerator.full_parameters(model, writeback=True), torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape))
-    state = accelerator.get_state_dict(model)
+    state = accelerator.get_state_dict(model, rank0_only=False)
     accelerator.end_training()
     return [key for key, value in state.items() if value.flatten().tolist() != list(range(value.numel()))]
 

@@ -599,7 +599,7 @@ def shrunk(options):
         accelerator.forward_backward(model, batches, loss_of, microbatches=microbatches)
         optimizer.step()
         optimizer.zero_grad()
-    weights = accelerator.get_state_dict(model)
+    weights = accelerator.get_state_dict(model, rank0_only=False)
     accelerator.end_training()
     return weights
 

@@ -95,7 +95,7 @@ def trained(case):
             optimizer.zero_grad()
         losses.append((loss.full_tensor() if isinstance(loss, DTensor) else loss).item())
     groups = [len(group["params"]) for group in optimizer.param_groups]
-    weights = run.get_state_dict(model)
+    weights = run.get_state_dict(model, rank0_only=False)
     sharded = sum(isinstance(module, FSDPModule) for module in model.modules())
     run.end_training()
     return losses, norms, weights, groups, sharded
@@ -176,16 +176,16 @@ def whole_weights(plan):
     """What is written to whole weights, or to a state dict, and counts."""
     run = run_of({"plan": plan})
     model = run.prepare(grid_job.MODELS["gpt"]())
-    first = run.get_state_dict(model)
+    first = run.get_state_dict(model, rank0_only=False)
     for value in {id(value): value for value in first.values()}.values():
         value.add_(1)
-    again = run.get_state_dict(model)
+    again = run.get_state_dict(model, rank0_only=False)
     found = {"state dict": {(first[name] - again[name]).mean().item() for name in first}}
     for writeback in (False, True):
         with run.full_parameters(model, writeback=writeback), torch.no_grad():
             for parameter in model.parameters():
                 parameter.copy_(torch.full(parameter.shape, 7.0))
-        held = run.get_state_dict(model)
+        held = run.get_state_dict(model, rank0_only=False)
         found[f"writeback {writeback}"] = {bool((value == 7).all()) for value in held.values()}
     run.end_training()
     return found
@@ -248,7 +248,7 @@ def grouped(plan, kind):
         else:
             closure()
             optimizer.step()
-    weights = run.get_state_dict(model) if run else dict(model.state_dict())
+    weights = run.get_state_dict(model, rank0_only=False) if run else dict(model.state_dict())
     if run:
         run.end_training()
     return seen, weights
@@ -304,6 +304,6 @@ def continued(case, folder, saves):
         if saves and step == 2:
             run.save_state(folder)
             losses.clear()
-    weights = run.get_state_dict(model)
+    weights = run.get_state_dict(model, rank0_only=False)
     run.end_training()
     return losses, weights

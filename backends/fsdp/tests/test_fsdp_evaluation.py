@@ -51,7 +51,7 @@ def trained(options: dict[str, Any] | None, pending: bool) -> list[Tensor]:
         loss.backward() if run is None else run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    weights = net.state_dict() if run is None else run.get_state_dict(model)
+    weights = net.state_dict() if run is None else run.get_state_dict(model, rank0_only=False)
     found = [weights[name].clone() for name in sorted(weights)]
     if run is not None:
         run.end_training()

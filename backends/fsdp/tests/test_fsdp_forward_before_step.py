@@ -69,7 +69,7 @@ def trained(
             clip(call.parameters(), 0.1)
         optimizer.step()
         optimizer.zero_grad()
-    weights = net.state_dict() if run is None else run.get_state_dict(model)
+    weights = net.state_dict() if run is None else run.get_state_dict(model, rank0_only=False)
     found = [weights[name].clone() for name in sorted(weights)]
     if run is not None:
         run.end_training()
@@ -106,7 +106,7 @@ def in_a_pipeline(pipeline: bool) -> list[Tensor]:
         run.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-    found = run.get_state_dict(model)
+    found = run.get_state_dict(model, rank0_only=False)
     weights = [found[name].clone() for name in net.state_dict()]
     run.end_training()
     return weights

@@ -25,7 +25,7 @@ def built(version: int, options: dict[str, Any], kind: str = "gpt") -> tuple[lis
     optimizer = optimizer_of(model)
     model, optimizer = run.prepare(model, optimizer)
     list(steps_of(run, model, optimizer, kind, range(2)))
-    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return devices, found
 
@@ -44,7 +44,7 @@ def first_weights(version: int, fill: Any) -> dict[str, Tensor]:
         model = GPT()
     torch.manual_seed(run.process_index)
     model = run.prepare(model)
-    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return found
 

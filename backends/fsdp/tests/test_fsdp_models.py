@@ -31,7 +31,7 @@ def of_doubles(version: int) -> tuple[list[float], dict[str, Tensor]]:
         norms.append(run.clip_grad_norm_(model.parameters(), 0.1, norm_type).item())
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return norms, weights
 
@@ -88,7 +88,7 @@ def in_stages(stages: int) -> tuple[list[Tensor], dict[str, Tensor]]:
         losses.append(run.forward_backward(model, list(ids), loss_of, microbatches=2).loss)
         optimizer.step()
         optimizer.zero_grad()
-    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    weights = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return losses, weights
 

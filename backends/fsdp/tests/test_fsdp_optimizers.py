@@ -43,7 +43,7 @@ def trained(version: int, name: str) -> dict[str, Tensor]:
         run.backward(model(x).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-    found = {key: tensor.clone() for key, tensor in run.get_state_dict(model).items()}
+    found = {key: tensor.clone() for key, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return found
 
@@ -175,7 +175,7 @@ def trained_late(version: int, joined: bool) -> dict[str, Tensor]:
     found = {
         f"{number}.{name}": tensor.clone()
         for number, model in enumerate(models)
-        for name, tensor in run.get_state_dict(model).items()
+        for name, tensor in run.get_state_dict(model, rank0_only=False).items()
     }
     run.end_training()
     return found

@@ -60,7 +60,7 @@ def resumed(kind: type[nn.Linear], version: int, folder: str) -> tuple[int, int,
     run.save_state(folder)
     trained, inner.calls = inner.calls, 0
     run.load_state(folder)
-    names = sorted(run.get_state_dict(model))
+    names = sorted(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return trained, inner.calls, names
 

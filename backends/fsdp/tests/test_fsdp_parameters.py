@@ -38,7 +38,7 @@ def never_prepared(version: int) -> tuple[str | None, float]:
     model = run.prepare(model)
     said = said_by(lambda: run.backward(loss_of(model, *batch())))
     optimizer.step()
-    moved = distance(dict(run.get_state_dict(model)), before)
+    moved = distance(dict(run.get_state_dict(model, rank0_only=False)), before)
     run.end_training()
     return said, moved
 
@@ -62,7 +62,7 @@ def prepared_late() -> float:
     optimizer = run.prepare(optimizer)
     run.backward(loss_of(model, *batch()))
     optimizer.step()
-    moved = distance(dict(run.get_state_dict(model)), before)
+    moved = distance(dict(run.get_state_dict(model, rank0_only=False)), before)
     run.end_training()
     return moved
 
@@ -111,7 +111,7 @@ def stepped_in_backward() -> float:
     for _ in range(3):
         run.backward(loss_of(model, x[run.process_index], y))
         loss_of(alone, x.flatten(0, 1), torch.cat([y, y])).backward()
-    gap = distance(dict(run.get_state_dict(model)), alone.state_dict())
+    gap = distance(dict(run.get_state_dict(model, rank0_only=False)), alone.state_dict())
     run.end_training()
     return gap
 
@@ -205,12 +205,12 @@ def test_buffers_of_dtypes_that_a_group_does_not_carry_are_those_of_rank_0(
 def loaded_whole() -> float:
     run = accelerator(plugin("mlp", 2))
     model, optimizer = run.prepare(given := net("mlp"), torch.optim.SGD(given.parameters(), lr=0.1))
-    wanted = {name: tensor + 1 for name, tensor in run.get_state_dict(model).items()}
+    wanted = {name: tensor + 1 for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.backward(loss_of(model, *batch()))
     optimizer.step()
     with run.full_parameters(model, writeback=True):
         model.load_state_dict(wanted)
-    found = distance(dict(run.get_state_dict(model)), wanted)
+    found = distance(dict(run.get_state_dict(model, rank0_only=False)), wanted)
     run.backward(loss_of(model, *batch()))
     optimizer.step()
     run.end_training()
@@ -251,11 +251,11 @@ def converted(version: int, kind: str) -> list[str | None]:
             run.backward(loss_of(model, *batch()))
             optimizer.step()
         found.append(said_by(partial(CONVERSIONS[kind], run.unwrap_model(model))))
-        after = run.get_state_dict(model)
+        after = run.get_state_dict(model, rank0_only=False)
         assert {tensor.dtype for tensor in after.values()} == {torch.float32}
         run.backward(loss_of(model, *batch()))
         optimizer.step()
-        assert distance(dict(run.get_state_dict(model)), after) > 0
+        assert distance(dict(run.get_state_dict(model, rank0_only=False)), after) > 0
         run.end_training()
     return found
 

@@ -51,7 +51,7 @@ def warm(options: dict[str, Any]) -> float:
     optimizer.load_state_dict(deepcopy(adam.state_dict()))  # torch's would share it
     step(model, optimizer, run.backward)
     step(of_file, adam, Tensor.backward)
-    found = run.get_state_dict(model)
+    found = run.get_state_dict(model, rank0_only=False)
     run.end_training()
     return max((found[name] - each).abs().max().item() for name, each in of_file.state_dict().items())
 
@@ -78,11 +78,11 @@ def own(folder: str) -> float:
     run, model, optimizer = made(net(1))
     step(model, optimizer, run.backward)
     weights, state = model.state_dict(), optimizer.state_dict()
-    before = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    before = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     model.load_state_dict(weights)
     optimizer.load_state_dict(state)
     step(model, optimizer, run.backward)
-    after = run.get_state_dict(model)
+    after = run.get_state_dict(model, rank0_only=False)
     run.end_training()
     return min((after[name] - before[name]).abs().max().item() for name in before)
 

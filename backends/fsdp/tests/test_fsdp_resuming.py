@@ -84,7 +84,10 @@ class Job:
             self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        return {name: tensor.clone() for name, tensor in self.run.get_state_dict(self.model).items()}
+        return {
+            name: tensor.clone()
+            for name, tensor in self.run.get_state_dict(self.model, rank0_only=False).items()
+        }
 
 
 def in_one_go(

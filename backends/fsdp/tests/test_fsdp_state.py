@@ -47,7 +47,7 @@ def after_evaluation(version: int, strategy: str) -> dict[str, torch.Tensor]:
         model.train()
         if version == 2:
             model(batch("gpt", 0)[0])  # a forward whose backward never comes
-    found = dict(run.get_state_dict(model))
+    found = dict(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return tree_map(torch.clone, found)
 
@@ -64,7 +64,7 @@ def streamed(version: int) -> tuple[list[str], set[torch.dtype], bool]:
     run, model, _ = started(version)
     unit = run.run.units[0]
     found = dict(unit.hooks.iter_weights(unit, torch.bfloat16, None))
-    state = run.get_state_dict(model)
+    state = run.get_state_dict(model, rank0_only=False)
     tied = torch.equal(state["head.weight"], state["tokens.weight"])
     run.end_training()
     return sorted(found), {tensor.dtype for tensor in found.values()}, tied
@@ -81,14 +81,14 @@ def test_weights_come_one_by_one_under_the_models_names(version: int, run_proces
 
 def for_a_moment(version: int, writeback: bool) -> tuple[tuple[int, ...], float, bool]:
     run, model, _ = started(version, "mlp")
-    before = run.get_state_dict(model)["4.weight"].clone()
+    before = run.get_state_dict(model, rank0_only=False)["4.weight"].clone()
     inner = run.unwrap_model(model)
     with run.full_parameters(model, ["4.weight", "1.up.weight"], writeback=writeback):
         shape = tuple(inner[4].weight.shape)
         with torch.no_grad():
             inner[4].weight.add_(1.0)
-    change = (run.get_state_dict(model)["4.weight"] - before).mean().item()
-    kept = torch.equal(run.get_state_dict(model)["4.weight"], before)
+    change = (run.get_state_dict(model, rank0_only=False)["4.weight"] - before).mean().item()
+    kept = torch.equal(run.get_state_dict(model, rank0_only=False)["4.weight"], before)
     run.end_training()
     return shape, round(change, 4), kept
 
@@ -100,7 +100,7 @@ def said_of_stand_ins(version: int, folder: str) -> list[str]:
     tied.weight = next(model.parameters())
     for stand_in in (nn.ModuleList([model]), [*model.modules()][-1], tied):
         for ask in (
-            lambda: run.get_state_dict(stand_in),  # noqa: B023
+            lambda: run.get_state_dict(stand_in, rank0_only=False),  # noqa: B023
             lambda: run.save_model(stand_in, folder, safe_serialization=False),  # noqa: B023
             lambda: run.full_parameters(stand_in).__enter__(),  # noqa: B023
         ):
@@ -173,7 +173,7 @@ def adapters(version: int) -> tuple[float, list[bool]]:
     model = _with_adapters()
     model, optimizer = run.prepare(model, optimizer_of(model))
     list(steps_of(run, model, optimizer, "mlp", range(3)))
-    found = run.get_state_dict(model)
+    found = run.get_state_dict(model, rank0_only=False)
     alone = _with_adapters()
     stepper = optimizer_of(alone)
     for step in range(3):
@@ -224,7 +224,7 @@ def frozen_within(version: int, frozen: str) -> float:
         else:
             stepper.step()
             stepper.zero_grad()
-    gap = distance(dict(run.get_state_dict(model)), alone.state_dict())
+    gap = distance(dict(run.get_state_dict(model, rank0_only=False)), alone.state_dict())
     run.end_training()
     return gap
 
@@ -254,7 +254,7 @@ def distilled(version: int, strategy: str) -> tuple[float, bool]:
         for each in (optimizer, stepper):
             each.step()
             each.zero_grad()
-    gap = distance(dict(run.get_state_dict(student)), alone.state_dict())
+    gap = distance(dict(run.get_state_dict(student, rank0_only=False)), alone.state_dict())
     whole = all(p.shape == q.shape for p, q in zip(teacher.parameters(), guide.parameters(), strict=True))
     run.end_training()
     return gap, whole
@@ -270,9 +270,9 @@ def test_a_whole_teacher_trains_a_student_in_parts(version: int, run_processes) 
 def dictionaries(kind: str | None, version: int) -> tuple[str, bool]:
     run, model, _ = started(version, "mlp", state_dict_type=kind)
     state = model.state_dict()
-    before = run.get_state_dict(model)["4.weight"].clone()
+    before = run.get_state_dict(model, rank0_only=False)["4.weight"].clone()
     model.load_state_dict(state)
-    same = torch.equal(run.get_state_dict(model)["4.weight"], before)
+    same = torch.equal(run.get_state_dict(model, rank0_only=False)["4.weight"], before)
     name = next(name for name in state if name.endswith("4.weight"))
     run.end_training()
     return type(state[name]).__name__, same

@@ -91,7 +91,7 @@ def norms(run: Accelerator) -> list[float]:
         found.append(round(run.clip_grad_norm_(model.parameters(), 1.0).item(), 4))
         optimizer.step()
         optimizer.zero_grad()
-    return [*found, round(sum(run.get_state_dict(model).values()).sum().item(), 4)]
+    return [*found, round(sum(run.get_state_dict(model, rank0_only=False).values()).sum().item(), 4)]
 
 
 def replicated() -> Accelerator:

@@ -240,7 +240,7 @@ def overflow_on_one_rank(version: int) -> tuple[list[bool], float]:
         optimizer.step()
         optimizer.zero_grad()
         skipped.append(optimizer.step_was_skipped)
-    weights = sum(tensor.sum().item() for tensor in run.get_state_dict(model).values())
+    weights = sum(tensor.sum().item() for tensor in run.get_state_dict(model, rank0_only=False).values())
     run.end_training()
     return skipped, weights
 
@@ -287,7 +287,7 @@ def ended_by_hand(version: int) -> Any:
             run.backward(loss_of(model, *[part[run.process_index :: 2] for part in batch("mlp", step)]))
             optimizer.step()
             optimizer.zero_grad()
-    return run.get_state_dict(model)
+    return run.get_state_dict(model, rank0_only=False)
 
 
 @pytest.mark.full
@@ -318,7 +318,7 @@ def stepping_on_what_no_sync_kept(version: int, options: dict[str, Any]) -> str 
         return str(error)
     loss_of(plain, *batch("mlp", 0)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return distance(run.get_state_dict(model), dict(plain.state_dict()))
+    return distance(run.get_state_dict(model, rank0_only=False), dict(plain.state_dict()))
 
 
 @pytest.mark.parametrize(("version", "strategy"), [(2, None), (1, None), (1, "NO_SHARD")])
@@ -343,7 +343,7 @@ def evaluating_before_a_step_by_items(version: int) -> float:
             optimizer.step()
     (loss_of(plain, x, y) / len(x)).backward()
     torch.optim.SGD(plain.parameters(), lr=0.1).step()
-    return distance(run.get_state_dict(model), dict(plain.state_dict()))
+    return distance(run.get_state_dict(model, rank0_only=False), dict(plain.state_dict()))
 
 
 @pytest.mark.full
@@ -376,7 +376,7 @@ def dropped(version: int, way: str | None, folder: str) -> dict[str, Tensor]:
         run.backward(loss_of(model, *batch("mlp", step, 1)))
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(run.get_state_dict(model))
+    found = dict(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return found
 
@@ -428,7 +428,7 @@ def dropped_in_part(options: dict[str, Any] | None, way: str) -> dict[str, Tenso
         for optimizer in (first, second):
             optimizer.step()
             optimizer.zero_grad()
-    found = dict(model.state_dict() if run is None else run.get_state_dict(model))
+    found = dict(model.state_dict() if run is None else run.get_state_dict(model, rank0_only=False))
     if run is not None:
         run.end_training()
     return found
@@ -459,7 +459,7 @@ def with_forwards(version: int, precision: str, skips: bool, twice: bool) -> dic
         run.backward(loss + loss_of(model, *batch("mlp", step, 1)) if twice else 2 * loss)
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(run.get_state_dict(model))
+    found = dict(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return found
 
@@ -484,7 +484,7 @@ def weights_with_names() -> set[str]:
     model, _ = run.prepare(given, torch.optim.SGD(trained, lr=0.1))
     loss_of(model, *batch("mlp", 1, 1))
     run.backward(loss_of(model, *batch("mlp", 0, 1)))
-    named = set(run.get_state_dict(model))
+    named = set(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return named
 
@@ -507,7 +507,7 @@ def after_gradients_of_inputs(options: dict[str, Any], first: bool) -> dict[str,
         run.backward(loss_of(model, x.detach(), y))
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(run.get_state_dict(model))
+    found = dict(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return found
 
@@ -531,7 +531,7 @@ def evaluated(version: int, first: bool) -> dict[str, Tensor]:
         run.backward(loss_of(model, *batch("mlp", step, 1)))
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(run.get_state_dict(model))
+    found = dict(run.get_state_dict(model, rank0_only=False))
     run.end_training()
     return found
 
@@ -562,7 +562,7 @@ def unfrozen_by_and_by(options: dict[str, Any] | None) -> dict[str, Tensor]:
         loss.backward() if run is None else run.backward(loss)
         optimizer.step()
         optimizer.zero_grad()
-    found = dict(model.state_dict() if run is None else run.get_state_dict(model))
+    found = dict(model.state_dict() if run is None else run.get_state_dict(model, rank0_only=False))
     if run is not None:
         run.end_training()
     return found

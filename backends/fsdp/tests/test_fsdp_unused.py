@@ -79,7 +79,7 @@ def of_heads(used: Used, optimizer: str, sharded: bool, options: dict[str, Any])
         run.backward(torch.stack([model(x[rank], ranks[rank]) for rank in mine]).mean())
         stepper.step()
         stepper.zero_grad()
-    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return found
 
@@ -101,7 +101,7 @@ def mixed(sharded: bool) -> dict[str, Tensor]:
         run.backward(torch.stack([model(x[rank]) for rank in mine]).mean())
         stepper.step()
         stepper.zero_grad()
-    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return found
 
@@ -223,7 +223,7 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> dict[st
                 (loss(model, batch)[0] / (2 * count)).backward()
         optimizer.step()
         optimizer.zero_grad()
-    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model).items()}
+    found = {name: tensor.clone() for name, tensor in run.get_state_dict(model, rank0_only=False).items()}
     run.end_training()
     return found
 
@@ -258,7 +258,7 @@ def two_forwards_in_one_backward(before: int) -> float:
                 loss = loss + each(inputs + 1).square().mean()
             loss.backward()
             stepper.step()
-    state = run.get_state_dict(model)
+    state = run.get_state_dict(model, rank0_only=False)
     run.end_training()
     return distance(dict(state), dict(alone.state_dict()))
 

@@ -178,7 +178,7 @@ def train(kind: str, steps: int, options: dict[str, Any], micro: int = 4, by_mod
         scheduler.step()
         optimizer.zero_grad()
         losses.append(float(ours.reduce(loss.detach(), reduction="mean")))
-    weights = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    weights = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     ours.end_training()
     return losses, norms, weights
 

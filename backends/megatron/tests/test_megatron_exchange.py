@@ -75,10 +75,10 @@ def distributed(folder: str) -> float:
     with pytest.raises(CheckpointError, match="optimizer=False"):
         export_checkpoint(ours, model, folder)
     export_checkpoint(ours, model, folder, optimizer=False)
-    before = ours.get_state_dict(model)
+    before = ours.get_state_dict(model, rank0_only=False)
     step(ours, model, optimizer, 0)
     import_checkpoint(ours, model, folder, optimizer=False)
-    after = ours.get_state_dict(model)
+    after = ours.get_state_dict(model, rank0_only=False)
     return max(float((after[name] - before[name]).abs().max()) for name in before)
 
 
@@ -94,7 +94,7 @@ def of_any_model(folder: str) -> float:
         ours.backward(model(inputs).square().mean())
         optimizer.step()
         optimizer.zero_grad()
-        return {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+        return {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
 
     step()
     export_checkpoint(ours, model, folder)
@@ -122,9 +122,9 @@ def stepped_just_now(folder: str) -> float:
     model, optimizer = ours.prepare(model, optimizer_of(model))
     step(ours, model, optimizer, 0)
     export_checkpoint(ours, model, folder, optimizer=False)
-    wanted = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    wanted = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     import_checkpoint(ours, model, folder, optimizer=False)
-    found = ours.get_state_dict(model)
+    found = ours.get_state_dict(model, rank0_only=False)
     return max(float((found[name] - each).abs().max()) for name, each in wanted.items())
 
 

@@ -61,7 +61,11 @@ def moved(way: str, folder: str, first: int, last: int) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
     ours.save_state(f"{folder}/{last}")
-    return [float(number) for each in ours.get_state_dict(model).values() for number in each.flatten()]
+    return [
+        float(number)
+        for each in ours.get_state_dict(model, rank0_only=False).values()
+        for number in each.flatten()
+    ]
 
 
 OPTIONS: dict[str, Any] = {"whole": {}, "shared": {"use_distributed_optimizer": True}}
@@ -104,14 +108,14 @@ def partly(folder: str, late: bool) -> tuple[str, bool, float]:
     ours = accelerator()
     model = MODELS["llama"](seed=4)
     model, optimizer = ours.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    before = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    before = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     said = Said()
     logging.getLogger().addHandler(said)
     try:
         ours.load_state(folder, strict=not late)
     except AccelError as error:
         said.lines.append(str(error))
-    after = ours.get_state_dict(model)
+    after = ours.get_state_dict(model, rank0_only=False)
     (unit,) = ours.run.units
     leaves = unit.hooks.optimizer_state(unit, unit.optimizers[0]).leaves
     moments = leaves.get("model.layers.0.self_attn.q_proj.weight/exp_avg")

@@ -94,7 +94,12 @@ def trained(options: dict[str, Any]) -> list[Any]:
         norms = run(
             program, model, optimizer, ours.backward, ours.clip_grad_norm_, ours.clip_grad_value_, part
         )
-        found.append((norms, {name: each.clone() for name, each in ours.get_state_dict(model).items()}))
+        found.append(
+            (
+                norms,
+                {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()},
+            )
+        )
         ours.free_memory()
     return found
 
@@ -115,11 +120,11 @@ def measured(limit: float) -> float:
     ours = accelerator(gradient_clipping=limit)
     model = small()
     model, optimizer = ours.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
-    before = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    before = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     ours.backward(model(torch.ones(2, 4)).square().sum())
     ours.clip_grad_norm_(model.parameters(), float("inf"))
     optimizer.step()
-    after = ours.get_state_dict(model)
+    after = ours.get_state_dict(model, rank0_only=False)
     return sum(float((after[name] - each).square().sum()) for name, each in before.items()) ** 0.5
 
 

@@ -37,7 +37,7 @@ def stepped(strategy: str, options: dict[str, Any], items: bool) -> list[float]:
 
 
 def whole(ours: Any, model: Any) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = ours.get_state_dict(model)
+    found: dict[str, torch.Tensor] = ours.get_state_dict(model, rank0_only=False)
     return found
 
 

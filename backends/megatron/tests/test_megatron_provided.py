@@ -63,7 +63,7 @@ def train(options: dict[str, Any], experts: int | None, folder: str, last: int) 
         scheduler.step()
         optimizer.zero_grad()
         losses.append((float(ours.reduce(loss.detach(), reduction="mean")), float(norm)))
-    names = {name: tuple(each.shape) for name, each in ours.get_state_dict(model).items()}
+    names = {name: tuple(each.shape) for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     rates = scheduler.get_last_lr()
     ours.end_training()
     return losses, names, rates

@@ -131,7 +131,7 @@ def in_16_bits(name: str, options: dict[str, Any]) -> tuple[list[float], str, st
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
-    state = ours.get_state_dict(model)
+    state = ours.get_state_dict(model, rank0_only=False)
     return losses, str(next(iter(state.values())).dtype), str(loss.dtype)
 
 
@@ -224,7 +224,7 @@ def by_hand(options: dict[str, Any], precision: str) -> float:
     ours = accelerator(mixed_precision=precision, **options)
     ours.run.accumulation_steps = 2
     model, optimizer = ours.prepare(made[0], torch.optim.AdamW(made[0].parameters(), lr=1e-2, eps=1e-5))
-    reference.load_state_dict(ours.get_state_dict(model))  # rank 0's
+    reference.load_state_dict(ours.get_state_dict(model, rank0_only=False))  # rank 0's
     plain = torch.optim.AdamW(reference.parameters(), lr=1e-2, eps=1e-5)
     torch.manual_seed(4)
     for data in torch.rand(6, 8, 6):
@@ -239,7 +239,7 @@ def by_hand(options: dict[str, Any], precision: str) -> float:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.1)
             plain.step()
             plain.zero_grad()
-    found = ours.get_state_dict(model)
+    found = ours.get_state_dict(model, rank0_only=False)
     assert found.keys() == reference.state_dict().keys()
     return max(
         float((found[name].float() - each).abs().max()) for name, each in reference.state_dict().items()
@@ -288,7 +288,7 @@ def accumulated(overlap: bool) -> float:
                 ours.backward(model(**{name: each[at * rows :][:rows] for name, each in batch.items()}).loss)
                 optimizer.step()
                 optimizer.zero_grad()
-        found.append(ours.get_state_dict(model))
+        found.append(ours.get_state_dict(model, rank0_only=False))
         ours.end_training()
     return max(float((found[0][name] - found[1][name]).abs().max()) for name in found[0])
 
@@ -315,7 +315,7 @@ def in_windows(overlap: bool, options: dict[str, Any]) -> tuple[dict[str, torch.
             if number // 2 != 1:
                 optimizer.step()
             optimizer.zero_grad()
-    weights = {name: each.clone() for name, each in ours.get_state_dict(model).items()}
+    weights = {name: each.clone() for name, each in ours.get_state_dict(model, rank0_only=False).items()}
     try:
         for batch in batches(2):
             ours.backward(model(**batch).loss)

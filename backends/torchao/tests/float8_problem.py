@@ -115,4 +115,6 @@ def steps_of(run: Accelerator, net: Any, optimizer: Any, data: list[torch.Tensor
 
 
 def weights(run: Accelerator, net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in run.get_state_dict(net).items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in run.get_state_dict(net, rank0_only=False).items()
+    }

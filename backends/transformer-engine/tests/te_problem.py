@@ -158,4 +158,6 @@ def train_in_windows(run: Accelerator, net: Any, optimizer: Any, steps: int = ST
 
 
 def weights(run: Accelerator, net: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: tensor.detach().clone() for name, tensor in run.get_state_dict(net).items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in run.get_state_dict(net, rank0_only=False).items()
+    }

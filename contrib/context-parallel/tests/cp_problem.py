@@ -154,7 +154,7 @@ def ours(
             optimizer.step()
             optimizer.zero_grad()
             losses.append(accelerator.reduce(loss.detach(), "mean").item())
-    weight = accelerator.get_state_dict(model)["head.weight"].detach().clone()
+    weight = accelerator.get_state_dict(model, rank0_only=False)["head.weight"].detach().clone()
     shape = tuple(batch["input_ids"].shape)
     accelerator.end_training()
     return losses, weight, shape
@@ -365,7 +365,7 @@ def ours_of_tokens(batch_size, form, **options):
         norms.append(accelerator.clip_grad_norm_(model.parameters(), 0.5).item())
         optimizer.step()
         optimizer.zero_grad()
-    weight = accelerator.get_state_dict(model)["head.weight"].detach().clone()
+    weight = accelerator.get_state_dict(model, rank0_only=False)["head.weight"].detach().clone()
     accelerator.end_training()
     return losses, norms, weight
 

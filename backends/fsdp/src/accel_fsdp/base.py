@@ -190,7 +190,8 @@ def _sharded_before(model: nn.Module) -> str | None:
     done = "sharded" if sharded else "cut into stages"
     return (
         f"this {type(model).__name__} was {done} by an earlier prepare, which cannot be undone\n"
-        "build it anew; get_state_dict before, and load_state_dict after that keep its weights"
+        "build it anew; get_state_dict(model, rank0_only=False) before, and load_state_dict after that keep"
+        " its weights"
     )
 
 

@@ -231,7 +231,7 @@ class _Prepared:
             self.accelerator.load_state(self.folder)
 
     def end_window(self) -> dict[str, Tensor]:
-        state = self.accelerator.get_state_dict(self.model)
+        state = self.accelerator.get_state_dict(self.model, rank0_only=False)
         return {name: value.detach().clone() for name, value in state.items()}
 
 

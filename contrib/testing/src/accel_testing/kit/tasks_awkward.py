@@ -114,7 +114,7 @@ def _prepared(
 
 def _whole(model: nn.Module, accelerator: Accelerator) -> dict[str, Any]:
     cut()
-    return _here(accelerator.get_state_dict(model))
+    return _here(accelerator.get_state_dict(model, rank0_only=False))
 
 
 def _here(state: Mapping[str, Any]) -> dict[str, Any]:

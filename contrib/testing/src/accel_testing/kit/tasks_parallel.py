@@ -174,7 +174,7 @@ def own_buffers(arguments: Mapping[str, Any]) -> dict[str, tuple[float, str]]:
     for name, buffer in accelerator.unwrap_model(model).named_buffers():
         if name.rpartition(".")[2] in ("scale", "count"):
             buffer.add_(30 * accelerator.process_index)
-    state = accelerator.get_state_dict(model)
+    state = accelerator.get_state_dict(model, rank0_only=False)
     found = {name: (state[name].item(), str(state[name].dtype)) for name in ("scale", "count")}
     accelerator.end_training()
     return found

@@ -94,7 +94,7 @@ def schedulers(recipe: Recipe, made: Iterable[torch.optim.Optimizer]) -> list[An
 def weights(model: nn.Module, accelerator: Accelerator | None = None) -> list[float]:
     """All parameters as numbers, by name; `accelerator` gathers sharded ones."""
     cut()  # the last step, too, is done before its results are read one by one
-    found = model.state_dict() if accelerator is None else accelerator.get_state_dict(model)
+    found = model.state_dict() if accelerator is None else accelerator.get_state_dict(model, rank0_only=False)
     return [
         value
         for _, parameter in sorted(found.items())
@@ -279,7 +279,7 @@ def forward_dtypes(precision: str, arguments: Mapping[str, Any]) -> dict[str, An
         inner(batch[0])
     found = {
         "computed in": seen,
-        "parameters": str(accelerator.get_state_dict(model)["0.weight"].dtype),
+        "parameters": str(accelerator.get_state_dict(model, rank0_only=False)["0.weight"].dtype),
         "left": torch.is_autocast_enabled(accelerator.device.type),
     }
     accelerator.end_training()
