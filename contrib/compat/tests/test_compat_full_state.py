@@ -26,7 +26,8 @@ gather, held = trainer.accelerator.get_state_dict, []
 
 def get_state_dict(*args, **kwargs):
     state = gather(*args, **kwargs)
-    held.append([sum(each.nbytes for each in state.values()), sorted({str(each.device) for each in state.values()})])
+    devices = {str(each.device) for each in state.values()}
+    held.append([sum(each.nbytes for each in state.values()), sorted(devices)])
     return state
 
 trainer.accelerator.get_state_dict = get_state_dict

@@ -33,9 +33,7 @@ def whole(tensor: Tensor) -> Tensor:
     return found.clone() if found.is_set_to(data.to_local()) else found
 
 
-def whole_by_block(
-    models: Sequence[nn.Module], tensors: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
+def whole_by_block(models: Sequence[nn.Module], tensors: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, whole tensor), with one collective per block and mesh. Collective.
 
     Names of one block follow one another. Tensors that two dimensions of a mesh split travel alone.
@@ -43,12 +41,12 @@ def whole_by_block(
     homes: dict[Any, int] = {}
     modules = [each for model in models for each in model.modules() if isinstance(each, FSDPModule)]
     for number, module in enumerate(reversed(modules)):  # inner blocks before the model around them
-        for parameter in module.parameters():  # type: ignore[attr-defined]
+        for parameter in module.parameters():
             homes.setdefault(parameter, number)
     batches: dict[Any, dict[str, Tensor]] = {}
     for name, tensor in tensors.items():
         split = _split_of(tensor)
-        where = name if split is None else (homes.get(tensor), tensor.device_mesh, split)  # type: ignore[attr-defined]
+        where = name if split is None else (homes.get(tensor), tensor.device_mesh, split)
         batches.setdefault(where, {})[name] = tensor
     for where, batch in batches.items():
         if isinstance(where, str):
@@ -64,7 +62,7 @@ def _split_of(tensor: Tensor) -> int | None:
     split = [dim for dim, placement in enumerate(tensor.placements) if type(placement) is not Replicate]
     if len(split) != 1 or type(tensor.placements[split[0]]) is not Shard:
         return None
-    wraps = is_traceable_wrapper_subclass(tensor.to_local())  # type: ignore[no-untyped-call]
+    wraps = is_traceable_wrapper_subclass(tensor.to_local())
     return None if wraps or tensor.device_mesh.size(split[0]) == 1 else split[0]
 
 
@@ -84,7 +82,7 @@ def _gathered(tensors: Sequence[Any], split: int) -> Iterator[Tensor]:
         sent[begin : begin + local.nbytes] = local.view(-1).view(torch.uint8)
     received = sent.new_empty(ranks * begins[-1])
     _gather(received, sent, group=mesh.get_group(split))
-    rows = received.view(ranks, -1)
+    rows = received.view(ranks, begins[-1])
     for tensor, dim, chunk, begin in zip(tensors, dims, chunks, begins, strict=False):
         parts, shape = [], [*tensor.shape]
         for rank in range(ranks):
