@@ -24,6 +24,7 @@ from accel_core.data.prefetch import Placement, placement_of
 from accel_core.data.sharding import NO_PADDING, with_last
 from accel_core.data.shuffling import drawn_seed
 from accel_core.data.uneven import checking_forwards
+from accel_core.data.workers import iterate
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.random import synchronize_rng_states
 from accel_core.errors import CheckpointError
@@ -333,7 +334,7 @@ class PreparedLoader(DataLoader[Any]):
         """Begin an epoch of the inner loader. draws: the seed of its workers is drawn now."""
         inner, seed_workers = self._plan.inner, self._plan.seed_workers
         if draws and seed_workers is None:
-            return iter(inner)  # draws it
+            return iterate(inner)  # draws it
         own, private = inner.generator, torch.Generator()
         if draws and seed_workers is not None:
             private.manual_seed(seed_workers(drawn_seed(own)))
@@ -341,7 +342,7 @@ class PreparedLoader(DataLoader[Any]):
             private.set_state((own or torch.default_generator).get_state())
         inner.generator = private
         try:
-            return iter(inner)
+            return iterate(inner)
         finally:
             inner.generator = own
 

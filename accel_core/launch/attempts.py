@@ -60,9 +60,7 @@ def run_attempts(
     try:
         signals.poll()
         return _run(job, Nodes(job, *place, seconds, signals.poll), folder, signals, worker)
-    except SignalException as stop:
-        if stop.sigval == signal.SIGINT:
-            raise KeyboardInterrupt from None
+    except SignalException as stop:  # by torch's handler, before the first poll
         sys.exit(128 + stop.sigval)
     except (DistError, RendezvousError) as error:
         raise not_met(job, place, error) from error
@@ -80,16 +78,19 @@ def _run(job: Job, nodes: Nodes, folder: str, signals: Signals, worker: Worker) 
                 failure = first_failure({**noted_failures(logs.notes), **error.failures})
             else:
                 failure = None
-                return results
             finally:
                 logs.end()
+                signals.end_children()
+            signals.end_if_stopped(failure)
+            if failure is None:
+                return results
             if restart > job.max_restarts or signals.is_warned:
                 raise failure
             reason = str(failure).partition("\n")[0]
             sys.stderr.write(f"accel: {reason}; restart {restart} of {job.max_restarts}\n")
         raise AssertionError  # count does not end
-    except SignalException as stop:
-        failure = LaunchError(f"it was stopped by signal {stop.sigval}")
+    except (SignalException, KeyboardInterrupt, SystemExit):
+        failure = LaunchError(f"it was stopped by signal {signals.stopped or signal.SIGINT:d}")
         raise
     finally:
         nodes.end(failure)

@@ -81,7 +81,8 @@ class WorkerLogs(DefaultLogsSpecs):
         return found
 
     def end(self) -> None:
-        """Print what the workers of the last attempt have left."""
+        """Print what the workers of the last attempt have left. They have ended."""
+        self.notes = {}
         if self._tailer is not None:
             self._tailer.end()
             self._tailer = None

@@ -6,31 +6,41 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Final
+from typing import TYPE_CHECKING, Final, NoReturn
 
+from accel_core.distributed.stderr import tell
 from accel_core.launch.worker import WARNING
+
+if TYPE_CHECKING:
+    from accel_core.errors import LaunchError
 
 ENDING_SECONDS: Final = 30
 """Seconds that workers have between the signal that stops them and SIGKILL."""
+KILL: Final = getattr(signal, "SIGKILL", signal.SIGTERM)
 HANDLED: Final = ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", WARNING)
 
 
 class Signals:
     """Handlers of the launcher, while the context lasts.
 
-    The first Ctrl-C or SIGTERM has torch's agent end the workers, and a second Ctrl-C kills them. A
-    scheduler's warning becomes a SIGTERM of the workers: they save, and end by themselves, in their own time.
+    A signal that stops the launcher goes to the workers by process number, as torch would send it to their
+    children too, such as the processes that read data, before the workers have saved. Workers that
+    have not ended 30 s later are killed, and so are the children that they leave. A second Ctrl-C kills at
+    once. A scheduler's warning becomes a SIGTERM of the workers: they save, and end in their own time.
 
     workers: returns the processes of the workers that have started.
+    stopped: the signal that stopped the launcher.
     """
 
     def __init__(self) -> None:
         self.workers: Callable[[], Sequence[int]] = tuple
         self.is_warned = False
-        self._is_stopped = False
-        self._warned: set[int] = set()
+        self.stopped: signal.Signals | None = None
+        self._deadline = float("inf")
+        self._told: set[int] = set()
         is_main = threading.current_thread() is threading.main_thread()
         numbers = [number for number in signal.Signals if number.name in HANDLED] if is_main else []
         self._before = {number: signal.getsignal(number) for number in numbers}
@@ -44,7 +54,7 @@ class Signals:
             if number.name == WARNING:
                 signal.signal(number, self._warn)
             elif number == signal.SIGTERM:
-                signal.signal(number, _exit)
+                signal.signal(number, self._stop)
 
     def __exit__(self, *_: object) -> None:
         """Put the handlers back that were there before."""
@@ -52,33 +62,54 @@ class Signals:
             signal.signal(number, handler)
 
     def poll(self) -> None:
-        """Take what stops this process, from torch too, and pass a warning on. Called ten times a second."""
+        """Take what stops this process, from torch too, and pass it on. Called ten times a second."""
         for number in self._before:
-            if number in (signal.SIGINT, signal.SIGTERM):
+            if number.name != WARNING:
                 signal.signal(number, self._stop)
-        if self.is_warned:
-            self._send(signal.SIGTERM, set(self.workers()) - self._warned)
-            self._warned |= set(self.workers())
+        if self.stopped or self.is_warned:  # workers that have begun since
+            self._send(self.stopped or signal.SIGTERM, set(self.workers()) - self._told)
+        if time.monotonic() > self._deadline and (late := self._send(KILL, self.workers())):
+            tell(f"accel: {late} process(es) had not ended after {ENDING_SECONDS} s and were killed\n")
+            self._end()
+
+    def end_children(self) -> None:
+        """Kill what workers that were stopped have left running: some children ignore SIGTERM."""
+        for process in self._told if self.stopped and hasattr(os, "killpg") else ():
+            with suppress(ProcessLookupError, PermissionError):  # none; or zombies only, on macOS
+                os.killpg(process, KILL)  # torch gives each worker of a script a group of its own
+
+    def end_if_stopped(self, failure: LaunchError | None) -> None:
+        """End this process as the signal that stopped it does. failure: that of a worker meanwhile."""
+        if self.stopped:
+            if failure is not None and self.stopped != signal.SIGINT:
+                tell(f"accel: stopped by {self.stopped.name}: {failure}\n")
+            self._end()
+
+    def _end(self) -> NoReturn:
+        assert self.stopped
+        if self.stopped == signal.SIGINT:
+            raise KeyboardInterrupt
+        sys.exit(128 + self.stopped)
 
     def _warn(self, *_: object) -> None:
         self.is_warned = True
 
     def _stop(self, number: int, _: object) -> None:
-        from torch.distributed.elastic.multiprocessing import SignalException
+        if self.stopped is None:
+            self.stopped, self._deadline = signal.Signals(number), time.monotonic() + ENDING_SECONDS
+            if sys.platform == "win32" or not self._send(number, self.workers()):
+                self._end()  # none has begun, or all have ended: torch ends the rest
+            more = "; another Ctrl-C kills them" if number == signal.SIGINT else " to save and end"
+            tell(f"accel: the processes have {ENDING_SECONDS} s{more}\n")
+        elif number == signal.SIGINT:  # a second SIGTERM may be the first one, passed on by a shell
+            self._send(KILL, self.workers())
 
-        if not self._is_stopped:
-            self._is_stopped = True
-            if number == signal.SIGINT and self.workers():
-                sys.stderr.write(f"accel: the processes have {ENDING_SECONDS} s; another Ctrl-C kills them\n")
-            raise SignalException(f"signal {number}", sigval=signal.Signals(number))
-        if number == signal.SIGINT:  # a second SIGTERM may be the first one, passed on by a shell
-            self._send(getattr(signal, "SIGKILL", signal.SIGTERM), self.workers())
-
-    def _send(self, number: int, processes: Sequence[int] | set[int]) -> None:
+    def _send(self, number: int, processes: Iterable[int]) -> int:
+        """Send a signal to workers. Return how many there are."""
+        reached = 0
         for process in processes:
+            self._told.add(process)
             with suppress(ProcessLookupError):
                 os.kill(process, number)
-
-
-def _exit(number: int, _: object) -> None:
-    sys.exit(128 + number)
+                reached += 1
+        return reached
