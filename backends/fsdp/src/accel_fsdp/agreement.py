@@ -7,7 +7,7 @@ says so, nothing sums these parts, and each rank trains weights of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ref
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from accel_core import Run, Unit
 
-__all__ = ["compare_gradients", "refuse_whole_inputs"]
+__all__ = ["before_update", "compare_gradients", "refuse_whole_inputs"]
 
 TIMES: Final = 2
 """Comparisons of a gradient that is not zero."""
@@ -47,22 +47,28 @@ def compare_gradients(unit: Unit, optimizer: Optimizer) -> None:
         for comparison in comparisons:
             comparison.step(optimizer)
 
+    if names:
+        before_update(optimizer, compare)
+
+
+def before_update(optimizer: Optimizer, check: Callable[[Optimizer], None]) -> None:
+    """Call `check` before each step of the optimizer; in a step with a closure, after the closure."""
+
     def hook(optimizer: Optimizer, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:
-            return compare(optimizer)
+            return check(optimizer)
 
-        def compared() -> Any:  # gradients are there when a closure has run
+        def checked() -> Any:  # gradients are there when a closure has run
             loss = closure()
-            compare(optimizer)
+            check(optimizer)
             return loss
 
         if len(arguments) > 1:
-            return (arguments[0], compared, *arguments[2:]), keywords
-        return arguments, {**keywords, "closure": compared}
+            return (arguments[0], checked, *arguments[2:]), keywords
+        return arguments, {**keywords, "closure": checked}
 
-    if names:
-        before_step(optimizer, hook)
+    before_step(optimizer, hook)
 
 
 def refuse_whole_inputs(run: Run, name: str, module: nn.Module, called: str) -> None:

@@ -35,7 +35,7 @@ from accel_fsdp.parameters import guard_conversions, replace_parameter
 from accel_fsdp.plain_state import part_of, take_plain_state, take_plain_weights
 from accel_fsdp.precision import mixed_precision
 from accel_fsdp.stages import absent
-from accel_fsdp.unused import compare_use
+from accel_fsdp.unused import HAS_ZEROS, Use, check_use
 from accel_fsdp.wrapping import groups, ignored
 
 if TYPE_CHECKING:
@@ -60,6 +60,7 @@ class Sharded(FullyShardedDataParallel):
         """Units that have plain parameters beside sharded ones."""
         self._accumulating: WeakSet[Unit] = WeakSet()
         """Units that may have gradients that are not reduced yet."""
+        self._uses: WeakKeyDictionary[Unit, Use] = WeakKeyDictionary()
         self._before: dict[tuple[nn.Module, str], nn.Parameter] = {}
         """Parameters of a model that is being prepared, as the user made them."""
 
@@ -120,8 +121,11 @@ class Sharded(FullyShardedDataParallel):
         # A forward after the backward has gathered weights, which the next one would take as they are.
         modules = [module for model in unit.models for module in _sharded(model)]
         before_step(optimizer, partial(_reshard, modules))
-        if self.mesh.size() > 1 and modules and not self._takes_zeros():
-            compare_use(unit, optimizer, self.mesh)
+        if self.mesh.size() > 1 and modules:
+            if unit not in self._uses:
+                finds = self.config.find_unused_parameters
+                self._uses[unit] = Use(unit, modules, self.mesh, finds=finds)
+            check_use(unit, optimizer, self._uses[unit])
         compare_gradients(unit, optimizer)
         take_plain_state(optimizer)
         return optimizer
@@ -137,11 +141,12 @@ class Sharded(FullyShardedDataParallel):
         self.below.zero_grad(unit, optimizer, set_to_none)
         if unit in self._accumulating:
             clear(unit.models, chain.from_iterable(group["params"] for group in optimizer.param_groups))
+        if unit in self._uses:
+            self._uses[unit].forget(optimizer)
 
     @implements(hooks.no_sync)
     def no_sync(self, unit: Unit, models: Sequence[nn.Module]) -> AbstractContextManager[Any]:
-        # One rank has nothing to reduce. Zeros for unused parameters may have another dtype than kept sums.
-        if self.mesh.size() == 1 or (self.config.find_unused_parameters and self._reduces_in_another_dtype()):
+        if self.mesh.size() == 1 or self.reduces_each(unit):  # one rank has nothing to reduce
             return nullcontext()
         self._accumulating.add(unit)
         return _quiet([module for model in models for module in _sharded(model)])
@@ -215,12 +220,19 @@ class Sharded(FullyShardedDataParallel):
             return config.reshards
         return False  # else a stage gathers its blocks again for each micro-batch
 
+    def reduces_each(self, unit: Unit) -> bool:
+        """Return whether gradients are reduced in each micro-batch.
+
+        torch cannot add its zeros for unused parameters to a window's sums of another dtype.
+        """
+        use = self._uses.get(unit)
+        return use is not None and use.gives_zeros and self._reduces_in_another_dtype()
+
     def _takes_zeros(self) -> bool:
-        """Return whether parameters that a rank does not use get a zero gradient."""
+        """Return whether unused parameters get a zero gradient, until an optimizer is prepared."""
         if self.config.find_unused_parameters:
-            return True
-        knows = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # since torch 2.13
-        return knows and self.mesh.size() > 1 and not self._reduces_in_another_dtype()
+            return self.mesh.size() > 1
+        return HAS_ZEROS and self.mesh.size() > 1 and not self._reduces_in_another_dtype()
 
     def _reduces_in_another_dtype(self) -> bool:
         policy = mixed_precision(self.config, self.run)

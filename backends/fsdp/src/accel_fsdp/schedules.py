@@ -183,6 +183,8 @@ class Pipe:
         unit, backwards = self.unit(), microbatches * len(self.mine)
         if unit is None or backwards == 1 or unit.run.config.accumulation.sync_each_batch:
             return None
+        if unit.plugin.reduces_each(unit):
+            return None
         reduction = Reduction.of(unit.models, backwards)
         return reduction if reduction.modules else None
 

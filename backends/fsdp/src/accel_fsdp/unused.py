@@ -1,58 +1,180 @@
-"""Parameters that get no gradient on some ranks: experts in a list, heads by rank."""
+"""Parameters that get no gradient on some ranks: experts in a list, heads by rank.
+
+torch's fully_shard reduces, in one buffer per group, what got a gradient on this rank. Ranks that use different
+parameters would add up gradients of different parameters, silently, or reduce buffers of different sizes. With
+`find_unused_parameters`, and in the first window, torch reduces zeros for the other parameters
+(`set_reduce_scatter_unused_params`), and hooks note what this rank used.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
-from accel_core import AccelError, before_step
+from accel_core import AccelError
+from accel_fsdp.accumulated import parameters_of
+from accel_fsdp.agreement import before_update
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from collections.abc import Sequence
+
+    from torch import Tensor, nn
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
     from accel_core import Unit
 
-__all__ = ["compare_use"]
+__all__ = ["HAS_ZEROS", "Use", "check_use"]
+
+HAS_ZEROS: Final = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""torch gives zeros to unused parameters: since 2.13."""
 
 
-def compare_use(unit: Unit, optimizer: Optimizer, mesh: DeviceMesh) -> None:
-    """Have ranks compare, in the optimizer's first step, which parameters have a gradient.
+class Use:
+    """The parameters of a unit that got a gradient, on this rank and on any."""
 
-    torch's fully_shard reduces what got a gradient on each rank, in one buffer: ranks that use different
-    parameters add up gradients of different parameters, silently. If all had one in the first step, a later
-    step without one is refused on the rank that lacks it.
-    """
-    is_first, all_had = True, False
-
-    def compare(*call: Any) -> None:
-        nonlocal is_first, all_had
-        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-        lacking = [each for each in trained if each.grad is None]
-        if is_first:
-            is_first, all_had = False, not lacking
-            lacking = _differing(trained, mesh, unit.run.device)
-        elif not all_had or len(lacking) == len(trained):
+    def __init__(self, unit: Unit, modules: Sequence[FSDPModule], mesh: DeviceMesh, *, finds: bool) -> None:
+        self.finds = finds
+        """Whether ranks may use different parameters in any step, and not only in none."""
+        self.gives_zeros = HAS_ZEROS
+        """Whether torch gives zeros now: in the first window, and with `finds` in each."""
+        self._unit, self._mesh = ref(unit), mesh
+        self._unwatched = [*modules] if HAS_ZEROS else []
+        self._watched: list[FSDPModule] = []
+        self._noted: set[Tensor] = set()
+        """Parameters whose use is noted; any other with a gradient counts as used."""
+        self._used: set[Tensor] = set()
+        self._handles: list[Any] = []
+        if not HAS_ZEROS:
             return
-        if lacking:
-            names = {parameter: name for name, parameter in unit.named_parameters().items()}
-            raise AccelError(
-                f"unit {unit.name!r}: {', '.join(names[each] for each in lacking[:10])} got no gradient on"
-                " some ranks, or only since the first step, and fully_shard would add gradients of different"
-                " parameters up\nset fsdp.find_unused_parameters: true"
-            )
+        for module in modules:
+            module.set_reduce_scatter_unused_params(finds, recurse=False)
+            if finds:  # torch makes the leaves of a graph when it first gathers weights
+                module.unshard()
+                self._watch()
+                module.reshard()
+        if not finds:
+            watch = torch.compiler.disable(self._watch)
+            self._handles += [model.register_forward_hook(watch) for model in unit.models]
 
-    before_step(optimizer, compare)
+    def _watch(self, *call: Any) -> None:
+        """Note gradients, and take zeros, in the modules whose weights were gathered."""
+        for module in [*self._unwatched]:
+            found = [*parameters_of(module)]
+            if all(hasattr(one, "_unsharded_param") for one in found):
+                for one in found:
+                    self._note(one.sharded_param, one._unsharded_param)
+                module.set_reduce_scatter_unused_params(True, recurse=False)
+                self._unwatched.remove(module)
+                self._watched.append(module)
+
+    def _note(self, parameter: Tensor, *gathered: Tensor) -> None:
+        for leaf in (parameter, *gathered) if parameter.is_floating_point() else ():
+            trains = leaf.requires_grad
+            hook = leaf.requires_grad_().register_hook(lambda _: self._used.add(parameter))
+            leaf.requires_grad_(trains)  # it may be unfrozen later
+            self._handles.append(hook)
+        self._noted.add(parameter)
+
+    def forget(self, optimizer: Optimizer) -> None:
+        """Begin anew with parameters whose gradients were cleared."""
+        if self._used:
+            self._used.difference_update(p for group in optimizer.param_groups for p in group["params"])
+
+    def settle(self) -> list[Tensor]:
+        """Drop the zeros of parameters that no rank used, and return the parameters that only some used.
+
+        Collective over the ranks that share the parameters.
+        """
+        unit = self._unit()
+        assert unit is not None
+        trained = [each for each in unit.named_parameters().values() if each.requires_grad]
+        mine = [int(self._is_used(each)) for each in trained]
+        both = torch.tensor([mine, [-has for has in mine]], device=unit.run.device)
+        for dim in range(self._mesh.ndim):
+            dist.all_reduce(both, dist.ReduceOp.MAX, group=self._mesh.get_group(dim))
+        some, not_all = both.tolist()
+        for parameter, is_used in zip(trained, some, strict=True):
+            if not is_used:
+                parameter.grad = None
+            elif parameter.grad is not None:  # it may stay for another step
+                parameter.grad._is_used = True  # type: ignore[attr-defined]
+        self._used.clear()
+        if any(some) and not self.finds:
+            self._end()
+        return [each for each, high, low in zip(trained, some, not_all, strict=True) if high != -low]
+
+    def _is_used(self, parameter: Tensor) -> bool:
+        gradient = parameter.grad
+        if gradient is None or parameter not in self._noted:
+            return gradient is not None
+        return parameter in self._used or hasattr(gradient, "_is_used")
+
+    def _end(self) -> None:
+        """Let torch reduce what is there from now on, and note nothing."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._watched:
+            module.set_reduce_scatter_unused_params(False, recurse=False)
+        self._handles, self._watched, self._unwatched = [], [], []
+        self._noted.clear()
+        self.gives_zeros = False
 
 
-def _differing(trained: Sequence[Tensor], mesh: DeviceMesh, device: torch.device) -> list[Tensor]:
-    """Return the parameters that have a gradient on some ranks only. Collective."""
-    mine = [int(each.grad is not None) for each in trained]
-    both = torch.tensor([mine, [-has for has in mine]], device=device)
-    for dim in range(mesh.ndim):
-        dist.all_reduce(both, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    return [each for each, high, low in zip(trained, *both.tolist(), strict=True) if high != -low]
+def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
+    """Have the optimizer step only what is right for all ranks.
+
+    With `find_unused_parameters`, the zeros of parameters that no rank used are dropped before each step.
+    Without, ranks compare in the first step which parameters have a gradient. Later, each rank refuses a step
+    in which others have one; parameters that are unfrozen are compared in their first step.
+    """
+    has: dict[Tensor, bool] = {}
+    """Parameter -> whether it has a gradient in the steps in which it trains."""
+    seen: list[bool | None] = []
+    """Of each parameter in the last step; None if it was frozen."""
+
+    def check(optimizer: Optimizer) -> None:
+        nonlocal seen
+        if use.finds:
+            use.settle()
+            return
+        now = _found(optimizer)
+        if now == seen:
+            return
+        parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        # `requires_grad` is the program's, the same on all ranks: each of them compares here, or none.
+        if any(flag is not None and each not in has for each, flag in zip(parameters, now, strict=True)):
+            apart, now = use.settle(), _found(optimizer)
+        else:
+            pairs = zip(parameters, now, strict=True) if any(now) else ()
+            apart = [each for each, flag in pairs if flag is not None and flag is not has[each]]
+        if apart:
+            raise _refusal(unit, apart)
+        if any(now):
+            seen = now
+            has.update((each, flag) for each, flag in zip(parameters, now, strict=True) if flag is not None)
+
+    before_update(optimizer, check)
+
+
+def _found(optimizer: Optimizer) -> list[bool | None]:
+    """Return of each parameter whether it has a gradient; None if it is frozen."""
+    return [
+        each.grad is not None if each.requires_grad else None
+        for group in optimizer.param_groups
+        for each in group["params"]
+    ]
+
+
+def _refusal(unit: Unit, parameters: Sequence[Tensor]) -> AccelError:
+    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    more = f" and {len(parameters) - 10} more" if len(parameters) > 10 else ""
+    return AccelError(
+        f"unit {unit.name!r}: {', '.join(names[each] for each in parameters[:10])}{more} got a gradient on"
+        " some ranks only, or in some steps only, where ranks may differ: fully_shard would add gradients of"
+        " different parameters up\nset fsdp.find_unused_parameters: true"
+    )
