@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from accel_core import Accelerator, AccelError
 from accel_fsdp import FullyShardedDataParallelPlugin
-from accel_fsdp.accumulated import parameters_of
+from accel_fsdp.accumulated import sharded_parameters
 
 Used = Sequence[Sequence[int]]
 """Of each step: which heads rank 0 uses, and which rank 1."""
@@ -26,7 +26,7 @@ CASES: dict[str, list[list[list[int]]]] = {
     "one rank all": [[[0, 1, 2], [1]], [[0], [0, 1, 2]], [[2], [2]]],
 }
 DECAYS = {"lr": 0.1, "weight_decay": 0.5}
-"""AdamW moves what has a gradient of zero."""
+"""Options of AdamW and SGD, which move parameters whose gradient is zero."""
 
 FINDS = {"find_unused_parameters": True}
 needs_zeros = pytest.mark.skipif(
@@ -68,8 +68,7 @@ class Mixture(nn.Module):
 def started(net: nn.Module, optimizer: str, sharded: bool, **options: Any) -> tuple[Accelerator, Any, Any]:
     plugins = [TIMEOUT, FullyShardedDataParallelPlugin(**options)] if sharded else []
     run = Accelerator(device="cpu", strategy="fsdp" if sharded else "single", plugins=plugins)
-    made = getattr(torch.optim, optimizer)(net.parameters(), **(DECAYS if optimizer == "AdamW" else {"lr": 0.1}))
-    return (run, *run.prepare(net, made))
+    return (run, *run.prepare(net, getattr(torch.optim, optimizer)(net.parameters(), **DECAYS)))
 
 
 def data(step: int) -> Tensor:
@@ -180,7 +179,9 @@ def test_experts_in_a_list_train_though_a_rank_has_no_token_for_some(run_process
         torch.testing.assert_close(found, mixed(False))
 
 
-def accumulated(used: Sequence[Sequence[int]], sharded: bool, precision: str, finds: bool) -> dict[str, Tensor]:
+def accumulated(
+    used: Sequence[Sequence[int]], sharded: bool, precision: str, finds: bool
+) -> dict[str, Tensor]:
     """Two windows of two micro-batches, which use different heads."""
     plugins = [TIMEOUT, FullyShardedDataParallelPlugin(find_unused_parameters=finds)] if sharded else []
     run = Accelerator(
@@ -191,7 +192,7 @@ def accumulated(used: Sequence[Sequence[int]], sharded: bool, precision: str, fi
         mixed_precision=precision,
     )
     net = Heads()
-    model, stepper = run.prepare(net, torch.optim.AdamW(net.parameters(), **DECAYS))
+    model, stepper = run.prepare(net, torch.optim.SGD(net.parameters(), **DECAYS))
     for step in range(4):
         x = data(step)
         with run.accumulate(model):
@@ -287,8 +288,9 @@ def counted() -> list[int]:
             run.backward(model(data(step)[run.process_index], [0]))
             stepper.step()
             stepper.zero_grad()
-    leaves = [one for part in model.modules() if isinstance(part, FSDPModule) for one in parameters_of(part)]
-    assert not any(one._unsharded_param._backward_hooks or one.sharded_param._backward_hooks for one in leaves)
+    for one in sharded_parameters(model):
+        assert not one._unsharded_param._backward_hooks
+        assert not one.sharded_param._backward_hooks
     run.end_training()
     return counts
 
@@ -326,7 +328,8 @@ def of_two_optimizers(sharded: bool, finds: bool) -> dict[str, Tensor]:
     model, *steppers = run.prepare(net, *(torch.optim.AdamW(part.parameters(), **DECAYS) for part in parts))
     for step in range(6):
         x = data(step)
-        run.backward(model(x[run.process_index] if sharded else x.flatten(0, 1), [2 * (step % 2)] * finds or [0]))
+        used = [2 * (step % 2)] if finds else [0]
+        run.backward(model(x[run.process_index] if sharded else x.flatten(0, 1), used))
         for stepper in steppers[: 1 + step % 2]:
             stepper.step()
             stepper.zero_grad()
@@ -398,7 +401,7 @@ def in_a_pipeline(used: list[list[list[int]]] | None, pipeline: bool) -> dict[st
     )
     plugins = [TIMEOUT, stages] if pipeline else []
     run = Accelerator(device="cpu", strategy="fsdp" if pipeline else "single", plugins=plugins)
-    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    model, optimizer = run.prepare(net, torch.optim.SGD(net.parameters(), **DECAYS))
 
     def loss(model: Any, batch: tuple[int, int, Tensor]) -> tuple[Tensor, None]:
         reader, number, x = batch

@@ -1,9 +1,10 @@
 """Parameters that get no gradient on some ranks: experts in a list, heads by rank.
 
-torch's fully_shard reduces, in one buffer per group, what got a gradient on this rank. Ranks that use different
-parameters would add up gradients of different parameters, silently, or reduce buffers of different sizes. With
-`find_unused_parameters`, and in the first window, torch reduces zeros for the other parameters
-(`set_reduce_scatter_unused_params`), and hooks note what this rank used.
+torch's fully_shard reduces the gradients of a group in one buffer, which has only the parameters that got one
+on this rank. Ranks that use different parameters would add up gradients of different parameters, silently, or
+reduce buffers of different sizes, which ends a process or hangs. So in the first window, and in each with
+`find_unused_parameters`, torch reduces zeros for the other parameters (`set_reduce_scatter_unused_params`),
+and hooks note which parameters this rank used.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from accel_fsdp.agreement import before_update
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch import Tensor, nn
+    from torch import Tensor
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
 
@@ -171,7 +172,7 @@ def _found(optimizer: Optimizer) -> list[bool | None]:
 
 
 def _refusal(unit: Unit, parameters: Sequence[Tensor]) -> AccelError:
-    names = {parameter: name for name, parameter in unit.named_parameters().items()}
+    names: dict[Tensor, str] = {parameter: name for name, parameter in unit.named_parameters().items()}
     more = f" and {len(parameters) - 10} more" if len(parameters) > 10 else ""
     return AccelError(
         f"unit {unit.name!r}: {', '.join(names[each] for each in parameters[:10])}{more} got a gradient on"
