@@ -151,7 +151,8 @@ class FullyShardedDataParallelPlugin(KwargsHandler):
     )
     find_unused_parameters: bool = option(
         False,
-        help="Unused parameters get a zero gradient in mixed precision too. Needs torch 2.13.",
+        help="Ranks may use different parameters, or others in each step; costs a small reduction per step."
+        " Needs torch 2.13.",
     )
     activation_checkpointing: bool = option(
         False, help="Compute a block's activations again in backward instead of keeping them."

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from accel_core import AccelError, before_step, hooks, implements
+from accel_core import AccelError, ConfigError, before_step, hooks, implements
 from accel_fsdp.accumulated import clear, clear_with, sharded_parameters
 from accel_fsdp.agreement import compare_gradients
 from accel_fsdp.base import (
@@ -55,6 +55,11 @@ class Sharded(FullyShardedDataParallel):
 
     def __init__(self, config: FullyShardedDataParallelPlugin, run: Run) -> None:
         super().__init__(config, run)
+        if config.find_unused_parameters and not HAS_ZEROS:
+            raise ConfigError(
+                f"fsdp.find_unused_parameters needs torch 2.13 or newer, this is {torch.__version__}\n"
+                "install a newer torch, or use the same parameters in each step, on all ranks"
+            )
         self._layouts: WeakKeyDictionary[Unit, Layout] = WeakKeyDictionary()
         self._mixed: WeakSet[Unit] = WeakSet()
         """Units that have plain parameters beside sharded ones."""
@@ -230,9 +235,8 @@ class Sharded(FullyShardedDataParallel):
 
     def _takes_zeros(self) -> bool:
         """Return whether unused parameters get a zero gradient, until an optimizer is prepared."""
-        if self.config.find_unused_parameters:
-            return self.mesh.size() > 1
-        return HAS_ZEROS and self.mesh.size() > 1 and not self._reduces_in_another_dtype()
+        finds = self.config.find_unused_parameters or not self._reduces_in_another_dtype()
+        return HAS_ZEROS and finds and self.mesh.size() > 1
 
     def _reduces_in_another_dtype(self) -> bool:
         policy = mixed_precision(self.config, self.run)

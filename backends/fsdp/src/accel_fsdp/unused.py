@@ -76,9 +76,9 @@ class Use:
     def _note(self, parameter: Tensor, *gathered: Tensor) -> None:
         for leaf in (parameter, *gathered) if parameter.is_floating_point() else ():
             trains = leaf.requires_grad
-            hook = leaf.requires_grad_().register_hook(lambda _: self._used.add(parameter))
+            handle = leaf.requires_grad_().register_hook(lambda _: self._used.add(parameter))
             leaf.requires_grad_(trains)  # it may be unfrozen later
-            self._handles.append(hook)
+            self._handles.append(handle)
         self._noted.add(parameter)
 
     def forget(self, optimizer: Optimizer) -> None:
@@ -149,12 +149,13 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
         parameters = [each for group in optimizer.param_groups for each in group["params"]]
         # `requires_grad` is the program's, the same on all ranks: each of them compares here, or none.
         if any(flag is not None and each not in has for each, flag in zip(parameters, now, strict=True)):
-            apart, now = use.settle(), _found(optimizer)
+            apart, now, where = use.settle(), _found(optimizer), "on some ranks only"
         else:
             pairs = zip(parameters, now, strict=True) if any(now) else ()
             apart = [each for each, flag in pairs if flag is not None and flag is not has[each]]
+            where = "in some steps only, and other ranks may differ"
         if apart:
-            raise _refusal(unit, apart)
+            raise _refusal(unit, apart, where)
         if any(now):
             seen = now
             has.update((each, flag) for each, flag in zip(parameters, now, strict=True) if flag is not None)
@@ -171,11 +172,11 @@ def _found(optimizer: Optimizer) -> list[bool | None]:
     ]
 
 
-def _refusal(unit: Unit, parameters: Sequence[Tensor]) -> AccelError:
-    names: dict[Tensor, str] = {parameter: name for name, parameter in unit.named_parameters().items()}
+def _refusal(unit: Unit, parameters: Sequence[Tensor], where: str) -> AccelError:
+    name_of: dict[Tensor, str] = {parameter: name for name, parameter in unit.named_parameters().items()}
+    names = ", ".join(name_of[each] for each in parameters[:10])
     more = f" and {len(parameters) - 10} more" if len(parameters) > 10 else ""
     return AccelError(
-        f"unit {unit.name!r}: {', '.join(names[each] for each in parameters[:10])}{more} got a gradient on"
-        " some ranks only, or in some steps only, where ranks may differ: fully_shard would add gradients of"
-        " different parameters up\nset fsdp.find_unused_parameters: true"
+        f"unit {unit.name!r}: {names}{more} got a gradient {where}; fully_shard would add up gradients of"
+        " different parameters\nset fsdp.find_unused_parameters: true"
     )
