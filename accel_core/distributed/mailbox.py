@@ -62,6 +62,10 @@ class StoreMailbox:
         """Return the message, which is there."""
         return json.loads(self.store.get(f"{self.prefix}/{key}"))
 
+    def count(self, key: str) -> int:
+        """Return how often ranks have called this with the key, this call included."""
+        return self.store.add(f"{self.prefix}/{key}", 1)
+
     def delete(self, *keys: str) -> None:
         """Remove messages that all have read."""
         for key in keys:

@@ -42,7 +42,7 @@ def finish_dropped() -> None:
 
 
 def end_runs() -> None:
-    """End the runs of this process that are not ended; exit with status 1 if that lost anything."""
+    """End the runs of this process that are not ended; exit with status 1 if a save was lost."""
     # A wrapped model, a process group, or a thread inside torch that is alive when the interpreter ends
     # aborts the process now and then; a script that never calls end_training must exit cleanly too.
     # After an exception the group is left alone: ending it might wait for ranks that never come.
@@ -52,13 +52,22 @@ def end_runs() -> None:
             continue
         try:
             run.end(failed=failed)
-        except CheckpointError as error:
-            tell(f"accel: {error}\n")
-            lost = True
-        except BaseException:  # of a tracker, for example, or Ctrl-C; the other runs must end too
-            traceback.print_exc()
-            lost = True
+        except BaseException as error:  # of a save, of a plugin, or Ctrl-C; the other runs must end too
+            failure = _failed_save(error)
+            if failure is error:
+                tell(f"accel: {error}\n")
+            else:
+                traceback.print_exc()
+            # Ctrl-C cuts the wait for a save short. Anything else that cannot be closed loses no training.
+            lost = lost or failure is not None or isinstance(error, KeyboardInterrupt)
     if lost:  # raised here it would be printed and forgotten: the job would count as done
         with suppress(AttributeError, OSError, ValueError):  # none, full, or closed
             sys.stdout.flush()
         os._exit(1)
+
+
+def _failed_save(error: BaseException | None) -> CheckpointError | None:
+    """Return the failure of a save: this error, or one that came before it."""
+    while error is not None and not isinstance(error, CheckpointError):
+        error = error.__context__
+    return error

@@ -19,7 +19,11 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 LOOK_SECONDS: Final = 0.25
-"""Seconds until a rank notices that another was told."""
+"""Seconds until a rank notices that it was told, and in a small job that another rank was."""
+FEW_RANKS: Final = 64
+"""Ranks that all look in the store so often. More ranks look less often, as one process serves them all."""
+MOST_SECONDS: Final = 4.0
+"""Seconds until a rank of a large job notices that another was told."""
 STOP_FILE: Final = "ACCEL_STOP_FILE"
 """Variable by which a scheduler's job names a file of its node, empty at first.
 
@@ -79,6 +83,7 @@ class Preemption:
         from accel_core.distributed.mailbox import StoreMailbox  # late: start-up need not wait for it
 
         self._rank, self._ranks = run.world.rank, run.world.size
+        self._pause = min(MOST_SECONDS, LOOK_SECONDS * max(1, self._ranks / FEW_RANKS))
         self._votes = StoreMailbox.of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
         self._steps, self._last = 0, 0
@@ -111,8 +116,9 @@ class Preemption:
 
     def end(self) -> None:
         """Leave the signals to whom they belonged. From any thread, any number of times."""
-        first = not self._ended.is_set()
-        self._ended.set()
+        with self._lock:
+            first = not self._ended.is_set()
+            self._ended.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(4 * LOOK_SECONDS)  # it may stand in a store whose process is gone
         with suppress(ValueError):  # only the main thread may; `_tell` hands them on until then
@@ -121,7 +127,7 @@ class Preemption:
         if first and not self._heard:
             with suppress(RuntimeError):  # the store may have ended already; then no rank asks
                 # Others may hear yet: this rank does not keep them from stopping.
-                self._votes.put(f"{self._rank}", {"step": self._steps + 1})
+                self._answer(self._steps + 1)
 
     def _give_back(self, number: int) -> None:
         if signal.getsignal(number) == self._tell:
@@ -141,27 +147,47 @@ class Preemption:
 
     def _watch(self) -> None:
         try:
-            while not self._votes.has("told"):
-                if self._told:
-                    self._votes.put("told", {})
-                elif self._ended.wait(LOOK_SECONDS):
-                    return
+            if not self._wait_until_told():
+                return
             with self._lock:
+                if self._ended.is_set():  # `end` answers
+                    return
                 self._heard, earliest = True, self._steps + 1
-            self._votes.put(f"{self._rank}", {"step": earliest})
+            self._answer(earliest)
             deadline = time.monotonic() + self._votes.timeout
-            while silent := [rank for rank in range(self._ranks) if not self._votes.has(f"{rank}")]:
-                if self._ended.wait(LOOK_SECONDS / 10):
+            while not self._votes.has("last"):
+                if self._ended.wait(self._pause / 10):
                     return
                 if time.monotonic() > deadline:
+                    silent = [rank for rank in range(self._ranks) if not self._votes.has(f"{rank}")]
                     raise RuntimeError(f"no answer from rank(s) {', '.join(map(str, silent))}")
-            self._last = max(self._votes.read(f"{rank}")["step"] for rank in range(self._ranks))
-        except RuntimeError as error:  # the store's too: the process that serves it has ended
+            self._last = self._votes.read("last")["step"]
+        except Exception as error:  # of the store, whose process has ended, for example: `due` raises it
             self._failure = (
                 f"this job was told to stop, but its ranks cannot agree when: {error}\nit cannot save"
             )
             self._heard = True
         self._agreed.set()
+
+    def _wait_until_told(self) -> bool:
+        """Return True once this rank or another was told, False if the run has ended before."""
+        next_look = 0.0
+        while not self._told:
+            if time.monotonic() >= next_look:
+                if self._votes.has("told"):
+                    return True
+                next_look = time.monotonic() + self._pause
+            if self._ended.wait(LOOK_SECONDS):
+                return False
+        self._votes.put("told", {})
+        return True
+
+    def _answer(self, earliest: int) -> None:
+        """Say after which step this rank could stop. The last rank to answer says after which all do."""
+        self._votes.put(f"{self._rank}", {"step": earliest})
+        if self._votes.count("answers") == self._ranks:
+            last = max(self._votes.read(f"{rank}")["step"] for rank in range(self._ranks))
+            self._votes.put("last", {"step": last})
 
 
 def _note(word: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import traceback
 import uuid
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed import ProcessGroup
 
+    from accel_core.contract.bound import Implementation
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
@@ -277,7 +279,7 @@ class Run:
             for unit in reversed(self.units):
                 closing.callback(_release, unit)
             for observer in reversed(observers):
-                closing.callback(observer.call)
+                closing.callback(self._close, observer)
             closing.callback(self.stop_signals.end)
             closing.callback(self._refuse_use)
             try:
@@ -285,6 +287,15 @@ class Run:
             except KeyboardInterrupt:  # ends the wait only: the run and its save are still there
                 closing.pop_all()
                 raise
+
+    def _close(self, observer: Implementation) -> None:
+        """Let a plugin close what is open. A tracker that cannot does not fail a training that is done."""
+        try:
+            observer.call()
+        except Exception:  # a tracker may raise anything
+            if observer.plugin not in self.trackers.names:
+                raise
+            tell(f"accel: tracker {observer.plugin!r} cannot close:\n{traceback.format_exc()}")
 
     def _refuse_use(self) -> None:
         self.ended = True

@@ -156,6 +156,17 @@ def test_a_script_whose_last_save_failed_has_failed(tmp_path, run_command):
 
 
 @pytest.mark.full
+def test_a_lost_save_fails_a_script_of_which_something_else_cannot_end_either(tmp_path, run_command):
+    trouble = (
+        "async_job.pending.write_file = async_job.full; job.accelerator.run._leave_world = lambda: 1 / 0"
+    )
+    ended = at_exit(run_command, tmp_path, trouble)
+    assert ended.returncode == 1
+    assert "No space left on device" in ended.stderr
+    assert "ZeroDivisionError" in ended.stderr
+
+
+@pytest.mark.full
 def test_a_copy_is_all_the_memory_it_takes(tmp_path, run_processes):
     ((waiting, first, second),) = run(run_processes, async_job.memory, tmp_path, world=1)
     assert waiting < 0.2

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import signal
+import time
+from types import SimpleNamespace
 
 import numpy as np
 import preemption_job
 import pytest
+from torch._C._distributed_c10d import HashStore
 
 from accel_core import Accelerator, CheckpointError
+from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.runtime import preemption
+from accel_testing.patience import patience
 
 
 def run(run_processes, function, folder, *args, world=2):
@@ -97,3 +105,68 @@ def test_a_schedulers_job_learns_whether_it_was_stopped_or_had_ended(
     monkeypatch.setenv("ACCEL_STOP_FILE", str(file))
     run(run_processes, getattr(preemption_job, function), tmp_path, world=1)
     assert file.read_text(encoding="utf-8") == said
+
+
+@pytest.mark.timeout(60)
+def test_no_fault_of_the_thread_that_watches_keeps_a_rank_waiting(tmp_path, monkeypatch):
+    accelerator = Accelerator(cpu=True)
+    accelerator.save_on_preemption(tmp_path / "state")
+    monkeypatch.setattr(StoreMailbox, "read", lambda *_: {}["no such answer"])
+    os.kill(os.getpid(), signal.SIGTERM)
+    deadline = time.monotonic() + patience(10)
+    with pytest.raises(CheckpointError, match=r"ranks cannot agree when: 'no such answer'\nit cannot save"):
+        while time.monotonic() < deadline:
+            assert not accelerator.save_on_preemption(tmp_path / "state")
+            time.sleep(0.01)
+    accelerator.end_training()
+
+
+class CountingStore:
+    """A store that counts its requests, for ranks that are threads."""
+
+    def __init__(self):
+        self.store, self.requests = HashStore(), 0
+
+    def clone(self):
+        return self
+
+    def __getattr__(self, name):
+        self.requests += 1
+        return getattr(self.store, name)
+
+
+class Rank:
+    def __init__(self, run, store, rank, ranks):
+        self.world, self.config = SimpleNamespace(rank=rank, size=ranks, store=store), run.config
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """`watched(count)` makes so many ranks of a job that watch, and their store."""
+    monkeypatch.setattr(preemption, "_made", itertools.repeat(0))
+    accelerator, made = Accelerator(cpu=True), []
+
+    def watch(here, ranks):
+        store = CountingStore()
+        jobs = [Rank(accelerator.run, store, rank, ranks) for rank in range(here)]
+        made.extend((job, preemption.Preemption(job, ())) for job in jobs)
+        return [each for _, each in made], store
+
+    yield watch
+    for _, each in made:
+        each._ended.set()
+    accelerator.end_training()
+
+
+def test_ranks_of_a_large_job_ask_the_store_less_often(watched):
+    _, store = watched(1, 1024)
+    time.sleep(2)
+    assert store.requests == 1
+
+
+def test_ranks_agree_with_some_requests_each(watched):
+    ranks, store = watched(24, 24)
+    ranks[5]._told = True
+    assert all(rank._agreed.wait(patience(20)) for rank in ranks)
+    assert {rank._last for rank in ranks} == {1}
+    assert store.requests < 24 * 12

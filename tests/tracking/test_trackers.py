@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -516,3 +517,24 @@ def test_the_configuration_may_be_an_object_with_attributes():
     accelerator.init_trackers("project", config=argparse.Namespace(lr=1.0))
     accelerator.end_training()
     assert ("config", {"lr": 1.0}) in mine.seen
+
+
+CANNOT_CLOSE = """
+from accel_core import Accelerator, GeneralTracker
+class Mine(GeneralTracker):
+    name = "mine"
+    def finish(self):
+        raise ConnectionError("the line is dead")
+accelerator = Accelerator(cpu=True, log_with=[Mine()])
+accelerator.init_trackers("project")
+{last}
+"""
+
+
+@pytest.mark.parametrize("last", ["accelerator.end_training(); print('went on')", "print('went on')"])
+def test_a_tracker_that_cannot_close_is_told_and_does_not_change_the_exit_code(last, run_command):
+    script = CANNOT_CLOSE.format(last=last)
+    ended = run_command([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (0, "went on\n")
+    assert "accel: tracker 'mine' cannot close:\n" in ended.stderr
+    assert "ConnectionError: the line is dead" in ended.stderr
