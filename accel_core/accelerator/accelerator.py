@@ -57,8 +57,8 @@ An argument that is not given leaves its option alone.
 class Accelerator(Ranks, Training, States):
     """Run an ordinary training loop on the chosen devices and strategy.
 
-    What is given here wins over the config file; what contradicts a flag or an environment
-    variable is an error. An argument that is not given, or None, says nothing.
+    Arguments override the config file. An argument that contradicts a flag or an environment variable is
+    an error. None means "not set".
 
     Args:
         device_placement: move prepared models and batches to the device.

@@ -45,12 +45,15 @@ class LocalSGD:
     On all ranks, with as many steps each.
 
     Raises:
-        ConfigError: the model's strategy does not offer `local_sgd`, or `data.even_batches` is off.
+        ConfigError: `local_sgd_steps` is below 1, the model's strategy does not offer `local_sgd`, or
+            `data.even_batches` is off.
     """
 
     def __init__(
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
+        if local_sgd_steps < 1:
+            raise ConfigError(f"local_sgd_steps must be at least 1, got {local_sgd_steps!r}")
         run = accelerator.run
         (self.unit,) = units_of(run, [model])
         self.every, self._steps, self._quiet = local_sgd_steps, 0, ExitStack()

@@ -40,9 +40,9 @@ def check(file: str | None, as_json: bool) -> None:
     except ConfigError as error:
         problems = list(error.problems)
     else:
-        from accel_core.launch.plan import Launch, mistakes
+        from accel_core.launch.plan import Launch
 
-        problems = mistakes(resolved, discover())
+        problems = resolved.unknown_plugins()
         notes = [*resolved.notes, *Launch(resolved, discover()).doubts()]
     if as_json:
         print(json.dumps({"file": find_file(file), "problems": problems, "notes": notes}, indent=1))

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, Union, get_args, get_orig
 import attrs
 
 from accel_core.config.sources import RawText
-from accel_core.contract.arguments import did_you_mean
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.contract.options import Option, is_secret, masked, options_of
 
 if TYPE_CHECKING:
@@ -83,14 +83,16 @@ def readings(raw: Any) -> Iterator[Any]:
     """Yield what a value may mean: as YAML reads its text, then as text, then as a shell's `a,b`."""
     if not isinstance(raw, RawText):
         yield _read(raw, scalar)
-        yield _read(raw, str)
+        yield _read(raw, lambda text: None if scalar(text) is None else str(text))
         return
     if raw[:1] in ("[", "{", "'", '"'):
         from accel_core.config.yamlfile import read_text  # PyYAML costs 20 ms; most text is a word or number
 
         yield from readings(read_text(raw))
-    yield scalar(raw)
-    yield str(raw)
+    word = scalar(raw)
+    yield word
+    if word is not None:  # a bare null is never a name
+        yield str(raw)
     if parts := [RawText(part.strip()) for part in _COMMA.split(raw) if part.strip()]:
         yield from readings(parts)
 
@@ -172,7 +174,7 @@ def _literal(raw: Any, kind: Any) -> Any:
 
 def _list(raw: Any) -> Any:
     if not isinstance(raw, (list, tuple, AbstractSet)):
-        raise TypeError(f"expected array, got {raw!r}")
+        raise TypeError(f"expected array, got {quoted(raw)}")
     return raw
 
 
@@ -182,7 +184,7 @@ def _mismatch(raw: Any, kind: Any) -> MismatchError:
     names = [part.get("type", "an object of Python") for part in parts if "enum" not in part]
     names += [f"one of {', '.join(map(repr, words))}"] if words else []
     hint = did_you_mean(raw, list(map(str, words))) if isinstance(raw, str) else ""
-    return MismatchError(f"expected {' or '.join(names)}, got {raw!r}{hint}")
+    return MismatchError(f"expected {' or '.join(names)}, got {'null' if raw is None else quoted(raw)}{hint}")
 
 
 # -- types -------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path as FilePath
@@ -22,6 +21,7 @@ from accel_core.config.sections import CORE, Sections, load_class, misspelt_vari
 from accel_core.config.sources import (
     WORKER_CONFIG_VARIABLE,
     ConfigProblem,
+    Origin,
     Setting,
     dotted,
     raise_problems,
@@ -30,7 +30,6 @@ from accel_core.config.table import Table
 from accel_core.contract.config import RunConfig
 from accel_core.contract.options import Path, options_of
 from accel_core.errors import ConfigError
-from accel_core.plugins.catalog import not_installed
 from accel_core.plugins.discovery import Discovery, Record
 
 FILE_VARIABLE: Final = "ACCEL_CONFIG"
@@ -58,7 +57,7 @@ class Resolved:
     @cached_property
     def origins(self) -> Mapping[str, str]:
         """Dotted path -> origin of the value, for all that is not a default."""
-        return {dotted(path): setting.origin for path, setting in self.settings.items()}
+        return {dotted(path): str(setting.origin) for path, setting in self.settings.items()}
 
     @property
     def notes(self) -> Sequence[str]:
@@ -86,13 +85,9 @@ class Resolved:
                 option = option.rpartition(".")[0]
             yield path, value, self.origins.get(option, "default")
 
-    def unknown_plugins(self) -> Iterator[str]:
+    def unknown_plugins(self) -> list[str]:
         """Write a line for each plugin name that no installed plugin of its slot has."""
-        discovery = self._table.sections.discovery
-        for path, slot, name in self.config.plugin_names():
-            if not discovery.answering(slot, name):
-                origin = self.settings[path].origin if path in self.settings else ""
-                yield str(ConfigProblem(origin, path, not_installed(name, slot, discovery)))
+        return [str(it) for it in sorted(self._table.unknown_plugins(), key=lambda it: it.position)]
 
     def plugin_config(self, record: Record, alias: str = "") -> Any:
         """Return the config of a plugin, or of a strategy by its alias; None without options.
@@ -118,7 +113,11 @@ class Resolved:
             ConfigError: two propose different values, or one contradicts another source.
         """
         proposals = [
-            Setting(tuple(proposal.path.split(".")), proposal.value, "proposal", f"{name}: {proposal.reason}")
+            Setting(
+                tuple(proposal.path.split(".")),
+                proposal.value,
+                Origin("proposal", f"{name}: {proposal.reason}"),
+            )
             for name, record in selected.items()
             for proposal in getattr(self.plugin_config(record, name), "propose", lambda _: ())(self.config)
         ]
@@ -163,8 +162,8 @@ def load(
     if environment.get(WORKER_CONFIG_VARIABLE):
         name, settings = sources.from_launcher(environment[WORKER_CONFIG_VARIABLE])
         # The script may have set variables since.
-        own = {variable.origin for variable in variables}
-        settings = [it for it in settings if " ".join(it.origin.split()[:2]) not in own]
+        own = {variable.origin.place for variable in variables}
+        settings = [it for it in settings if it.origin.place not in own]
     else:
         name, settings = find_file(file, environment, directory), []
         if name is not None:
@@ -176,7 +175,7 @@ def load(
         table.problems += misspelt_variables(environment)
     arguments = sources.from_python(python or {}, objects)
     settings += [*sources.from_presets(presets or {}), *variables, *arguments]
-    return _resolved(table.read(sorted(settings, key=lambda it: STRENGTH.index(it.source))), name)
+    return _resolved(table.read(sorted(settings, key=lambda it: STRENGTH.index(it.origin.source))), name)
 
 
 def outside() -> dict[str, str]:
@@ -201,10 +200,10 @@ def find_file(
 
 
 def _resolved(table: Table, file: str | None) -> Resolved:
-    raise_problems(table.problems)
     builder = _Builder(table)
     config = builder.run_config()
-    raise_problems(builder.problems)
+    if problems := [*table.problems, *builder.problems]:
+        raise_problems([*problems, *table.unknown_plugins()])  # all mistakes of a file in one pass
     return Resolved(config=config, file=file, sections=builder.built, table=table)
 
 
@@ -254,22 +253,25 @@ class _Builder:
                 values[name] = self.build(option.section, inner)
             elif option.section and getattr(option.default, "factory", None) is option.section:
                 values[name] = _usual(option.section)
-            elif option.default is NOTHING:
+            elif option.default is NOTHING and not self._has_problem(inner):
                 self._refuse(path, f"required key missing; set it in section {dotted(path)}", inner)
         original = self.table.objects.get(path)
         try:
             built = (cls if original is None else type(original))(**values)
         except (TypeError, ValueError) as error:  # a check of the class itself, over several options
-            if not self.problems:
+            if not self._has_problem(path):
                 self._refuse(path, str(error), path)
             return original
         self.built[path] = original if built == original else built
         return self.built[path]
 
+    def _has_problem(self, path: Path) -> bool:
+        """Tell if an option, or one within a section, has a mistake already: others may follow from it."""
+        problems = [*self.table.problems, *self.problems]
+        return any(problem.path[: len(path)] == path for problem in problems)
+
     def _refuse(self, section: Path, message: str, path: Path) -> None:
-        """Add a problem with the origin of the section's option that it names, else of the first."""
-        within = [it for it in self.table.settings.items() if it[0][: len(section)] == section]
-        origins = {inner[-1]: setting.origin for inner, setting in within}
-        named = (origins[word] for word in re.findall(r"\w+", message) if word in origins)
-        origin = next(named, next(iter(origins.values()), ""))
+        """Add a problem whose origin is the section's option that the strongest source has set."""
+        within = [it.origin for path, it in self.table.settings.items() if path[: len(section)] == section]
+        origin = max(within, key=lambda it: STRENGTH.index(it.source), default=None)
         self.problems.append(ConfigProblem(origin, path, message))

@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from attrs import define, field
 
-from accel_core.config.sources import ConfigProblem
+from accel_core.config.sources import ConfigProblem, Origin
 from accel_core.contract.config import RunConfig
-from accel_core.contract.options import options_of
+from accel_core.contract.options import Path, options_of
 from accel_core.errors import PluginError
 from accel_core.plugins.discovery import Discovery, Record, guarded, load
 
+if TYPE_CHECKING:
+    from accel_core.contract.card import Slot
+
 CORE: Final = {name: it.section for name, it in options_of(RunConfig).items() if name != "plugins"}
 """Core's own top-level options and sections: name -> a section's class."""
+
+
+SLOTS: Final[Mapping[Path, Slot]] = {
+    ("device",): "device",
+    ("mixed_precision",): "precision",
+    ("strategy",): "strategy",
+    ("launch", "launcher"): "launcher",
+    ("extensions",): "extension",
+    ("log_with",): "tracker",
+}
+"""Option that names plugins -> their slot."""
 
 
 @define(eq=False, repr=False)
@@ -86,4 +100,5 @@ def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
         rest = name[6:].lower()
         if "__" in rest or rest in meant:
             variable = f"ACCEL__{meant.get(rest.replace('__', '_'), rest).upper()}"
-            yield ConfigProblem(f"variable {name}", (), f"is never read; did you mean {variable}?")
+            origin = Origin("environment", f"variable {name}")
+            yield ConfigProblem(origin, (), f"is never read; did you mean {variable}?")

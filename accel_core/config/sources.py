@@ -6,7 +6,6 @@ Each gives settings, weakest first, whose values stay as they were written.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, Literal, NamedTuple
 
@@ -30,31 +29,46 @@ class RawText(str):
     __slots__ = ()
 
 
+class Origin(NamedTuple):
+    """The place where a value was written."""
+
+    source: Source
+    place: str
+    """A file, or words for people, such as `flag --device`."""
+    line: int = 0
+    """Line in the file, from 1; 0: not in a file."""
+    column: int = 0
+    over: str = ""
+    """The weaker value that this one replaced, and its origin, for people."""
+
+    def __str__(self) -> str:
+        place = f"{self.place}:{self.line}:{self.column}" if self.line else self.place
+        return f"{place} (over {self.over})" if self.over else place
+
+
 class Setting(NamedTuple):
     """A value for an option, or for a whole section, and where it comes from."""
 
     path: Path
     value: Any
-    source: Source
-    origin: str
-    """Place where the value was written, and the weaker value that it replaced."""
+    origin: Origin
 
 
 class ConfigProblem(NamedTuple):
     """One mistake: its place, its option, and a message."""
 
-    origin: str
+    origin: Origin | None
     path: Path
     message: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.origin, dotted(self.path), self.message) if part)
+        return ": ".join(part for part in (str(self.origin or ""), dotted(self.path), self.message) if part)
 
     @property
     def position(self) -> tuple[str, int, int]:
         """Sorting key: mistakes in files come first, from top to bottom."""
-        match = re.fullmatch(r"(.*):(\d+):(\d+)", self.origin)
-        return (match[1], int(match[2]), int(match[3])) if match else ("\uffff", 0, 0)
+        origin = self.origin
+        return (origin.place, origin.line, origin.column) if origin and origin.line else ("\uffff", 0, 0)
 
 
 def raise_problems(problems: Iterable[ConfigProblem]) -> None:
@@ -74,7 +88,7 @@ def dotted(path: Path) -> str:
 def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[Setting]:
     """Settings of dotted path -> (value, origin), the weakest source."""
     for path, (value, origin) in presets.items():
-        yield Setting(tuple(path.split(".")), value, "preset", origin)
+        yield Setting(tuple(path.split(".")), value, Origin("preset", origin))
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
@@ -82,7 +96,7 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
     for name, text in sorted(environment.items()):
         if name.upper().startswith("ACCEL__") and text:
             path = tuple(name.lower().split("__")[1:])
-            yield Setting(path, RawText(text), "environment", f"variable {name}")
+            yield Setting(path, RawText(text), Origin("environment", f"variable {name}"))
 
 
 def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[Setting]:
@@ -90,7 +104,7 @@ def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[Setting]:
     for flag, text in flags:
         spelling = flag.removeprefix("launch.").replace("_", "-")
         path = tuple(flag.replace("-", "_").split("."))
-        yield Setting(path, RawText(text), "flag", f"flag --{spelling}")
+        yield Setting(path, RawText(text), Origin("flag", f"flag --{spelling}"))
 
 
 def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Setting]:
@@ -98,12 +112,14 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
     for name, value in python.items():
         path = tuple(name.split("."))
         argument = "strategies" if path[0] == "strategies" else path[-1]
-        yield Setting(path, value, "python", f"Accelerator({argument}=...)")
+        yield Setting(path, value, Origin("python", f"Accelerator({argument}=...)"))
     for config in objects:
-        yield Setting((), config, "python", f"{type(config).__name__}(...)")
+        yield Setting((), config, Origin("python", f"{type(config).__name__}(...)"))
 
 
 def from_launcher(text: str) -> tuple[str | None, list[Setting]]:
     """Return the name of the launcher's file, and the settings of its merged config."""
     data = json.loads(text)
-    return data["file"], [Setting(tuple(path), *rest) for path, *rest in data["settings"]]
+    return data["file"], [
+        Setting(tuple(path), value, Origin(*origin)) for path, value, origin in data["settings"]
+    ]

@@ -9,11 +9,11 @@ import attrs
 from attrs import define, evolve, field
 
 from accel_core.config.convert import convert_option, plain, readings
-from accel_core.config.sections import CORE, Sections
-from accel_core.config.sources import ConfigProblem, RawText, Setting, dotted
-from accel_core.contract.arguments import did_you_mean
+from accel_core.config.sections import CORE, SLOTS, Sections
+from accel_core.config.sources import ConfigProblem, Origin, RawText, Setting, dotted
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.contract.config import RunConfig
-from accel_core.contract.options import Option, Path, given_options, masked, options_of
+from accel_core.contract.options import Option, Path, changed, masked, options_of
 from accel_core.plugins import catalog
 
 ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient_accumulation_steps",)}
@@ -33,7 +33,7 @@ class Table:
     """Path of a section -> the object that Python gave; a run holds that very object."""
     strategies: dict[str, Setting] = field(factory=dict)
     """Alias in `strategies` -> the setting that names its plugin."""
-    places: dict[Path, str] = field(factory=dict)
+    places: dict[Path, Origin] = field(factory=dict)
     """Path of a key in the file -> its place."""
     problems: list[ConfigProblem] = field(factory=list)
     notes: dict[str, None] = field(factory=dict)
@@ -41,7 +41,7 @@ class Table:
 
     def read(self, settings: Iterable[Setting]) -> Table:
         """Put settings into the table, the weakest source first."""
-        parts = [part for setting in settings for part in self._spelt(setting)]
+        parts = [part for setting in settings for part in self._addressed(setting)]
         # Before any is placed: another source may name the plugin of an alias.
         named = [it for it in parts if it.path[0] == "strategies" and it.path[2:] == ("plugin",)]
         self.strategies |= {setting.path[1]: setting for setting in named}
@@ -57,13 +57,28 @@ class Table:
         """
         return evolve(self, settings=dict(self.settings), notes=dict(self.notes), problems=[]).read(settings)
 
+    def unknown_plugins(self) -> Iterator[ConfigProblem]:
+        """Report each plugin name that no installed plugin of its slot has."""
+        discovery = self.sections.discovery
+        for path, setting in self.settings.items():
+            slot = "strategy" if path[0] == "strategies" else SLOTS.get(path)
+            if path == ("device",):
+                if unknown := catalog.unknown_device(setting.value, discovery):
+                    yield ConfigProblem(setting.origin, path, unknown)
+            elif slot and (path[0] != "strategies" or path[2:] == ("plugin",)):
+                names = setting.value if isinstance(setting.value, tuple) else (setting.value,)
+                for name in (it for it in names if it not in {"auto", "no", "all", *self.strategies}):
+                    if not discovery.answering(slot, name):
+                        message = catalog.not_installed(name, slot, discovery)
+                        yield ConfigProblem(setting.origin, path, message)
+
     # -- from a setting to an option -----------------------------------------------------------------
 
     def _refuse(self, setting: Setting, message: str, path: Path | None = None) -> None:
         self.problems.append(ConfigProblem(setting.origin, path or setting.path, message))
 
-    def _spelt(self, setting: Setting) -> Iterator[Setting]:
-        """Put a setting under its section's name; split `strategies` into single options."""
+    def _addressed(self, setting: Setting) -> Iterator[Setting]:
+        """Give an object the path of its section; split `strategies` into single options."""
         path, value = setting.path, setting.value
         is_object = attrs.has(type(value)) and (not path or path[0] == "strategies")
         name = self.sections.configured_by(value) if is_object else None
@@ -82,13 +97,62 @@ class Table:
         elif len(path) > 2:
             yield setting
         else:
-            parts = list(self._split(setting))
-            yield from (inner for part in parts for inner in self._spelt(part))
+            parts = list(self._keys(setting))
+            yield from (inner for part in parts for inner in self._addressed(part))
             if len(path) == 2 and not parts:
                 yield setting  # names no plugin
 
-    def _split(self, setting: Setting, cls: type | None = None) -> Iterator[Setting]:
-        """Yield the settings of a section's keys; of an object, its given arguments."""
+    def _place(self, setting: Setting) -> None:
+        """Walk down to the section or option that a setting is for, and place it there."""
+        at: Path = ()
+        stands: type | Option | None = RunConfig
+        for name in setting.path:
+            if isinstance(stands, Option):
+                whole = f"has no keys of its own; give it whole, not {dotted(setting.path)}"
+                return self._refuse(setting, whole, at)
+            at = (*at, name)
+            stands = stands and self._within(stands, at, setting)
+        if isinstance(stands, Option):
+            self._set(setting, stands)
+        elif stands:
+            for part in self._keys(setting, stands):
+                self._place(part)
+        return None
+
+    def _within(self, section: type, at: Path, setting: Setting) -> type | Option | None:
+        """Return the section or option at a path; None if it was refused or left unread."""
+        match at:
+            case ["strategies"]:
+                return RunConfig  # its keys are aliases: the next case
+            case ["strategies", alias]:
+                return self._strategy(alias, setting)
+            case ["strategies", _, "plugin"]:
+                return options_of(RunConfig)["strategy"]
+            case [name] if name not in CORE:
+                return self._plugin(name, at, setting)
+        option = options_of(section).get(at[-1])
+        if option is None:
+            self._refuse(setting, f"unknown key{self._hint(at, section)}", at)
+        return option and (option.section or option)
+
+    def _strategy(self, alias: str, setting: Setting) -> type | None:
+        """Return the section of a named strategy."""
+        plugin = self.strategies.get(alias)
+        if plugin is None or not isinstance(plugin.value, str) or not plugin.value:
+            self._refuse(setting, "needs a key 'plugin' that names its strategy", ("strategies", alias))
+            return None
+        if setting.path[2:] == ("plugin",):
+            return RunConfig  # the name itself counts, whether or not it is installed
+        return self._plugin(str(plugin.value), setting.path[:3], setting)
+
+    def _plugin(self, name: str, at: Path, setting: Setting) -> type | None:
+        """Return a plugin's section; refuse the setting or leave it unread if there is none."""
+        if (cls := self.sections.class_of(name)) is None:
+            self._leave_unread(setting, name, at)
+        return cls
+
+    def _keys(self, setting: Setting, cls: type | None = None) -> Iterator[Setting]:
+        """Yield the settings of a section's keys; of an object, those that are not the default."""
         raw, path = setting.value, setting.path
         if isinstance(raw, RawText):
             raw = next(readings(raw))
@@ -96,58 +160,22 @@ class Table:
             if path in self.objects:
                 self._refuse(setting, f"a second object for section {dotted(path)}; give one")
             self.objects[path] = raw
-            raw = given_options(raw)
+            raw = changed(raw)
         if isinstance(raw, Mapping):
-            is_file = setting.source == "file"
+            is_file = setting.origin.source == "file"
             for key in raw:
                 inner = (*path, str(key))
                 origin = self.places.get(inner, setting.origin) if is_file else setting.origin
-                yield Setting(inner, raw[key], setting.source, origin)
+                yield Setting(inner, raw[key], origin)
         elif raw is not None:  # a section whose keys are all commented out
-            self._refuse(setting, f"is a section: expected keys and values, got {raw!r}")
-
-    def _place(self, setting: Setting) -> None:
-        """Place a setting of core, of a plugin, or of a named strategy."""
-        path = setting.path
-        if path[0] != "strategies":
-            is_core = path[0] in CORE
-            self._place_in(() if is_core else path[:1], RunConfig if is_core else path[0], setting)
-            return
-        plugin = self.strategies.get(path[1])
-        if plugin is None or not isinstance(plugin.value, str) or not plugin.value:
-            self._refuse(setting, "needs a key 'plugin' that names its strategy", path[:2])
-        elif path[2:] != ("plugin",):
-            self._place_in(path[:2], str(plugin.value), setting)
-        else:
-            self._set(setting, options_of(RunConfig)["strategy"])
-
-    def _place_in(self, section: Path, owner: type | str, setting: Setting) -> None:
-        """Place a setting for a section, or for an option in it.
-
-        owner: the section's class, or the name of its plugin.
-        """
-        cls = owner if isinstance(owner, type) else self.sections.class_of(owner)
-        path = setting.path[: len(section) + 1]
-        if cls is None:
-            self._leave_unread(setting, str(owner), path if len(section) > 1 else section)
-        elif setting.path == section:
-            for part in self._split(setting, cls):
-                self._place_in(section, cls, part)
-        elif (option := options_of(cls).get(path[-1])) is None:
-            self._refuse(setting, f"unknown key{self._hint(path, cls)}", path)
-        elif option.section:
-            self._place_in(path, option.section, setting)
-        elif setting.path != path:
-            self._refuse(setting, f"has no keys of its own; give it whole, not {dotted(setting.path)}", path)
-        else:
-            self._set(setting, option)
+            self._refuse(setting, f"is a section: expected keys and values, got {quoted(raw)}")
 
     def _set(self, setting: Setting, option: Option) -> None:
         """Convert the value of an option, and merge it with that of weaker sources."""
         raw, path = setting.value, ALIASES.get(setting.path, setting.path)
         if raw is None and path != setting.path:
             return  # unset, so that the first name counts
-        is_written = setting.source in _WRITTEN
+        is_written = setting.origin.source in _WRITTEN
         try:
             if option.python_only and is_written:
                 raise ValueError("can be given in Python only")
@@ -166,19 +194,18 @@ class Table:
         source may not contradict itself either, by two names of one option for instance.
         """
         old = self.settings.setdefault(new.path, new)
+        stronger, weaker = new.origin.source, old.origin.source
         if old is new or old.value == new.value:
-            if new.source != "proposal":
+            if stronger != "proposal":
                 self.settings[new.path] = new
             return
-        ours, theirs = (repr(masked(plain(value, masks=True), secret)) for value in (new.value, old.value))
-        if new.source == "proposal":
+        ours, theirs = (quoted(masked(plain(it.value, masks=True), secret)) for it in (new, old))
+        if stronger == "proposal":
             self._refuse(new, f"wants {ours}, but it is {theirs} by {old.origin}")
-        elif new.source == old.source != "preset" or (
-            new.source == "python" and old.source not in ("preset", "file")
-        ):
+        elif stronger == weaker != "preset" or (stronger == "python" and weaker not in ("preset", "file")):
             self._refuse(new, f"{ours} here, but {theirs} by {old.origin}; give it once")
         else:
-            origin = f"{new.origin} (over {theirs} from {old.origin})"
+            origin = new.origin._replace(over=f"{theirs} from {old.origin}")
             self.settings[new.path] = new._replace(origin=origin)
 
     # -- settings for no option ----------------------------------------------------------------------

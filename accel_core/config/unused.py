@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING, Final
 
+from accel_core.config.sections import SLOTS
 from accel_core.config.sources import dotted
 from accel_core.contract.options import options_of
 from accel_core.plugins.discovery import Discovery, Record
@@ -36,16 +37,6 @@ def _is_set(section: object, name: str) -> bool:
     return getattr(section, option.attribute) not in ("no", None, option.default_for(section))
 
 
-SETTING: Final[Mapping[str, str]] = {
-    "device": "device",
-    "precision": "mixed_precision",
-    "strategy": "strategy",
-    "launcher": "launch.launcher",
-    "extension": "extensions",
-    "tracker": "log_with",
-}
-"""The option that names a plugin of a slot."""
-
 TYPED: Final = ("environment", "flag")
 """Sources that are given for one run, whereas a file may serve several."""
 
@@ -56,12 +47,13 @@ def unused_sections(
     """(plugin, option given for it, setting that selects it) of each unused plugin."""
     first: dict[str, Setting] = {}
     for path, setting in resolved.settings.items():
-        if path[0] not in used and (path[0] not in first or setting.source in TYPED):
+        if path[0] not in used and (path[0] not in first or setting.origin.source in TYPED):
             first[path[0]] = setting
     for name, setting in first.items():
         record = discovery.get(name)
-        if record is not None and record.slot in SETTING:  # else a section of core, or `strategies`
-            yield record, setting, f"{SETTING[record.slot]}: {record.name}"
+        path = next((path for path, slot in SLOTS.items() if record and slot == record.slot), ())
+        if record and path:  # else a section of core, or `strategies`
+            yield record, setting, f"{dotted(path)}: {record.name}"
 
 
 def auto_may_take(record: Record, resolved: Resolved) -> bool:

@@ -9,9 +9,10 @@ from typing import Any, Final
 import yaml
 from attrs import define, field
 
-from accel_core.config.sources import ConfigProblem, RawText, Setting
+from accel_core.config.sources import ConfigProblem, Origin, RawText, Setting
 from accel_core.contract.options import Path
 
+MOST_VALUES: Final = 10_000
 _TAGS: Final = {yaml.ScalarNode: "str", yaml.SequenceNode: "seq", yaml.MappingNode: "map"}
 
 
@@ -20,15 +21,22 @@ class Document:
     """The values of a document, the place of each key, and the mistakes in mappings."""
 
     name: str = ""
-    places: dict[Path, str] = field(factory=dict)
+    places: dict[Path, Origin] = field(factory=dict)
     problems: list[ConfigProblem] = field(factory=list)
+    room: int = MOST_VALUES
+    """How many more values it may have."""
 
-    def at(self, mark: yaml.Mark | None) -> str:
+    def at(self, mark: yaml.Mark | None) -> Origin:
         """Return file, line and column."""
-        return f"{self.name}:{mark.line + 1}:{mark.column + 1}" if mark else self.name
+        place = (mark.line + 1, mark.column + 1) if mark else (0, 0)
+        return Origin("file", self.name, *place)
 
     def value(self, node: Any, path: Path = ()) -> Any:
-        """Return the value of a node; raise MarkedYAMLError where it has a tag."""
+        """Return the value of a node; raise MarkedYAMLError if it has a tag, or aliases repeat too much."""
+        self.room -= 1
+        if not self.room:  # nine aliases of nine aliases, seven times over, are five million values
+            message = "its aliases, written out, are more values than a config can hold"
+            raise yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
         if node.tag != f"tag:yaml.org,2002:{_TAGS[type(node)]}":
             message = f"the tag {node.tag!r} has no meaning here; leave it out"
             raise yaml.MarkedYAMLError(problem=message, problem_mark=node.start_mark)
@@ -65,10 +73,11 @@ def read_yaml(document: Document, directory: FilePath) -> Iterator[Setting]:
     mark = None
     try:
         text = (directory / document.name).read_text(encoding="utf-8-sig")
+        document.room = max(document.room, len(text))
         root = yaml.compose(text, Loader=yaml.BaseLoader)  # its scalars are all text
         if isinstance(root, yaml.MappingNode):
             values = document.value(root)
-            yield from (Setting((key,), values[key], "file", document.places[key,]) for key in values)
+            yield from (Setting((key,), values[key], document.places[key,]) for key in values)
             return
         message = "holds no keys and values, as in `device: cpu`; `accel config init` writes a file"
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""Arguments of callers: whole numbers of any library, and misspelt words."""
+"""Arguments of callers: whole numbers of any library, misspelt words, and values in messages."""
 
 from __future__ import annotations
 
@@ -19,6 +19,12 @@ def whole_number(given: Any, least: float = 0) -> int | None:
     except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
         return None
     return number if number is not None and number >= least else None
+
+
+def quoted(value: object) -> str:
+    """Return a value for a message: its repr, of at most 200 characters."""
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def did_you_mean(word: object, known: Sequence[str] | Mapping[str, Any]) -> str:

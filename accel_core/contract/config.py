@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
-from accel_core.contract.options import Remembering, changed, option
+from accel_core.contract.options import changed, option
 
 if TYPE_CHECKING:
     from accel_core.contract.card import Slot
 
 
 @frozen(kw_only=True)
-class KwargsHandler(Remembering):
-    """Base of config classes whose given arguments win over a file."""
+class KwargsHandler:
+    """Base of config classes; an argument that differs from its default wins over a file."""
 
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from the class's defaults.
@@ -57,7 +57,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
     backend: str | None = option(None, help="Backend of torch.distributed; unset: the device plugin's.")
     init_method: str | None = option(None, help="URL that says how ranks find each other; unset: env://.")
-    timeout: timedelta | None = option(None, unit="s", help="How long a collective may wait.")
+    timeout: timedelta | None = option(None, unit="s", minimum=0.001, help="How long a collective may wait.")
 
 
 def _home(path: Any) -> Any:
@@ -117,7 +117,7 @@ class TorchDynamoPlugin(KwargsHandler):
 
 
 @frozen(kw_only=True)
-class DataLoaderConfiguration(Remembering):
+class DataLoaderConfiguration:
     """Sharing of data between processes. Section `data`."""
 
     split_batches: bool = option(False, help="Share each batch out, instead of a batch for each process.")
@@ -146,7 +146,7 @@ class GradientAccumulationPlugin(KwargsHandler):
 
 
 @frozen(kw_only=True)
-class ProjectConfiguration(Remembering):
+class ProjectConfiguration:
     """Folders of a run, and its saved states. Section `project`."""
 
     project_dir: str | None = option(None, converter=optional(_home), help="Folder of the project.")

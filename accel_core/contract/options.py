@@ -6,15 +6,15 @@ import re
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from enum import Enum
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, Union, get_args, get_origin, get_type_hints
+from typing import Any, Final, Union, get_args, get_origin, get_type_hints
 
 import attrs
 from attrs import NOTHING, Attribute, evolve, frozen
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
+from accel_core.contract.arguments import quoted
 
 Path = tuple[str, ...]
 """An option's address, such as ("launch", "nodes")."""
@@ -80,8 +80,9 @@ class Option:
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if self.choices and item not in self.choices:
                 return f"expected one of {', '.join(map(_word, self.choices))}, got {_word(item)}"
-        if self.minimum is not None and isinstance(value, (int, float)) and not value >= self.minimum:
-            return f"must be at least {self.minimum:g}, got {value!r}"
+        number = value.total_seconds() if isinstance(value, timedelta) else value
+        if self.minimum is not None and isinstance(number, (int, float)) and not number >= self.minimum:
+            return f"must be at least {self.minimum:g}, got {number!r}"
         return None
 
 
@@ -143,7 +144,7 @@ def _validate(instance: object, attribute: Attribute[Any], value: Any) -> None:
 
 
 def _word(choice: Any) -> str:
-    return repr(choice.value if isinstance(choice, Enum) else choice)
+    return quoted(choice.value if isinstance(choice, Enum) else choice)
 
 
 def options_of(cls: type) -> Mapping[str, Option]:
@@ -178,38 +179,10 @@ def _option(cls: type, attribute: Attribute[Any]) -> Option:
     )
 
 
-class Remembering:
-    """Base of config classes whose objects remember which arguments they were given."""
-
-    __slots__ = ("_given",)
-    _given: frozenset[str]
-
-    def __new__(cls, *_: Any, **arguments: Any) -> Self:
-        """Make the object, which its `__init__` fills."""
-        made = super().__new__(cls)
-        object.__setattr__(made, "_given", frozenset(arguments))  # frozen classes have no other way
-        return made
-
-
-def changed(config: object, also: frozenset[str] = frozenset()) -> dict[str, Any]:
-    """Return the options of a config object that differ from their defaults.
-
-    also: names of options that count wherever they are not None.
-    """
+def changed(config: object) -> dict[str, Any]:
+    """Return the options of a config object that differ from their defaults: a default says nothing."""
     values = [(it, getattr(config, it.attribute)) for it in options_of(type(config)).values()]
-    return {
-        it.name: value
-        for it, value in values
-        if value != it.default_for(config) or (it.name in also and value is not None)
-    }
-
-
-def given_options(config: object) -> dict[str, Any]:
-    """Return a config object's options that were given or are not the default.
-
-    None says nothing where it is the default.
-    """
-    return changed(config, getattr(config, "_given", frozenset()))
+    return {it.name: value for it, value in values if value != it.default_for(config)}
 
 
 # -- secrets -----------------------------------------------------------------------------------------

@@ -16,12 +16,11 @@ from typing import TYPE_CHECKING, Any, Final
 from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load, outside
-from accel_core.config.sources import GUESSES_VARIABLE, WORKER_CONFIG_VARIABLE, ConfigProblem
+from accel_core.config.sources import GUESSES_VARIABLE, WORKER_CONFIG_VARIABLE
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.job import Job
 from accel_core.contract.world import World
 from accel_core.errors import ConfigError, LaunchError, PluginError
-from accel_core.plugins.catalog import unknown_device
 from accel_core.plugins.discovery import Discovery, discover, environment_of, visible_devices
 
 if TYPE_CHECKING:
@@ -44,19 +43,9 @@ def plan(**given: Any) -> Launch:
     """
     discovery = discover()
     resolved = load(**given, discovery=discovery, environment=outside())
-    problems = mistakes(resolved, discovery)
-    if problems:
+    if problems := resolved.unknown_plugins():
         raise ConfigError("\n".join(problems), problems=problems)
     return Launch(resolved, discovery)
-
-
-def mistakes(resolved: Resolved, discovery: Discovery) -> list[str]:
-    """Return the mistakes of a config that can be read: unknown names."""
-    problems, given = list(resolved.unknown_plugins()), resolved.settings.get(("device",))
-    unknown = unknown_device(resolved.config.device, discovery)
-    if unknown and given:
-        problems.insert(0, str(ConfigProblem(given.origin, given.path, unknown)))
-    return problems
 
 
 @frozen
@@ -133,7 +122,9 @@ class Launch:
         for record, given, setting in unused_sections(self.resolved, used, self.discovery):
             if not auto_may_take(record, self.resolved):
                 about = f"{given.origin}: {record.slot} {record.name} is not in this config"
-                effect = "a run refuses its options" if given.source in TYPED else "its options do nothing"
+                effect = (
+                    "a run refuses its options" if given.origin.source in TYPED else "its options do nothing"
+                )
                 yield f"{about}: {effect}; `{setting}` chooses it"
         yield from unused_options(self.resolved, used)
 

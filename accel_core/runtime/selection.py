@@ -119,7 +119,7 @@ class _Chooser(NamedTuple):
     def strategy(self, asked: str, processes: int, offered: frozenset[str]) -> Chosen:
         given, setting = self.by_object("strategy"), self.resolved.settings.get(("strategy",))
         others = [chosen.name for chosen in given if asked not in ("auto", chosen.name)]
-        from_file = setting is not None and setting.source in ("preset", "file")
+        from_file = setting is not None and setting.origin.source in ("preset", "file")
         if len(given) > 1 or (others and not from_file):
             names = ", ".join(chosen.name for chosen in given)
             raise ConfigError(
@@ -218,9 +218,9 @@ def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> It
     problems = []
     for record, given, setting in unused_sections(resolved, used | set(stack.strategies), discovery):
         about = f"{given.origin}: {record.slot} {record.name} is not in this run ({stack})"
-        if given.source in TYPED:
+        if given.origin.source in TYPED:
             problems.append(f"{about}\nchoose it ({setting}), or leave its options out")
-        elif given.source in ("file", "python") and not auto_may_take(record, resolved):
+        elif given.origin.source in ("file", "python") and not auto_may_take(record, resolved):
             yield f"{about}: its options do nothing; `{setting}` chooses it"
     if problems:
         raise ConfigError("\n".join(problems), problems=problems)

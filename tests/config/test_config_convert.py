@@ -90,7 +90,6 @@ FROM_TEXT = [
     ("1e-4", float, 1e-4),
     ("1e-4", str, "1e-4"),
     ("null", str | None, None),
-    ("null", str, "null"),
     ("'no'", str, "no"),
     ("a: b # c", str, "a: b # c"),
     ("{", str, "{"),

@@ -55,7 +55,7 @@ def test_the_message_ends_with_what_to_do(resolve):
         ("launch: 2\n", "accel.yaml:1:1: launch: is a section: expected keys and values, got 2"),
         ("shard: &x {extra: *x}\n", "accel.yaml: cannot be read: maximum recursion depth exceeded"),
         (
-            "device: a\n<<: 3\n",
+            "device: cpu\n<<: 3\n",
             "accel.yaml:2:1: <<: unknown key",
         ),
         (
@@ -127,3 +127,54 @@ def test_what_only_python_can_give_says_so(resolve):
     assert mistakes(resolve, "shard: {wrap: f}\n") == (
         "accel.yaml:1:9: shard.wrap: can be given in Python only",
     )
+
+
+def test_mistakes_of_every_kind_come_in_one_pass_in_the_order_of_their_lines(resolve):
+    yaml = (
+        "device: quantum\n"
+        "strategy: shrd\n"
+        "launch: {nodes: 1, node_rank: 3}\n"
+        "mixed_precision: 5.5.5\n"
+        "log_with: [abacus]\n"
+        "grad_scaler: {init_scale: big}\n"
+        "strategies: {a: {plugin: shrad, stage: 4}}\n"
+        "total: 1\n"
+    )
+    found = [line.split(": ")[:2] for line in mistakes(resolve, yaml)]
+    assert found == [
+        ["accel.yaml:1:1", "device"],
+        ["accel.yaml:2:1", "strategy"],
+        ["accel.yaml:3:10", "launch"],
+        ["accel.yaml:4:1", "mixed_precision"],
+        ["accel.yaml:5:1", "log_with"],
+        ["accel.yaml:6:15", "grad_scaler.init_scale"],
+        ["accel.yaml:7:18", "strategies.a.plugin"],
+        ["accel.yaml:8:1", "total"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("yaml", "expected"),
+    [
+        ("mixed_precision: null\n", "accel.yaml:1:1: mixed_precision: expected string, got null"),
+        ("device:\n", "accel.yaml:1:1: device: expected string, got null"),
+        (
+            "process_group: {timeout: -5}\n",
+            "accel.yaml:1:17: process_group.timeout: must be at least 0.001, got -5.0",
+        ),
+    ],
+)
+def test_a_value_that_no_run_can_have_is_a_mistake_of_that_value(resolve, yaml, expected):
+    assert mistakes(resolve, yaml) == (expected,)
+
+
+def test_a_message_quotes_at_most_200_characters_of_a_value(resolve):
+    (line,) = mistakes(resolve, f"device: [{', '.join(['value'] * 3000)}]\n")
+    assert line.startswith("accel.yaml:1:1: device: expected string, got ['value', ")
+    assert len(line) < 250
+
+
+def test_a_file_of_nested_aliases_costs_no_more_than_its_size(resolve):
+    levels = [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 9)]
+    (line, *_) = mistakes(resolve, "a0: &a0 [x]\n" + "".join(levels) + "log_with: *a8\n")
+    assert "cannot be read: its aliases, written out, are more values than a config can hold" in line

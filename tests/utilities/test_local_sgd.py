@@ -332,3 +332,10 @@ def test_weights_are_averaged_in_buckets(monkeypatch):
     collectives.average(weights, group)
     assert group.sizes == [11, 2]
     assert [weight[0].item() for weight in weights] == [8.0, 6.0, 8.0, 4.0]
+
+
+def test_averaging_every_zero_steps_is_refused():
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(1, 1))
+    with pytest.raises(ConfigError, match="local_sgd_steps must be at least 1, got 0"):
+        LocalSGD(accelerator, model, local_sgd_steps=0)
