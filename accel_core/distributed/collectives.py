@@ -105,8 +105,9 @@ def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
     """Return every reader's picklable objects, in reader order.
 
-    Lists, tuples and tensors are concatenated, mappings of equal keys key by key; anything else becomes a
-    list with one object per reader. Tensors arrive on the CPU.
+    Lists and tensors are concatenated, mappings of equal keys key by key, and tuples of lists or tensors, or
+    named ones, item by item. Other tuples are concatenated into a list, and anything else becomes a list with
+    one object per reader. Tensors arrive on the CPU.
 
     Raises:
         CollectiveError: another rank calls something else.
@@ -397,14 +398,30 @@ def _join_objects(of_readers: list[Any]) -> Any:
         return {key: _join_objects([mapping[key] for mapping in of_readers]) for key in first}
     if isinstance(first, Tensor) and all(value.ndim for value in of_readers):
         return torch.cat(of_readers)
+    if _is_record(first) and len({len(value) for value in of_readers}) == 1:
+        return _like_tuple(first, map(_join_objects, map(list, zip(*of_readers, strict=True))))
     if isinstance(first, list | tuple):
         return [item for sequence in of_readers for item in sequence]
     return of_readers
 
 
+def _is_record(value: Any) -> bool:
+    """Tell if a tuple holds several batches, as (predictions, references), and is not one batch of items."""
+    batches = (list, tuple, Mapping, Tensor)
+    return isinstance(value, tuple) and (
+        hasattr(value, "_fields") or (bool(value) and all(isinstance(item, batches) for item in value))
+    )
+
+
+def _like_tuple(value: Any, items: Iterable[Any]) -> Any:
+    return getattr(type(value), "_make", type(value))(items)
+
+
 def _cut_objects(gathered: Any, length: int) -> Any:
     if isinstance(gathered, dict):
         return {key: _cut_objects(value, length) for key, value in gathered.items()}
+    if isinstance(gathered, tuple):
+        return _like_tuple(gathered, (_cut_objects(value, length) for value in gathered))
     return gathered[:length]
 
 

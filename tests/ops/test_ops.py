@@ -153,6 +153,31 @@ def test_one_process_gathers_objects_in_the_same_form(alone):
 # -- gather_for_metrics ----------------------------------------------------------------------------
 
 
+class Texts(NamedTuple):
+    predictions: list[str]
+    references: list[str]
+
+
+def gather_texts(accelerator):
+    texts = [f"s{number}" for number in range(7)]  # the last batch of one rank is filled up
+    loader = accelerator.prepare(DataLoader(texts, batch_size=2, collate_fn=list))
+    pairs, named = [], []
+    for batch in loader:
+        upper = [text.upper() for text in batch]
+        predictions, references = accelerator.gather_for_metrics((batch, upper))
+        pairs += zip(predictions, references, strict=True)
+        both = accelerator.gather_for_metrics(Texts(batch, upper))
+        named += zip(both.predictions, both.references, strict=True)
+    return pairs, named
+
+
+@pytest.mark.needs("accel-ddp")
+def test_a_tuple_of_lists_of_texts_keeps_its_shape_in_gather_for_metrics(run_processes):
+    expected = [(f"s{number}", f"S{number}") for number in range(7)]
+    for pairs, named in ranks(run_processes, gather_texts):
+        assert pairs == named == expected
+
+
 class Stream(IterableDataset):
     def __iter__(self):
         return iter(range(13))
