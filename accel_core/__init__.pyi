@@ -66,7 +66,7 @@ from accel_core.defaults.precision import get_grad_scaler as get_grad_scaler
 from accel_core.defaults.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_core.distributed.logging import MultiProcessAdapter as MultiProcessAdapter
 from accel_core.distributed.logging import get_logger as get_logger
-from accel_core.distributed.mailbox import StoreMailbox as StoreMailbox
+from accel_core.distributed.mailbox import mailbox_of as mailbox_of
 from accel_core.distributed.progress import progress as progress
 from accel_core.distributed.progress import show_progress as show_progress
 from accel_core.distributed.stderr import tell as tell
@@ -98,6 +98,7 @@ from accel_core.storage.files import DataFile as DataFile
 from accel_core.storage.files import FileRecord as FileRecord
 from accel_core.storage.files import Meter as Meter
 from accel_core.storage.files import UnreadableError as UnreadableError
+from accel_core.storage.mailbox import StoreMailbox as StoreMailbox
 from accel_core.storage.manifest import Manifest as Manifest
 from accel_core.storage.opened import Opened as Opened
 from accel_core.storage.opened import open_checkpoint as open_checkpoint

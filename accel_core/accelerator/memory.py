@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from accel_core.contract.run import live
-from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.distributed.mailbox import mailbox_of
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
     Ranks vote in the store: a group may be in the midst of a collective.
     """
     rank, ranks = run.world.rank, range(run.world.size)
-    votes = StoreMailbox.of(run).under(f"batch_size/{attempt}")
+    votes = mailbox_of(run).under(f"batch_size/{attempt}")
     heard: dict[int, Message | None] = {}
     with suppress(RuntimeError):  # the store went down with the rank that served it
         votes.put(f"{rank}", {"lacks": lacks})

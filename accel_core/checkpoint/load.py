@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from secrets import token_hex
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
@@ -12,18 +11,18 @@ from attrs import frozen
 
 from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import commits, manifests, not_a_checkpoint, read_manifest
-from accel_core.storage.files import DamagedError, damaged, listed, understanding
+from accel_core.storage.commit import commits, manifests, not_a_checkpoint
+from accel_core.storage.files import DamagedError, listed, understanding
+from accel_core.storage.loading import load_planned
 from accel_core.storage.manifest import SAVE
-from accel_core.storage.opened import Block, Opened, reading
-from accel_core.storage.protocols import first_here, firsts, sharers
-from accel_core.storage.tensors import Checkpoint
+from accel_core.storage.protocols import first_here, firsts
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.storage.manifest import Manifest
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.series import Series
+    from accel_core.storage.tensors import Checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -115,6 +114,10 @@ def load(
         entered()
         return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
+    def plan(checkpoint: Checkpoint) -> Restoration:
+        with understanding(checkpoint.place, calls_plugins=True):
+            return Restoration(run, checkpoint, strict=strict)
+
     choices, lacking = _choices(comm, search, look)
     for each in lacking if comm.rank == 0 else ():
         logger.warning("passed over: %s", each)
@@ -123,7 +126,7 @@ def load(
         choice = choices.pop(0)
         place = search.at(choice)
         try:
-            return place, *_Loading(run, comm, place, choice).restored(strict=strict)
+            manifest, restoration = load_planned(comm, place, choice.save_id, choice.word, plan)
         except DamagedError as error:
             now = [each for each in _choices(comm, search, look)[0] if each.number == choice.number]
             if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
@@ -134,6 +137,8 @@ def load(
             tried.append(choice.number)
             if comm.rank == 0:
                 logger.warning("passed over: %s", str(error))  # a record of it would keep what was read
+        else:
+            return place, manifest, restoration.extra
     if search.missing_ok and not (tried or lacking):
         return None
     raise search.nothing(len(tried), lacking)
@@ -166,59 +171,3 @@ def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[lis
             )
         chosen.append(Choice(number, common, word))
     return chosen, lacking
-
-
-class _Loading:
-    """One checkpoint that is tried."""
-
-    def __init__(self, run: Run, comm: Comm, place: Storage, choice: Choice) -> None:
-        self.run, self.comm, self.place, self.choice = run, comm, place, choice
-        self._near = place
-        self._stack = ExitStack()
-
-    def restored(self, *, strict: bool) -> tuple[Manifest, dict[str, Any]]:
-        """Restore the run from it; return its manifest and `extra`. Raises CheckpointError, on all ranks."""
-        comm, made = self.comm, list[Restoration]()
-
-        def compare() -> set[Block]:
-            checkpoint = self._opened()
-            with understanding(checkpoint.place, calls_plugins=True):
-                made.append(restoration := Restoration(self.run, checkpoint, strict=strict))
-                # Of a place that all see, the ranks verify all; a node brings and verifies what it needs.
-                return set() if self._near.shared else restoration.blocks()
-
-        with self._stack:
-            needed = comm.together("load_state: compare", compare)
-            (restoration,) = made
-            checkpoint = restoration.checkpoint
-            self._verify(checkpoint, needed)
-            before, files = checkpoint.meter.count, sum(d.record.size for d, _ in checkpoint.shares.values())
-            with comm.shown(f"loading {self.place.name}", lambda: (checkpoint.meter.count - before, files)):
-                comm.together("load_state: restore", restoration.apply)
-            return checkpoint.manifest, restoration.extra
-
-    def _opened(self) -> Checkpoint:
-        place, save_id = self.place, self.choice.save_id
-        manifest = next((each for each in manifests(place) if each.save_id == save_id), None)
-        if manifest is None:
-            if save_id is not None:  # it was replaced meanwhile: all look again
-                raise damaged(place, f"{save_id} is there no more")
-            manifest = read_manifest(place)  # which says what is wrong with it
-        home = place.at(manifest.save_id)
-        if first_here(self.comm, place):
-            home = self._stack.enter_context(reading(place, manifest.save_id))
-        self._near = home.near(self.choice.word)
-        return Checkpoint.with_tensors(Opened.of(place, manifest, self._near))
-
-    def _verify(self, checkpoint: Checkpoint, needed: Sequence[set[Block]]) -> None:
-        """Verify what the ranks that see the same files need, each a share."""
-        comm = self.comm
-        ranks = sharers(comm, self._near)
-        near = self._near
-        blocks = checkpoint.blocks if near.shared else sorted(set().union(*(needed[rank] for rank in ranks)))
-        share, shares = ranks.index(comm.rank), len(ranks)
-        mine = blocks[len(blocks) * share // shares : len(blocks) * (share + 1) // shares]
-        before, total = checkpoint.meter.count, checkpoint.bytes_of(mine)
-        with comm.shown(f"verifying {self.place.name}", lambda: (checkpoint.meter.count - before, total)):
-            comm.together("load_state: verify", lambda: checkpoint.verify(mine))
-        checkpoint.note_verified(blocks)

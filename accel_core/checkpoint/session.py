@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.storage.protocols import Comm, Storage
-    from accel_core.storage.save import Saver
+    from accel_core.storage.saver import Saver
     from accel_core.storage.series import Numbering, Series
     from accel_core.storage.state import State
 
@@ -115,7 +115,7 @@ class CheckpointSession:
         from accel_core.checkpoint.numbers import numbers_of
         from accel_core.checkpoint.places import storage_at
         from accel_core.storage.protocols import Alone
-        from accel_core.storage.save import Saver
+        from accel_core.storage.saver import Saver
 
         run, series = self.run, self.series
         run.require_alive()

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_core.contract.world import current_operation
-from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.distributed.mailbox import mailbox_of
 from accel_core.distributed.progress import show_progress
-from accel_core.errors import CheckpointError, CollectiveError
+from accel_core.storage.agreement import agree
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
+    from accel_core.storage.mailbox import StoreMailbox
     from accel_core.storage.protocols import Measure
 
 T = TypeVar("T")
@@ -28,7 +30,7 @@ class RunComm:
 
     def __init__(self, run: Run) -> None:
         self._control = run.collectives("control")
-        self._mailbox = StoreMailbox.of(run)
+        self._mailbox = mailbox_of(run)
         self.rank = run.world.rank
         self.nodes: Sequence[int] = self.together("save_state or load_state", lambda: run.world.node_rank)
 
@@ -81,41 +83,13 @@ def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], 
             ranks have alike is raised as it is; else it is of the most special kind among them.
         CollectiveError: ranks make different steps.
     """
-    error: Exception | None = None
-    result: Any = None
-    try:
-        result = action()
-    except Exception as raised:  # whatever it is, the other ranks are waiting for this one's word
-        error = raised
-    kind = type(error) if isinstance(error, CheckpointError) else CheckpointError
-    failure = None if error is None else (kind, f"{type(error).__name__}: {error}")
     before = current_operation.get()
     try:  # Ctrl-C may come between any two instructions
-        current_operation.set(step)  # what an error says that is raised inside
-        votes = control.all_gather_object((step, failure, result))
+        return agree(partial(_gather, control, step), step, action)
     finally:
         current_operation.set(before)
-    steps, failures, results = zip(*votes, strict=True)
-    try:
-        _compare_steps(steps)
-        if error is not None and len(set(failures)) == 1:
-            raise error
-        failed = {rank: each for rank, each in enumerate(failures) if each is not None}
-        if failed:
-            kind = max((kind for kind, _ in failed.values()), key=lambda kind: len(kind.__mro__))
-            text = "\n".join(f"rank {rank}: {said}" for rank, (_, said) in failed.items())
-            raise kind(text, path=getattr(error, "path", None)) from error
-    finally:
-        error = None  # its traceback has this frame: a cycle would keep what was read until it is collected
-    return list(results)
 
 
-def _compare_steps(steps: Sequence[str]) -> None:
-    if len(set(steps)) > 1:
-        _refuse_difference(steps[0].partition(" of ")[0], steps)
-
-
-def _refuse_difference(operation: str, calls: Sequence[str]) -> NoReturn:
-    listed = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
-    remedy = "call it on all ranks alike, with models in one order"
-    raise CollectiveError(f"{operation}: ranks make different calls\n{listed}\n{remedy}", operation=operation)
+def _gather(control: Collectives, step: str, vote: Any) -> Sequence[Any]:
+    current_operation.set(step)  # what an error says that is raised inside
+    return control.all_gather_object(vote)

@@ -80,11 +80,11 @@ class Preemption:
     """
 
     def __init__(self, run: Run, signals: Iterable[int]) -> None:
-        from accel_core.distributed.mailbox import StoreMailbox  # late: start-up need not wait for it
+        from accel_core.distributed.mailbox import mailbox_of  # late: start-up need not wait for it
 
         self._rank, self._ranks = run.world.rank, run.world.size
         self._pause = min(MOST_SECONDS, LOOK_SECONDS * max(1, self._ranks / FEW_RANKS))
-        self._votes = StoreMailbox.of(run).under(f"preemption/{next(_made)}")
+        self._votes = mailbox_of(run).under(f"preemption/{next(_made)}")
         self._told = self._heard = False
         self._steps, self._last = 0, 0
         self._lock, self._agreed, self._ended = threading.Lock(), threading.Event(), threading.Event()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from secrets import token_hex
@@ -37,8 +38,16 @@ class Opened:
     meter: Meter
 
     @classmethod
-    def of(cls, place: Storage, manifest: Manifest, home: Storage) -> Opened:
-        """Open the checkpoint of this manifest. home: the folder of its files, or a copy of it.
+    def of(
+        cls, place: Storage, manifest: Manifest, home: Storage, texts: Mapping[str, bytes] | None = None
+    ) -> Opened:
+        """Open the checkpoint of this manifest.
+
+        Args:
+            place: the checkpoint's folder.
+            manifest: the commit to open.
+            home: the folder of its files, or a copy of the folder.
+            texts: verified content of its JSON files (see `descriptions`); None: all are read here.
 
         Raises:
             CheckpointError: a file is missing or damaged; the message names it.
@@ -54,15 +63,17 @@ class Opened:
                 raise damaged(file, there)
             return file
 
+        texts = descriptions(manifest, home, entries) if texts is None else texts
         with understanding(f"{place}/manifest-{manifest.number:08d}.json"):
-            state, shares = opened("state.json").json(), {}
+            opened("state.json")
+            state, shares = json.loads(texts["state.json"]), {}
             for rank in range(manifest.world["size"]):
                 names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
                 if manifest.domains and not any(name in entries for name in names):
                     continue
                 data, file = map(opened, names)
-                index = file.json()
                 with understanding(file):
+                    index = json.loads(texts[file.name])
                     data.check(index["blocks"])
                 shares[rank] = data, index
         return cls(place, manifest, state, shares, meter)
@@ -129,6 +140,22 @@ class Opened:
         for unit, keys in index["tensors"].items():
             for key, (number, where) in keys.items():
                 yield unit, key, outlines[number], where
+
+
+def descriptions(
+    manifest: Manifest, home: Storage, entries: Collection[str], *, share: int = 0, shares: int = 1
+) -> dict[str, bytes]:
+    """Return name -> verified content of the JSON files of a save, or of one of several shares of them.
+
+    entries: the names in `home`. Where nodes had disks of their own, files of other nodes may be absent.
+
+    Raises:
+        CheckpointError: a file is damaged, or cannot be read.
+    """
+    names = [name for name in sorted(manifest.files) if name.endswith(".json")]
+    there = [name for name in names if name in entries or not manifest.domains]
+    files = [DataFile(home, name, manifest.files[name]) for name in there[share::shares]]
+    return {file.name: file.content() for file in files}
 
 
 @contextmanager

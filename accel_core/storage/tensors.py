@@ -161,14 +161,17 @@ class Checkpoint(Opened):
         for rank, (data, index) in files.shares.items():
             with understanding(f"{data.home}/rank-{rank:05d}.json"):
                 cut |= _add_tensors(tensors, rank, files)
-                del index["outlines"], index["tensors"]  # what is made of them holds all that they say
                 ranks[rank] = index["state"]
         with understanding(files.place):
             for unit, key in cut if not files.absent else ():
                 stored = tensors[unit, key]
                 if problem := tiling_problem(stored.shape, stored.boxes):
                     raise ValueError(f"{unit}: {key}: {problem}")
-        return cls(files.place, files.manifest, files.state, files.shares, files.meter, ranks, tensors)
+        # Without the indexes: the tensors hold all that they say.
+        shares: dict[int, tuple[DataFile, dict[str, Any]]] = {
+            rank: (data, {}) for rank, (data, _) in files.shares.items()
+        }
+        return cls(files.place, files.manifest, files.state, shares, files.meter, ranks, tensors)
 
     def rank_state(self, rank: int) -> Mapping[str, Any]:
         """Return the state of one rank, still encoded."""

@@ -22,7 +22,7 @@ import accel_core
 from accel_core import Accelerator, CheckpointError, LocalSGD, skip_first_batches
 from accel_core.contract.world import current_operation
 from accel_core.distributed.together import gather_from_all_ranks
-from accel_core.storage.save import Saver
+from accel_core.storage.saver import Saver
 
 pytestmark = pytest.mark.full
 

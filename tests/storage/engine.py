@@ -15,7 +15,7 @@ from accel_core.storage.disk import Disk
 from accel_core.storage.leaves import whole
 from accel_core.storage.opened import open_checkpoint
 from accel_core.storage.protocols import Alone, Comm, Storage
-from accel_core.storage.save import Saver
+from accel_core.storage.saver import Saver
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.state import State
 from accel_core.storage.tensors import Checkpoint

@@ -32,6 +32,7 @@ from accel_core import (
     get_logger,
     hooks,
     implements,
+    mailbox_of,
     manifests,
     read_manifest,
     show_progress,
@@ -183,7 +184,7 @@ class Mirror:
 
     @cached_property
     def _mail(self) -> StoreMailbox:
-        return StoreMailbox.of(self.run)
+        return mailbox_of(self.run)
 
     def _begin(self, copy: Pending, manifest: Manifest) -> None:
         """Claim the place of a copy, and number its commit. By rank 0, in the thread."""
