@@ -1,5 +1,22 @@
 """Tensors and JSON on a disk or in a bucket: whole or absent, verified, readable under any split.
 
-Knows no run, unit or Accelerator. `protocols` has what it asks of a place and of the other ranks;
-docs/checkpoint-format.md says what lies in the place.
+Knows no run, unit or Accelerator. `functions` has its front door, `protocols` what it asks of a place and of
+the other ranks; docs/checkpoint-format.md says what lies in the place.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from accel_core.storage.functions import async_save, load, save, verify
+
+__all__ = ["async_save", "load", "save", "verify"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name)
+    from accel_core.storage import functions  # late: opening a checkpoint needs no torch
+
+    return getattr(functions, name)
