@@ -1,4 +1,4 @@
-"""A plain FSDP 2 program that has never heard of an Accelerator: it saves and loads by `accel_core.storage`."""
+"""A plain FSDP 2 program without an Accelerator: it saves and loads by `accel_core.storage`."""
 
 from __future__ import annotations
 
@@ -68,9 +68,7 @@ def main(action: str, folder: str) -> None:
         model, optimizer = make()
         state = state_of(model, optimizer, 0)
         load(state, checkpoint_id=folder)
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         assert (state["step"], state["note"]) == (2, [1, ("a", 2.5)]), state
         train(model, optimizer, 2)
     assert "accel_core.accelerator.accelerator" not in sys.modules
