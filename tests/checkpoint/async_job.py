@@ -20,10 +20,10 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.distributed import progress
-from accel_core.distributed.mailbox import StoreMailbox
 from accel_core.storage import pending, save
 from accel_core.storage.commit import read_manifest
 from accel_core.storage.disk import Disk
+from accel_core.storage.mailbox import StoreMailbox
 from accel_testing.patience import patience
 
 

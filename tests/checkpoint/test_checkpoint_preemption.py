@@ -14,8 +14,8 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from accel_core import Accelerator, CheckpointError
-from accel_core.distributed.mailbox import StoreMailbox
 from accel_core.runtime import preemption
+from accel_core.storage.mailbox import StoreMailbox
 from accel_testing.patience import patience
 
 
@@ -114,10 +114,14 @@ def test_no_fault_of_the_thread_that_watches_keeps_a_rank_waiting(tmp_path, monk
     monkeypatch.setattr(StoreMailbox, "read", lambda *_: {}["no such answer"])
     os.kill(os.getpid(), signal.SIGTERM)
     deadline = time.monotonic() + patience(10)
-    with pytest.raises(CheckpointError, match=r"ranks cannot agree when: 'no such answer'\nit cannot save"):
+
+    def go_on():
         while time.monotonic() < deadline:
             assert not accelerator.save_on_preemption(tmp_path / "state")
             time.sleep(0.01)
+
+    with pytest.raises(CheckpointError, match=r"ranks cannot agree when: 'no such answer'\nit cannot save"):
+        go_on()
     accelerator.end_training()
 
 

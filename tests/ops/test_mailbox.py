@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import HashStore
 
 from accel_core.distributed import mailbox as module
-from accel_core.distributed.mailbox import StoreMailbox
+from accel_core.storage.mailbox import StoreMailbox
 from accel_testing.patience import patience
 
 TIMEOUT = 8.0
