@@ -21,7 +21,6 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode
 from accel_core.storage.files import as_json
 from accel_core.storage.state import State
-from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -81,12 +80,11 @@ def collect(
 def encoded_objects(state: State, items: Sequence[Any], path: str, *, in_parts: bool = False) -> list[Any]:
     """Encode objects with a `state_dict`, each with the name of its class.
 
-    in_parts: take tensors that wrap others apart; the load puts them together.
+    in_parts: as in `State.encode`.
     """
     objects = [(class_of(item), item.state_dict()) for item in items]
-    objects = [(kind, taken_apart(value)) for kind, value in objects] if in_parts else objects
     return [
-        {"class": kind, "state": state.encode(value, f"{path}[{number}] ({kind})")}
+        {"class": kind, "state": state.encode(value, f"{path}[{number}] ({kind})", in_parts=in_parts)}
         for number, (kind, value) in enumerate(objects)
     ]
 

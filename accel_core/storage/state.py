@@ -11,6 +11,7 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode, not_plain, require_plain
 from accel_core.storage.leaves import Json, Leaf, whole
 from accel_core.storage.plan import Declared, Key, declare
+from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -48,15 +49,18 @@ class State:
         self.leaves[key] = leaf
         self.declared[key] = declare(leaf, spread=spread)
 
-    def encode(self, value: Any, path: str, *, replicated: bool = True) -> Json:
-        """Return `value` as tagged JSON; its large tensors become leaves of the unit ""."""
+    def encode(self, value: Any, path: str, *, replicated: bool = True, in_parts: bool = False) -> Json:
+        """Return `value` as tagged JSON; its large tensors become leaves of the unit "".
+
+        in_parts: take tensors that wrap others apart, for `put_together`.
+        """
 
         def store(where: str, tensor: Tensor) -> str:
             self.add(("", where), whole(tensor, kind="factored", replicated=replicated))
             return where
 
         try:
-            return encode(value, path, store)
+            return encode(taken_apart(value) if in_parts else value, path, store)
         except RecursionError:
             raise CheckpointError(
                 f"{path} cannot be stored: it contains itself, or is nested too deeply\n"

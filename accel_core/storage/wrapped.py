@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from copy import copy
@@ -16,6 +17,8 @@ from accel_core.errors import CheckpointError
 
 _ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
 """Types of tensors that wrap no others."""
+
+_MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 
 
 @frozen(eq=False)
@@ -93,7 +96,7 @@ def _mapped(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     kind = type(value)
     if kind in (list, tuple):
         return kind(_mapped(each, change, (*path, number)) for number, each in enumerate(value))
-    if isinstance(value, dict):
+    if kind in _MAPPINGS:  # `encode` refuses subclasses
         made = copy(value)
         for key, each in value.items():
             made[key] = _mapped(each, change, (*path, key))
