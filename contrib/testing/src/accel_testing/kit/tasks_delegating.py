@@ -71,7 +71,8 @@ def _delegating(made_by: Any, slot: str, delegated: Sequence[str]) -> Any:
         kind, spec = type(plugin), getattr(hooks, delegated[0], None)
         may = spec is not None and not (slot == "extension" and spec.accel_spec.kind == "owner")
         if may and not hasattr(kind, delegated[0]):
-            plugin.__class__ = type(kind)(kind.__name__, (kind,), {delegated[0]: _method(spec)})
+            metaclass: Any = type(kind)
+            plugin.__class__ = metaclass(kind.__name__, (kind,), {delegated[0]: _method(spec)})
         return plugin
 
     def init(self: Any, config: Any, run: Any) -> None:
@@ -94,4 +95,5 @@ def _method(spec: Any) -> Any:
     )
     made: dict[str, Any] = {}
     exec(source, made)  # noqa: S102  of the names of our own specs
-    return implements(spec)(made[spec.__name__])
+    mark: Any = implements(spec)
+    return mark(made[spec.__name__])
