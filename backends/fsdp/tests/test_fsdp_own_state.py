@@ -48,8 +48,11 @@ class Journal(nn.Linear):
         self.calls = state["calls"]
 
 
-def resumed(kind: type[nn.Linear], version: int, folder: str) -> tuple[int, int, list[str]]:
-    run = accelerator(FullyShardedDataParallelPlugin(fsdp_version=version))
+def resumed(kind: type[nn.Linear], version: int, folder: str, wrapped: bool) -> tuple[int, int, list[str]]:
+    policy = (
+        {"transformer_cls_names_to_wrap": [kind.__name__]} if wrapped else {"auto_wrap_policy": "NO_WRAP"}
+    )
+    run = accelerator(FullyShardedDataParallelPlugin(fsdp_version=version, **policy))
     model = nn.Sequential(kind(6, 4), nn.Linear(4, 1))
     inner: Any = model[0]
     model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -65,11 +68,12 @@ def resumed(kind: type[nn.Linear], version: int, folder: str) -> tuple[int, int,
     return trained, inner.calls, names
 
 
+@pytest.mark.parametrize("wrapped", [False, True], ids=["", "a block"])
 @pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize(("kind", "key"), [(Tally, "0.calls"), (Journal, "0._extra_state")])
 def test_what_a_module_keeps_of_its_own_is_saved_and_resumed(
-    tmp_path: Any, kind: type[nn.Linear], key: str, version: int, run_processes
+    tmp_path: Any, kind: type[nn.Linear], key: str, version: int, wrapped: bool, run_processes
 ) -> None:
-    for trained, calls, names in run_processes(resumed, kind, version, str(tmp_path / "ck")):
+    for trained, calls, names in run_processes(resumed, kind, version, str(tmp_path / "ck"), wrapped):
         assert (trained, calls) == (3, 3)
         assert names == sorted(["0.weight", "0.bias", key, "1.weight", "1.bias"])

@@ -65,7 +65,7 @@ for parameter in model.parameters():
     parameter.grad = None
 a.save_state("saved")
 optimizer.step()
-found = a.get_state_dict(model)
+found = a.get_state_dict(model, rank0_only=False)
 print(json.dumps([torch.equal(found[name], each) for name, each in plain.state_dict().items()]))
 """
 

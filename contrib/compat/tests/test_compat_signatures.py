@@ -68,6 +68,7 @@ LESS = {
 }
 """Start of methods that are not there -> why."""
 OTHER = {
+    "Accelerator.get_state_dict": "rank0_only=False gives sharded weights to every rank",
     "Accelerator.init_trackers": "it is decorated there, so that its arguments do not show",
     "Accelerator.log": "as above",
     "Accelerator.print": "other names of * and **",
