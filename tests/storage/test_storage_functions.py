@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 import ast
-import os
-import sys
 from collections import OrderedDict
 from pathlib import Path
 
 import pytest
 import torch
-from front_door_job import __file__ as JOB
+from front_door_job import main
 from torch import nn
 
 from accel_core import CheckpointError, DamagedError, Disk
 from accel_core.storage import async_save, load, save, verify
+from accel_testing import ProcessError
 
 
 @pytest.fixture
-def job(tmp_path, run_command):
-    """Run the program on so many ranks; return its exit code and the weights that it ended with."""
+def job(tmp_path, run_processes):
+    """Run the program on so many ranks; return the weights that it ended with."""
 
-    def call(action: str, ranks: int, folder: str = "ck") -> tuple[int, list]:
-        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        place = tmp_path / folder
-        done = run_command(
-            [*command, "--standalone", JOB, action, str(place)],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-            capture_output=True,
-            text=True,
-        )
-        result = Path(f"{place}.{action}.txt")
-        return done.returncode, ast.literal_eval(result.read_text()) if result.exists() else [done.stderr]
+    def call(action: str, ranks: int) -> list:
+        place = tmp_path / "ck"
+        run_processes(main, action, str(place), world=ranks)
+        found: list = ast.literal_eval(Path(f"{place}.{action}.txt").read_text())
+        return found
 
     return call
 
@@ -43,21 +36,16 @@ def close(found: list, expected: list) -> bool:
 
 
 def test_what_4_ranks_saved_in_the_background_2_ranks_and_1_go_on_from(job, tmp_path):
-    code, expected = job("async", 4)  # has trained one step more than it saved
-    assert code == 0, expected
+    expected = job("async", 4)  # has trained one step more than it saved
     for ranks in (2, 1):
-        code, found = job("load", ranks)
-        assert code == 0, found
-        assert close(found, expected)
+        assert close(job("load", ranks), expected)
     verify(tmp_path / "ck")
 
 
-@pytest.mark.full
 def test_a_save_that_is_killed_before_its_commit_leaves_the_one_before(job):
-    code, _ = job("die", 2)
-    assert code != 0
-    code, found = job("load", 1)
-    assert code == 0, found
+    with pytest.raises(ProcessError):
+        job("die", 2)
+    assert job("load", 1)
 
 
 def test_one_process_gets_back_what_it_saved(tmp_path):

@@ -136,7 +136,7 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
     has: dict[Tensor, bool] = {}
     """Parameter -> whether it has a gradient in the steps in which it trains."""
     seen: list[bool | None] = []
-    """Of each parameter in the last step; None if it was frozen."""
+    """What `_found` returned in the last step."""
 
     def check(optimizer: Optimizer) -> None:
         nonlocal seen
@@ -164,9 +164,9 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
 
 
 def _found(optimizer: Optimizer) -> list[bool | None]:
-    """Return of each parameter whether it has a gradient; None if it is frozen."""
+    """Return of each parameter whether it has a gradient; None if it is frozen and has none."""
     return [
-        each.grad is not None if each.requires_grad else None
+        each.grad is not None or (False if each.requires_grad else None)
         for group in optimizer.param_groups
         for each in group["params"]
     ]
