@@ -53,7 +53,10 @@ class LocalSGD:
         self, accelerator: Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True
     ) -> None:
         if local_sgd_steps < 1:
-            raise ConfigError(f"local_sgd_steps must be at least 1, got {local_sgd_steps!r}")
+            raise ConfigError(
+                f"local_sgd_steps must be at least 1, got {local_sgd_steps!r}\n"
+                "give the number of optimizer steps between two averages"
+            )
         run = accelerator.run
         (self.unit,) = units_of(run, [model])
         self.every, self._steps, self._quiet = local_sgd_steps, 0, ExitStack()

@@ -24,7 +24,7 @@ class Document:
     places: dict[Path, Origin] = field(factory=dict)
     problems: list[ConfigProblem] = field(factory=list)
     room: int = MOST_VALUES
-    """How many more values it may have."""
+    """Number of values that it may still have."""
 
     def at(self, mark: yaml.Mark | None) -> Origin:
         """Return file, line and column."""

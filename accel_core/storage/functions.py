@@ -401,7 +401,9 @@ def _place(checkpoint_id: Any) -> Storage:
         if hasattr(checkpoint_id, "claim"):
             place: Storage = checkpoint_id
             return place
-        raise CheckpointError(f"checkpoint_id must be a path or a Storage, got {checkpoint_id!r:.200}")
+        raise CheckpointError(
+            f"checkpoint_id must be a path or a Storage, got {checkpoint_id!r:.200}\ngive the name of a folder"
+        )
     text = os.fspath(checkpoint_id)
     if "://" in text:
         raise CheckpointError(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any, TypeVar
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Measure
 
 T = TypeVar("T")
+TIMEOUT: Final[timedelta] = default_pg_timeout
+"""Time that a rank is waited for: torch's own for a collective."""
 
 
 class GroupComm:
@@ -54,7 +57,7 @@ class GroupComm:
 
     def mailbox(self, key: str) -> StoreMailbox:
         """Return a mailbox of this key."""
-        return StoreMailbox(self._store, self.rank, default_pg_timeout.total_seconds(), key)
+        return StoreMailbox(self._store, self.rank, TIMEOUT.total_seconds(), key)
 
     def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[object]:
         """Show nothing."""

@@ -40,9 +40,9 @@ class Use:
 
     def __init__(self, unit: Unit, modules: Sequence[FSDPModule], mesh: DeviceMesh, *, finds: bool) -> None:
         self.finds = finds
-        """Whether ranks may use different parameters in any step, and not only in none."""
+        """True if ranks may use different parameters in a step."""
         self.gives_zeros = HAS_ZEROS
-        """Whether torch gives zeros now: in the first window, and with `finds` in each."""
+        """True while torch gives zeros: in the first window, and with `finds` in each."""
         self._unit, self._mesh = ref(unit), mesh
         self._unwatched = [*modules] if HAS_ZEROS else []
         self._watched: list[FSDPModule] = []
@@ -136,7 +136,7 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
     has: dict[Tensor, bool] = {}
     """Parameter -> whether it has a gradient in the steps in which it trains."""
     seen: list[bool | None] = []
-    """What `_found` returned in the last step."""
+    """The result of `_found` in the last step."""
 
     def check(optimizer: Optimizer) -> None:
         nonlocal seen
