@@ -42,7 +42,8 @@ print(json.dumps([found, whole, [*said["missing_keys"]]]))
 
 @pytest.mark.skipif(not find_spec("transformers"), reason="transformers is not here")
 @pytest.mark.needs("accel-fsdp")
-def test_trainer_holds_the_whole_weights_on_rank_0_only(run_processes) -> None:
+def test_trainer_holds_the_whole_weights_on_rank_0_only(run_processes, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
     found, whole, missing = said(run_processes, SAVED, ours=True, processes=2)
     assert found == [[[whole, ["cpu"]]], [[0, []]]]
     assert not missing
