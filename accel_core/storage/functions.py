@@ -402,7 +402,8 @@ def _place(checkpoint_id: Any) -> Storage:
             place: Storage = checkpoint_id
             return place
         raise CheckpointError(
-            f"checkpoint_id must be a path or a Storage, got {checkpoint_id!r:.200}\ngive the name of a folder"
+            f"checkpoint_id must be a path or a Storage, got {checkpoint_id!r:.200}\n"
+            "give the name of a folder"
         )
     text = os.fspath(checkpoint_id)
     if "://" in text:
