@@ -40,9 +40,9 @@ class Use:
 
     def __init__(self, unit: Unit, modules: Sequence[FSDPModule], mesh: DeviceMesh, *, finds: bool) -> None:
         self.finds = finds
-        """True if ranks may use different parameters in a step."""
+        """True if ranks may use different parameters, in any step."""
         self.gives_zeros = HAS_ZEROS
-        """True while torch gives zeros: in the first window, and with `finds` in each."""
+        """True while torch gives zeros to unused parameters: in the first window, or always with `finds`."""
         self._unit, self._mesh = ref(unit), mesh
         self._unwatched = [*modules] if HAS_ZEROS else []
         self._watched: list[FSDPModule] = []
@@ -136,7 +136,7 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
     has: dict[Tensor, bool] = {}
     """Parameter -> whether it has a gradient in the steps in which it trains."""
     seen: list[bool | None] = []
-    """The result of `_found` in the last step."""
+    """The last step's result of `_found`."""
 
     def check(optimizer: Optimizer) -> None:
         nonlocal seen
@@ -164,7 +164,7 @@ def check_use(unit: Unit, optimizer: Optimizer, use: Use) -> None:
 
 
 def _found(optimizer: Optimizer) -> list[bool | None]:
-    """Return of each parameter whether it has a gradient; None if it is frozen and has none."""
+    """List for each parameter if it has a gradient; None if it is frozen and has none."""
     return [
         each.grad is not None or (False if each.requires_grad else None)
         for group in optimizer.param_groups
