@@ -20,7 +20,7 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, InitProcessGroupKwargs
 from accel_core.distributed import progress
-from accel_core.storage import pending, save
+from accel_core.storage import pending, saver
 from accel_core.storage.commit import read_manifest
 from accel_core.storage.disk import Disk
 from accel_core.storage.mailbox import StoreMailbox
@@ -171,13 +171,13 @@ def _die_or_tell(folder: Path) -> None:
 def plans(folder: str) -> list[int]:
     """How often this rank has planned after each of some saves."""
     job, found, planned = Job(norm=True), [], []
-    plan = save.plan
+    plan = saver.plan
 
     def counted(*declarations):
         planned.append(1)
         return plan(*declarations)
 
-    save.plan = counted
+    saver.plan = counted
     target = Path(folder) / "here"
 
     def saved(**options) -> None:
@@ -193,7 +193,7 @@ def plans(folder: str) -> list[int]:
         parameter = next(job.module.parameters())
         job.inner.state[parameter]["exp_avg"] = job.inner.state[parameter]["exp_avg"].double()
     found.append(job.said(saved))
-    save.plan = plan
+    saver.plan = plan
     job.accelerator.end_training()
     return found
 
