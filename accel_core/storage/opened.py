@@ -63,10 +63,12 @@ class Opened:
                 raise damaged(file, there)
             return file
 
-        texts = descriptions(manifest, home, entries) if texts is None else texts
         with understanding(f"{place}/manifest-{manifest.number:08d}.json"):
-            opened("state.json")
-            state, shares = json.loads(texts["state.json"]), {}
+            file = opened("state.json")
+            texts = descriptions(manifest, home, entries) if texts is None else texts
+            with understanding(file):
+                state = json.loads(texts[file.name])
+            shares = {}
             for rank in range(manifest.world["size"]):
                 names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
                 if manifest.domains and not any(name in entries for name in names):
