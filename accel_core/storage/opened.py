@@ -53,19 +53,9 @@ class Opened:
             CheckpointError: a file is missing or damaged; the message names it.
         """
         entries, meter = listed(home), Meter()
-
-        def opened(name: str) -> DataFile:
-            file = DataFile(home, name, manifest.files[name], meter)
-            if entries.get(name) != file.record.size:
-                there = (
-                    f"it is not a file of {file.record.size} bytes" if name in entries else "it is not there"
-                )
-                raise damaged(file, there)
-            return file
-
         with understanding(f"{place}/manifest-{manifest.number:08d}.json"):
-            file = opened("state.json")
             texts = descriptions(manifest, home, entries) if texts is None else texts
+            file = _file(manifest, home, entries, "state.json")
             with understanding(file):
                 state = json.loads(texts[file.name])
             shares = {}
@@ -73,7 +63,7 @@ class Opened:
                 names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
                 if manifest.domains and not any(name in entries for name in names):
                     continue
-                data, file = map(opened, names)
+                data, file = (_file(manifest, home, entries, name, meter) for name in names)
                 with understanding(file):
                     index = json.loads(texts[file.name])
                     data.check(index["blocks"])
@@ -145,19 +135,33 @@ class Opened:
 
 
 def descriptions(
-    manifest: Manifest, home: Storage, entries: Collection[str], *, share: int = 0, shares: int = 1
+    manifest: Manifest, home: Storage, entries: Mapping[str, int | None], *, share: int = 0, shares: int = 1
 ) -> dict[str, bytes]:
     """Return name -> verified content of the JSON files of a save, or of one of several shares of them.
 
-    entries: the names in `home`. Where nodes had disks of their own, files of other nodes may be absent.
+    entries: name -> size in `home`. Where nodes had disks of their own, files of other nodes may be absent.
 
     Raises:
-        CheckpointError: a file is damaged, or cannot be read.
+        CheckpointError: a file is missing, damaged, or cannot be read.
     """
-    names = [name for name in sorted(manifest.files) if name.endswith(".json")]
-    there = [name for name in names if name in entries or not manifest.domains]
-    files = [DataFile(home, name, manifest.files[name]) for name in there[share::shares]]
-    return {file.name: file.content() for file in files}
+    ranks = [name for name in sorted(manifest.files) if name.endswith(".json") and name != "state.json"]
+    there = ["state.json", *(name for name in ranks if name in entries or not manifest.domains)]
+    return {name: _file(manifest, home, entries, name).content() for name in there[share::shares]}
+
+
+def _file(
+    manifest: Manifest,
+    home: Storage,
+    entries: Mapping[str, int | None],
+    name: str,
+    meter: Meter | None = None,
+) -> DataFile:
+    """Return a file of the save. Raises CheckpointError if it is not there, or of another size."""
+    file = DataFile(home, name, manifest.files[name], meter or Meter())
+    if entries.get(name) != file.record.size:
+        there = f"it is not a file of {file.record.size} bytes" if name in entries else "it is not there"
+        raise damaged(file, there)
+    return file
 
 
 @contextmanager

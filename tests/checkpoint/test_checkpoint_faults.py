@@ -229,15 +229,15 @@ def test_a_file_that_is_cut_while_it_is_read_is_damaged(job, folder, caplog, mon
 def test_one_that_is_replaced_while_it_is_opened_is_opened_anew(job, tmp_path, monkeypatch):
     target = tmp_path / "best"
     job.save(5, target)
-    json_of, times = DataFile.json, []
+    content_of, times = DataFile.content, []
 
     def replaced(file):
         if not times:
             times.append(1)
             job.save(6, target)
-        return json_of(file)
+        return content_of(file)
 
-    monkeypatch.setattr(DataFile, "json", replaced)
+    monkeypatch.setattr(DataFile, "content", replaced)
     assert job.load(target) in (5, 6)
     assert job.load(target) == 6
 

@@ -7,7 +7,7 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from accel_core.distributed import mailbox as module
+from accel_core.storage import mailbox as module
 from accel_core.storage.mailbox import StoreMailbox
 from accel_testing.patience import patience
 
