@@ -60,7 +60,11 @@ def train(
             optimizer.zero_grad()
             if step == 3:
                 _tell(folder / f"ready-{accelerator.process_index}-{loader.epoch}")
-            if accelerator.save_on_preemption(folder / "saved", step=step, signals=signals):
+            saved = accelerator.save_on_preemption(folder / "saved", step=step, signals=signals)
+            while step == 3 and hangs_at > 0 and not saved:  # there is no data to go on with
+                time.sleep(0.01)
+                saved = accelerator.save_on_preemption(folder / "saved", step=step)
+            if saved:
                 if fails:
                     raise OSError("the disk is full")
                 break

@@ -112,4 +112,4 @@ def test_workers_of_a_rank_that_is_killed_end(tmp_path, run_processes):
 
 
 def test_a_rank_ends_though_a_worker_hangs(tmp_path, run_processes):
-    assert signalled(run_processes, tmp_path, hangs_at=20, persistent_workers=True) == WELL
+    assert signalled(run_processes, tmp_path, hangs_at=6, persistent_workers=True) == WELL

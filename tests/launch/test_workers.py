@@ -412,6 +412,30 @@ def test_a_stopped_launcher_takes_its_workers_and_their_children_along(waiting, 
     assert "Traceback" not in told
 
 
+NEEDS_ITS_CHILD = """
+import os, signal, subprocess, sys, time
+child = subprocess.Popen(["sleep", "60"])
+def stop(*_):
+    time.sleep(0.5)
+    open("child", "w").write(repr(child.poll()))
+    sys.exit(0)
+signal.signal(signal.SIGTERM, stop)
+open("ready", "w").close()
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="signals")
+def test_a_stopped_worker_has_its_children_until_it_ends(tmp_path, start_command):
+    (tmp_path / "train.py").write_text(NEEDS_ITS_CHILD)
+    words = [ACCEL, "launch", "--device", "cpu", "-n", "1", "train.py"]
+    with start_command(words, cwd=tmp_path, env=clean_environment()) as launcher:
+        assert comes((tmp_path / "ready").exists)
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(timeout=patience(60)) == 128 + signal.SIGTERM
+    assert (tmp_path / "child").read_text() == "None"
+
+
 STUCK = """
 import signal, time
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])  # as in C++, where no handler runs
