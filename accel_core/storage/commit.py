@@ -174,8 +174,6 @@ def commit(place: Storage, members: Mapping[str, object], number: int, sizes: Ma
             if not isinstance(error, FileExistsError):
                 raise
             raise overtaken(place, number) from None
-    if max(commits(place), default=number) > number:  # the one of this number was replaced, and removed since
-        raise overtaken(place, number)
 
 
 def overtaken(place: Storage, number: int) -> CheckpointError:

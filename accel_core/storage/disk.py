@@ -27,6 +27,8 @@ CLAIM_SECONDS: Final = 24 * 3600.0
 """Age from which a claim counts for nothing where its lock cannot be asked."""
 BEGIN_SECONDS = 10.0
 """Time that a process has from making a folder or a claim's file to locking it: then its save fails."""
+LIST_SECONDS = 30.0
+"""Time for a folder to be listed: an entry may be listed and never found, as of a stale NFS handle."""
 OPEN_FILES: Final = 64
 """Largest number of files of a folder that are open at once."""
 _NOT_HERE: Final = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EMLINK, errno.EINVAL)
@@ -59,6 +61,7 @@ class Disk:
 
     def list(self) -> Mapping[str, int | None]:
         """Return name -> bytes of each regular file, None of all else: links are not followed."""
+        deadline = time.monotonic() + LIST_SECONDS
         while True:
             try:
                 with os.scandir(self.path) as entries:
@@ -66,7 +69,7 @@ class Disk:
             except (FileNotFoundError, NotADirectoryError) as error:
                 if not self.path.exists():  # also where a folder above it is a file
                     return {}
-                if isinstance(error, NotADirectoryError):
+                if isinstance(error, NotADirectoryError) or time.monotonic() > deadline:
                     raise
                 # A file was removed since, and what replaces it may not be listed: look again.
                 time.sleep(0.001)

@@ -60,6 +60,8 @@ class Series:
         """Numbers of checkpoints that this run neither wrote nor resumed from, whatever their lineage."""
         self._clean = 0
         """Number below which killed saves have left nothing."""
+        self._read: dict[int, Manifest] = {}
+        """Manifests, without their files, that `apply_limit` has read before: a save reads none again."""
 
     @property
     def folder(self) -> Storage:
@@ -193,14 +195,25 @@ class Series:
         if limit is None:
             return
         try:
-            own = {n: each for n, each in self._there().items() if self._is_own(each)}
+            own = {n: each for n, each in self._read_before().items() if self._is_own(each)}
             best = self._best_first(own)[:1]
-            for number, manifest in sorted(own.items())[:-limit]:
+            for number in sorted(own)[:-limit]:
                 place = self.path_of(number)
-                if number not in best and manifest and not place.at(manifest.save_id).is_claimed():
+                manifest = None if number in best else intact(place)  # as it is now
+                if self._is_own(manifest) and manifest and not place.at(manifest.save_id).is_claimed():
                     self._remove(place)
         except (OSError, UnreadableError) as error:  # so that nothing says which is the best
             logger.warning("total_limit is not applied now: %s", error)
+
+    def _read_before(self) -> Mapping[int, Manifest]:
+        """Return number -> manifest of each whole one in the folder; those of earlier calls are not read."""
+        numbers = {*self._numbers()}
+        self._read = {number: each for number, each in self._read.items() if number in numbers}
+        for number in numbers - self._read.keys():
+            manifest = intact(place := self.path_of(number))
+            if manifest is not None and manifest.name == place.name:
+                self._read[number] = evolve(manifest, files={})
+        return self._read
 
     def _remove(self, place: Storage) -> None:
         try:

@@ -12,13 +12,14 @@ import pytest
 import torch
 
 from accel_core.errors import CheckpointError
+from accel_core.storage import disk
 from accel_core.storage import opened as opening
 from accel_core.storage.commit import begin, commits, manifests, prune, read_manifest
 from accel_core.storage.disk import Disk
 from accel_core.storage.files import DamagedError, UnreadableError
 from accel_core.storage.opened import open_checkpoint
 from accel_core.storage.plan import Key
-from accel_core.storage.series import Series
+from accel_core.storage.series import Numbering, Series
 from accel_core.storage.write import Outline, write_checkpoint
 
 
@@ -274,3 +275,43 @@ def test_a_tensor_that_does_not_come_leaves_the_checkpoint_before(place: Disk) -
         written(place, {}.__getitem__)
     assert engine.value_in(place) == 1.0
     assert len([*place.path.iterdir()]) == 2
+
+
+def test_a_save_that_has_committed_stays_though_a_newer_one_exists(place: Disk, monkeypatch) -> None:
+    engine.save(place, 1.0)
+    create = Disk.create
+
+    def and_a_newer_one(self: Disk, name: str, content: bytes) -> None:
+        create(self, name, content)
+        if name == "manifest-00000002.json":
+            monkeypatch.setattr(Disk, "create", create)
+            engine.save(place, 3.0)
+
+    monkeypatch.setattr(Disk, "create", and_a_newer_one)
+    engine.save(place, 2.0)
+    assert engine.value_in(place) == 3.0
+
+
+def test_a_save_under_a_limit_reads_no_manifest_that_it_has_read_before(tmp_path: Path, monkeypatch) -> None:
+    folder = Disk(tmp_path / "checkpoints")
+    for _ in range(5):
+        engine.Engine().save(None, {}, series=Series(lambda: Numbering(folder, "other")))
+    saver = engine.Engine()
+    series = Series(lambda: Numbering(folder, "mine", limit=2))
+    saver.save(None, {}, series=series)
+    reads = []
+    monkeypatch.setattr(
+        Disk,
+        "read",
+        lambda self, name, *rest, plain=Disk.read: reads.append(name) or plain(self, name, *rest),
+    )
+    saver.save(None, {}, series=series)
+    assert sum(name.startswith("manifest") for name in reads) <= 2
+
+
+def test_a_listing_that_never_finds_what_it_lists_ends(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(disk, "LIST_SECONDS", 0.05)
+    monkeypatch.setattr(disk, "_size", lambda entry: (tmp_path / "gone").stat())
+    (tmp_path / "stale").touch()
+    with pytest.raises(FileNotFoundError):
+        Disk(tmp_path).list()
