@@ -30,7 +30,12 @@ from arena import ENVIRONMENT, Contender, Row, serve
 
 SHAPES = {"large": (128, (630, 630)), "small": (20_000, (64,))}
 WHAT = {"large": "203 MB in 128 tensors, with AdamW: 610 MB", "small": "20,000 tensors of 64, with AdamW"}
-HERE = ("torch.save + fsync", "DCP", "DCP thread", "DCP process", "accel-core", "accel-core, not waiting")
+HERE = (
+    *("torch.save + fsync", "DCP", "DCP thread", "DCP process"),
+    *("storage.save", "storage.async_save", "accel-core", "accel-core, not waiting"),
+)
+WRITE_ON = ("DCP thread", "DCP process", "storage.async_save", "accel-core, not waiting")
+"""Contenders that still write when training goes on."""
 FIGURES = ("blocked", "total", "load", "memory", "speed")
 DEVICE = "ACCEL_BENCHMARK_DEVICE"
 """Variable by which the contenders learn of `--device`."""
@@ -199,6 +204,25 @@ class DcpProcess(DcpThread):
         super().start()
 
 
+class Storage(Dcp):
+    def start(self) -> None:
+        super().start()
+        from accel_core import storage
+
+        self.dcp = storage
+
+
+class StorageThread(Storage):
+    def save(self) -> None:
+        self.writing = self.dcp.async_save(self.state(), checkpoint_id=self.folder / "storage")
+
+    def finish(self) -> None:
+        self.writing.result()
+
+    def load(self) -> None:
+        self.dcp.load(self.state(), checkpoint_id=self.folder / "storage")
+
+
 class Accelerate(Saver):
     def start(self) -> None:
         from accelerate import Accelerator
@@ -239,9 +263,8 @@ class OursAsync(Ours):
     wait = False
 
 
-KINDS = dict(
-    zip((*HERE, "accelerate"), (Saver, Dcp, DcpThread, DcpProcess, Ours, OursAsync, Accelerate), strict=True)
-)
+_KINDS = (Saver, Dcp, DcpThread, DcpProcess, Storage, StorageThread, Ours, OursAsync, Accelerate)
+KINDS = dict(zip((*HERE, "accelerate"), _KINDS, strict=True))
 
 
 def contend(name: str, case: str, folder: Path) -> None:
@@ -269,7 +292,7 @@ def contend(name: str, case: str, folder: Path) -> None:
         last["memory"] = max(0, anonymous() - before) / 1e6
         begin_waiting = time.perf_counter()
         last["turns"] = 0
-        if name in ("DCP thread", "DCP process", HERE[-1]):
+        if name in WRITE_ON:
             waiting = finishing(saver.finish)
             while waiting():
                 turn()
