@@ -11,6 +11,7 @@ import torch
 
 from accel_core.accelerator import ops
 from accel_core.distributed.collectives import Reduction
+from accel_core.distributed.exchange import collective_call
 
 if TYPE_CHECKING:
     from accel_core.runtime.run import Run
@@ -139,17 +140,17 @@ class Ranks:
 
         Collective: one number of each rank. A tensor of one element on a device is waited for.
         """
-        return self._agreed(flag, "max")
+        return any(self._flags("any", flag))
 
     def all(self, flag: bool | torch.Tensor) -> bool:
         """Return True if `flag` is true on all ranks. Collective, as `any`."""
-        return self._agreed(flag, "min")
+        return all(self._flags("all", flag))
 
-    def _agreed(self, flag: bool | torch.Tensor, operation: str) -> bool:
+    def _flags(self, name: str, flag: bool | torch.Tensor) -> list[bool]:
         # item() refuses several flags; as a list, they would be true.
         own = torch.as_tensor(flag, device="cpu").item()
-        flags = torch.tensor([bool(own)], dtype=torch.uint8, device="cpu")
-        return bool(self.run.collectives("control").all_reduce(flags, operation).item())
+        with collective_call(self.run, "world", name, None, objects=True) as call:
+            return call.all_objects(bool(own))
 
     def set_trigger(self) -> None:
         """Make the next `check_trigger` true on every rank. On any rank, at any time."""

@@ -90,7 +90,7 @@ def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, S
         table = call.exchange(plan, tensors)
         if table is None:
             sent = call.packed(plan, tensors, shares=True)
-            table = call.data_group.all_gather(sent).view(call.size, -1)
+            table = call.group.all_gather(sent).view(call.size, -1)
         return rebuild(tensor, plan.rows(table)), call.passed
 
 
@@ -168,7 +168,7 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
             return tensor
         table = call.exchange(plan, tensors)
         if table is None:
-            sent = call.data_group.broadcast(call.packed(plan, tensors), from_process)
+            sent = call.group.broadcast(call.packed(plan, tensors), from_process)
         else:
             sent = table[from_process]
         # torch changes tensors of inference mode in that mode only.
@@ -340,7 +340,7 @@ def _reduced(
     table = call.exchange(plan, tensors)
     if table is None:
         flat = plan.split(call.packed(plan, tensors))
-        return plan.unflatten([call.data_group.all_reduce(together, reduction) for together in flat])
+        return plan.unflatten([call.group.all_reduce(together, reduction) for together in flat])
     of_ranks = plan.split(table)
     if reduction in ("min", "max"):
         return plan.unflatten([rows.amin(0) if reduction == "min" else rows.amax(0) for rows in of_ranks])

@@ -1,18 +1,12 @@
 """One operation of several ranks, compared before any rank waits inside it.
 
-Which group compares the ranks and which one carries the data depends on the run's device, on what is
-moved, and on the mesh dimension:
+Calls over "world" meet in the control group, which carries CPU tensors and can name the ranks that did not
+come; calls over another mesh dimension meet in the group of that dimension. So a rank that calls `gather`
+meets one that calls `save_state`.
 
-| run's device | moved | over | ranks are compared in | data travel in | compared |
-|---|---|---|---|---|---|
-| CPU | anything | any dimension | its group | its group | always |
-| other | objects | world | the control group | the control group | always |
-| other | tensors | world | the control group | the world's group | in debug mode |
-| other | anything | another dimension | its group | its group | in debug mode |
-
-The control group carries CPU tensors, and can name the ranks that did not come. To compare, ranks exchange
-headers: one `all_gather` of a fixed size, of a digest of all that must be equal, in which a small payload
-travels along. Debug mode is ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
+Where the ranks meet on the CPU (a CPU run; objects over "world" on any device), they exchange headers: one
+`all_gather` of a fixed size, of a digest of all that must be equal, in which a small payload travels along.
+Elsewhere ranks are compared in debug mode only: ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
 """
 
 from __future__ import annotations
@@ -22,19 +16,20 @@ import pickle
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
 from accel_core.contract.world import current_operation
-from accel_core.distributed.nested import describe, leaves
+from accel_core.distributed.nested import Description, describe, leaves
 from accel_core.distributed.packing import ALIGNMENT, Plan, digest, make_plan
 from accel_core.errors import CollectiveError
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
+    from accel_core.contract.world import Collectives
 
 INLINE_BYTES: Final = 16384
 TABLE_BYTES: Final = 65536
@@ -49,34 +44,38 @@ _HEAD: Final = struct.Struct("=qq")
 """Of a header: the digest, and the payload's bytes."""
 
 
-class CollectiveCall:
-    """One operation as this rank makes it, inside `collective_call`.
+class Call(NamedTuple):
+    """One call of an operation that all ranks make. Its `str` names it in errors."""
 
-    Args:
-        run: whose groups are used.
-        dim: the mesh dimension, or "world".
-        operation: its name, for errors.
-        tree: the nested structure that this rank passes.
-        objects: True for picklable objects, which travel in CPU tensors.
-        at: the position in the data where the call is made, which must be equal on all ranks too.
-    """
+    name: str
+    tree: Any = None
+    """The nested structure that this rank passes."""
+    words: str = ""
+    """What this rank passes, in words, if it is no structure."""
+    at: str = ""
+    """The position in the data where the call is made; must be equal on all ranks too."""
 
-    def __init__(
-        self, run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
-    ) -> None:
-        self.run, self.dim, self.operation, self.tree, self.at = run, dim, operation, tree, at
-        self.passed: list[Tensor] = []
-        """The structure's tensors as they are, once `tensors` was called."""
-        on_cpu = run.device.type == "cpu"
-        self.compare_group = run.collectives("control" if dim == "world" and not on_cpu else dim)
-        self.data_group = self.compare_group if objects else run.collectives(dim)
-        self.size = self.data_group.size
-        self.compares_always = on_cpu or (objects and dim == "world")
+    def inputs(self) -> dict[str, Description]:
+        """Describe each place of what this rank passes."""
+        return {"": Description(self.words)} if self.words else describe(self.tree)
 
     def __str__(self) -> str:
-        texts = describe(self.tree)
-        tensors = [place for place, text in texts.items() if text.startswith("(")]
-        return summary(self.operation + self.at, texts, tensors or list(texts))
+        return _in_words(self.name + self.at, self.inputs())
+
+
+class CollectiveCall:
+    """A call as its operation makes it, inside `collective_call`."""
+
+    def __init__(self, run: Run, dim: str, call: Call, *, objects: bool) -> None:
+        is_world = dim == "world"
+        self._call, self._device = call, run.device
+        self._meeting = run.collectives("control" if is_world else dim)
+        self._has_headers = run.device.type == "cpu" or (objects and is_world)
+        self.group = self._meeting if objects else run.collectives(dim)
+        """The group in which data travel that are too large for a header."""
+        self.size = self.group.size
+        self.passed: list[Tensor] = []
+        """The structure's tensors as they are, once `tensors` was called."""
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
         """Return the structure's tensors and their plan.
@@ -86,14 +85,14 @@ class CollectiveCall:
         Raises:
             TypeError: a leaf is not a plain tensor; or what `wired` raises.
         """
-        tensors, structure = leaves(self.tree, self.operation)
+        tensors, structure = leaves(self._call.tree, self._call.name)
         self.passed = tensors
         if wired is not None:
             tensors = [wired(tensor) for tensor in tensors]
-        if self.size > 1 and {tensor.device for tensor in tensors} != {self.run.device}:
-            tensors = [tensor.to(self.run.device) for tensor in tensors]
+        if self.size > 1 and {tensor.device for tensor in tensors} != {self._device}:
+            tensors = [tensor.to(self._device) for tensor in tensors]
         shapes, dtypes = tuple([tensor.shape for tensor in tensors]), tuple([t.dtype for t in tensors])
-        return tensors, make_plan(self.operation, structure, shapes, dtypes, self.size)
+        return tensors, make_plan(self._call.name, structure, shapes, dtypes, self.size)
 
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
         """Check that all ranks pass alike tensors; small ones travel along.
@@ -101,16 +100,15 @@ class CollectiveCall:
         Returns (ranks, the plan's bytes or more), or None if they have still to be sent (see `packed`).
 
         Raises:
-            CollectiveError: ranks passed different inputs; it shows those of each rank.
+            CollectiveError: ranks differ; it shows the call of each rank.
         """
-        agreed = plan.digest ^ crc32(self.at.encode())
-        if not self.compares_always:
-            if _debugging() and self.dim == "world":
-                self._exchange_headers(agreed, 0, lambda into: into)
-            elif _debugging() and any(x != agreed for x in self.compare_group.all_gather_object(agreed)):
-                raise self._disagreement()
-            return None if plan.size else torch.empty(self.size, 0, dtype=torch.uint8, device=self.run.device)
-        _, table = self._exchange_headers(agreed, plan.size, lambda into: plan.pack(tensors, into))
+        agreed = plan.digest ^ crc32(self._call.at.encode())
+        if not self._has_headers:
+            self._compare_if_debugging(agreed)
+            return None if plan.size else torch.empty(self.size, 0, dtype=torch.uint8, device=self._device)
+        _, table = _exchange(
+            self._meeting, self._call, agreed, plan.size, lambda into: plan.pack(tensors, into)
+        )
         return table if plan.size <= table.shape[1] else None
 
     def packed(self, plan: Plan, tensors: Sequence[Tensor], *, shares: bool = False) -> Tensor:
@@ -120,7 +118,7 @@ class CollectiveCall:
         """
         if shares and len(tensors) == 1:
             return tensors[0].resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
-        payload = torch.empty(plan.size, dtype=torch.uint8, device=self.run.device)
+        payload = torch.empty(plan.size, dtype=torch.uint8, device=self._device)
         plan.pack(tensors, payload)
         return payload
 
@@ -130,19 +128,12 @@ class CollectiveCall:
         agreed: what must be equal on all ranks, as `digest` takes it.
 
         Raises:
-            CollectiveError: ranks differ in operation or `agreed`.
+            CollectiveError: ranks differ in the call or `agreed`.
         """
-        if self.size == 1:
-            return [value]
-        if not self.compares_always:
-            return list(self.data_group.all_gather_object(value))
-        payload = _pickled(value)
-        same = digest(self.operation, self.at, *agreed)
-        lengths, table = self._exchange_headers(same, len(payload), lambda into: into.copy_(payload))
-        if max(lengths) > table.shape[1]:
-            padded = torch.cat([payload, payload.new_empty(max(lengths) - len(payload))])
-            table = self.data_group.all_gather(padded).view(self.size, -1)
-        return [_unpickled(row[:length]) for row, length in zip(table, lengths, strict=True)]
+        if self._has_headers:
+            return exchange_objects(self._meeting, self._call, value, *agreed)
+        self._compare_if_debugging(_digest_of(self._call, *agreed))
+        return list(self.group.all_gather_object(value))
 
     def one_object(self, value: Any, source: int) -> Any:
         """Return the picklable value of the group's rank `source`.
@@ -150,90 +141,136 @@ class CollectiveCall:
         Only that rank's value must be picklable.
 
         Raises:
-            CollectiveError: ranks differ in operation.
+            CollectiveError: ranks differ in the call.
         """
+        agreed = _digest_of(self._call)
         if self.size == 1:
             return value
-        if not self.compares_always:
-            return self.data_group.broadcast_object(value, source)
-        is_source = self.data_group.rank == source
+        if not self._has_headers:
+            self._compare_if_debugging(agreed)
+            return self.group.broadcast_object(value, source)
+        is_source = self.group.rank == source
         payload = _pickled(value) if is_source else torch.empty(0, dtype=torch.uint8, device=_CPU)
-        lengths, table = self._exchange_headers(
-            digest(self.operation), len(payload), lambda into: into.copy_(payload)
-        )
+        lengths, table = _exchange_bytes(self._meeting, self._call, agreed, payload)
         if lengths[source] <= table.shape[1]:
             sent = table[source, : lengths[source]]
         else:
             sent = payload if is_source else payload.new_empty(lengths[source])
-            self.data_group.broadcast(sent, source)
+            self.group.broadcast(sent, source)
         return value if is_source else _unpickled(sent)
 
-    def _exchange_headers(
-        self, agreed: int, length: int, write: Callable[[Tensor], object]
-    ) -> tuple[list[int], Tensor]:
-        """Compare `agreed`, and exchange payloads that fit into a header.
-
-        write: fills the (length,) bytes of this rank's payload.
-
-        Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
-        """
-        room = min(INLINE_BYTES, TABLE_BYTES // self.size) // ALIGNMENT * ALIGNMENT
-        header = torch.empty(_HEAD.size + room, dtype=torch.uint8, device=_CPU)
-        _HEAD.pack_into(header.numpy().data, 0, agreed, length)
-        if length <= room:
-            write(header.narrow(0, _HEAD.size, length))
-        received = self.compare_group.all_gather(header)
-        words, step = received.numpy().data, len(header)
-        heads = [_HEAD.unpack_from(words, rank * step) for rank in range(self.size)]
-        if any(other != agreed for other, _ in heads):
-            raise self._disagreement()
-        payloads = received.view(self.size, -1).narrow(1, _HEAD.size, room)
-        return [other_length for _, other_length in heads], payloads
-
-    def _disagreement(self) -> CollectiveError:
-        """Return the error that shows where ranks differ.
-
-        Collective: all ranks notice the difference, and call it.
-        """
-        of_ranks = self.compare_group.all_gather_object((self.operation + self.at, describe(self.tree)))
-        places = list(dict.fromkeys(place for _, texts in of_ranks for place in texts))
-        different = [place for place in places if len({texts.get(place) for _, texts in of_ranks}) > 1]
-        told = [summary(operation, texts, different or list(texts)) for operation, texts in of_ranks]
-        return CollectiveError(
-            f"{self.operation}: ranks passed different inputs\n"
-            + "\n".join(f"  rank {rank}: {text}" for rank, text in enumerate(told))
-            + "\ncall it on all ranks alike; pad_across_processes makes shapes equal",
-            operation=self.operation,
-            found=told,
-        )
+    def _compare_if_debugging(self, agreed: int) -> None:
+        if not any(os.environ.get(name) == "1" for name in ("ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")):
+            return
+        if any(other != agreed for other in self._meeting.all_gather_object(agreed)):
+            raise _disagreement(self._meeting, self._call)
 
 
 @contextmanager
 def collective_call(
-    run: Run, dim: str, operation: str, tree: Any, *, objects: bool = False, at: str = ""
+    run: Run, dim: str, name: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give a `CollectiveCall`, with gradients off. Errors of collectives inside name it."""
-    call = CollectiveCall(run, dim, operation, tree, objects=objects, at=at)
-    observe = run.observe_collective if call.size > 1 else None  # alone, nobody waits
+    """Give a `CollectiveCall`, with gradients off. Errors of collectives inside name it.
+
+    Args:
+        run: whose groups are used.
+        dim: the mesh dimension, or "world".
+        name: the operation, for errors.
+        tree: the nested structure that this rank passes.
+        objects: True for picklable objects, which travel in CPU tensors.
+        at: see `Call`.
+    """
+    call = Call(name, tree, at=at)
+    collective = CollectiveCall(run, dim, call, objects=objects)
+    observe = run.observe_collective if collective.size > 1 else None  # alone, nobody waits
     if observe is not None:
-        observe(operation, False)
+        observe(name, False)
     before = current_operation.set(call)
     try:
         with torch.no_grad():
-            yield call
+            yield collective
     finally:
         current_operation.reset(before)
         if observe is not None:
-            observe(operation, True)
+            observe(name, True)
 
 
-def summary(operation: str, texts: Mapping[str, str], places: Sequence[str]) -> str:
-    """Name an operation, with what these places gave to it, cut."""
-    shown = [f"{place} {texts[place]}".strip() for place in places if place in texts]
+def exchange_objects(group: Collectives, call: Call, value: Any, *agreed: Any) -> list[Any]:
+    """Return the picklable value of each rank of a group of CPU tensors, in rank order.
+
+    agreed: what must be equal on all ranks beside the call, as `digest` takes it.
+
+    Raises:
+        CollectiveError: ranks differ in the call or `agreed`.
+    """
+    if group.size == 1:
+        return [value]
+    payload = _pickled(value)
+    lengths, table = _exchange_bytes(group, call, _digest_of(call, *agreed), payload)
+    if max(lengths) > table.shape[1]:
+        padded = torch.cat([payload, payload.new_empty(max(lengths) - len(payload))])
+        table = group.all_gather(padded).view(group.size, -1)
+    return [_unpickled(row[:length]) for row, length in zip(table, lengths, strict=True)]
+
+
+def _exchange_bytes(group: Collectives, call: Call, agreed: int, payload: Tensor) -> tuple[list[int], Tensor]:
+    return _exchange(group, call, agreed, len(payload), lambda into: into.copy_(payload))
+
+
+def _exchange(
+    group: Collectives, call: Call, agreed: int, length: int, write: Callable[[Tensor], object]
+) -> tuple[list[int], Tensor]:
+    """Compare `agreed`, and exchange payloads that fit into a header.
+
+    write: fills the (length,) bytes of this rank's payload.
+
+    Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
+    """
+    room = min(INLINE_BYTES, TABLE_BYTES // group.size) // ALIGNMENT * ALIGNMENT
+    header = torch.empty(_HEAD.size + room, dtype=torch.uint8, device=_CPU)
+    _HEAD.pack_into(header.numpy().data, 0, agreed, length)
+    if length <= room:
+        write(header.narrow(0, _HEAD.size, length))
+    received = group.all_gather(header)
+    words, step = received.numpy().data, len(header)
+    heads = [_HEAD.unpack_from(words, rank * step) for rank in range(group.size)]
+    if any(other != agreed for other, _ in heads):
+        raise _disagreement(group, call)
+    return [other for _, other in heads], received.view(group.size, -1).narrow(1, _HEAD.size, room)
+
+
+def _disagreement(group: Collectives, call: Call) -> CollectiveError:
+    """Return the error that shows where ranks differ.
+
+    Collective: all ranks notice the difference, and call it.
+    """
+    names, inputs = zip(*group.all_gather_object((call.name + call.at, call.inputs())), strict=True)
+    if len(set(names)) > 1:
+        finding, remedy = "ranks make different calls", ""
+        found = [_in_words(name, each) for name, each in zip(names, inputs, strict=True)]
+    else:
+        finding = "ranks passed different inputs"
+        remedy = ", with equal inputs in one order; pad_across_processes makes shapes equal"
+        places = dict.fromkeys(place for each in inputs for place in each)
+        different = [place for place in places if len({each.get(place) for each in inputs}) > 1]
+        found = [_in_words(names[0], each, different or list(each)) for each in inputs]
+    listed = "".join(f"  rank {rank}: {text}\n" for rank, text in enumerate(found))
+    message = f"{call.name}: {finding}\n{listed}call it on all ranks alike{remedy}"
+    return CollectiveError(message, operation=call.name, found=found)
+
+
+def _in_words(name: str, inputs: Mapping[str, Description], places: Sequence[str] = ()) -> str:
+    """Name a call with what was passed at `places`, by default at the places of tensors, cut."""
+    if list(inputs.values()) == [Description("NoneType")]:
+        return name
+    places = places or [place for place, each in inputs.items() if each.is_tensor] or list(inputs)
+    shown = [f"{place} {inputs[place].text}".strip() for place in places if place in inputs]
     more = f"; and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-    if shown == ["NoneType"]:
-        return operation
-    return f"{operation} of {'; '.join(shown[:SHOWN]) or 'nothing there'}{more}"
+    return f"{name} of {'; '.join(shown[:SHOWN]) or 'nothing there'}{more}"
+
+
+def _digest_of(call: Call, *agreed: Any) -> int:
+    return digest(call.name, call.at, *agreed)
 
 
 def _pickled(value: Any) -> Tensor:
@@ -244,7 +281,3 @@ def _pickled(value: Any) -> Tensor:
 
 def _unpickled(payload: Tensor) -> Any:
     return pickle.loads(payload.contiguous().numpy().tobytes())  # noqa: S301 - of our own ranks
-
-
-def _debugging() -> bool:
-    return any(os.environ.get(name) == "1" for name in ("ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"))

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from accel_core.contract.run import live
 from accel_core.contract.world import rank_here
+from accel_core.distributed.exchange import collective_call
 
 _warned: set[tuple[object, ...]] = set()
 
@@ -56,7 +57,8 @@ class MultiProcessAdapter(_Adapter):
                 if level >= logging.WARNING:
                     _tell_observers(str(msg), args)
             for run in runs:
-                run.collectives("control").barrier()
+                with collective_call(run, "world", "log in order", None, objects=True) as call:
+                    call.all_objects(None)
 
     def warning_once(self, msg: object, *args: object, **kwargs: Any) -> None:
         """Log a warning once per process for the same message and arguments."""

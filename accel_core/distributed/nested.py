@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from itertools import islice
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -113,18 +113,27 @@ def _refusal(data: Any, operation: str, leaf: Any) -> str:
     return f"{operation} takes nested tensors, but {place} is a {what}\n{remedy}"
 
 
-def describe(data: Any) -> dict[str, str]:
-    """Describe each place of a structure: its type, or its shape and dtype.
+class Description(NamedTuple):
+    """A value of a structure, for messages: its type, or its shape and dtype."""
 
-    Long structures are cut.
-    """
+    text: str
+    is_tensor: bool = False
 
-    def text(value: Any) -> str:
+
+def describe(data: Any) -> dict[str, Description]:
+    """Describe each place of a structure. Long structures are cut."""
+
+    def described(value: Any) -> Description:
         if isinstance(value, Tensor):
-            return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
-        return type(value).__qualname__
+            return Description(shape_and_dtype(value), is_tensor=True)
+        return Description(type(value).__qualname__)
 
-    return {place: text(value) for place, value in islice(walk(data), DESCRIBED)}
+    return {place: described(value) for place, value in islice(walk(data), DESCRIBED)}
+
+
+def shape_and_dtype(tensor: Tensor) -> str:
+    """Return such as "(2, 3) float32"."""
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 
 def rebuild(data: Any, tensors: Iterable[Tensor]) -> Any:

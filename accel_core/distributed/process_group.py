@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -18,6 +19,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_
 from torch.distributed.rendezvous import rendezvous
 
 from accel_core.contract.world import current_operation
+from accel_core.distributed.exchange import Call
 from accel_core.distributed.forks import keep_inherited_objects
 from accel_core.distributed.silence import FAILING_SECONDS, end_silent
 from accel_core.errors import CollectiveError, ConfigError, LaunchError
@@ -251,29 +253,29 @@ class TorchCollectives:
         try:
             function(*arguments, group=self.group, **options)
         except RuntimeError as error:
-            shapes = [_shape(argument) for argument in arguments if isinstance(argument, torch.Tensor)]
-            raise self._failure(operation + "".join(shapes[-1:]), error) from error
+            tensors = [argument for argument in arguments if isinstance(argument, torch.Tensor)]
+            call = Call(operation, tensors[-1] if tensors else None)
+            raise self._failure(current_operation.get() or call, error) from error
 
-    def _failure(self, operation: str, error: RuntimeError) -> CollectiveError:
+    def _failure(self, call: Any, error: RuntimeError) -> CollectiveError:
         """Translate torch's error, with the ranks that did not take part.
 
-        Ranks whose collective fails write its name into the store, and read what the others wrote.
+        Ranks whose collective fails write their call into the store, and read what the others wrote.
         """
-        operation = str(current_operation.get()) or operation
-        ranks = dist.get_process_group_ranks(self.group)
-        waiting = _waiting(operation, ranks)
-        name = operation.partition(" of ")[0]  # shapes may differ: they are not compared yet
-        absent = [rank for rank in ranks if waiting.get(rank, "").partition(" of ")[0] != name]
-        elsewhere = [f"  rank {rank} waits in {waiting[rank]}\n" for rank in absent if rank in waiting]
+        ranks, text = dist.get_process_group_ranks(self.group), str(call)
+        waiting = _waiting((call.name, text), ranks)
+        # By name: inputs may differ, they are not compared yet.
+        absent = [rank for rank in ranks if rank not in waiting or waiting[rank][0] != call.name]
+        elsewhere = [f"  rank {rank} waits in {waiting[rank][1]}\n" for rank in absent if rank in waiting]
         listed = ", ".join(map(str, absent))
         happened = f"rank {dist.get_rank()} waited for rank(s) {listed} of {len(ranks)}, which did not come"
         return CollectiveError(
-            f"{operation}: {happened if absent else 'failed on all its ranks'}\n"
+            f"{text}: {happened if absent else 'failed on all its ranks'}\n"
             f"{''.join(elsewhere)}{str(error).splitlines()[0]}\n"
             "look at what those ranks did: they died, hang, or took another branch;"
             " process_group.timeout says how long the others wait",
-            operation=operation,
-            found=[waiting.get(rank, "") for rank in ranks],
+            operation=text,
+            found=[waiting.get(rank, ("", ""))[1] for rank in ranks],
         )
 
 
@@ -282,24 +284,20 @@ def timeout_of(run: Run) -> float:
     return (run.config.process_group.timeout or dist.distributed_c10d.default_pg_timeout).total_seconds()
 
 
-def _waiting(operation: str, ranks: Sequence[int]) -> dict[int, str]:
-    """Write that this rank waits in `operation`, and read the others' notes."""
+def _waiting(own: tuple[str, str], ranks: Sequence[int]) -> dict[int, Sequence[str]]:
+    """Write the name and the text of this rank's call, and read those of the ranks that wait, by rank."""
     end_silent(_get_default_store(), FAILING_SECONDS)
     store = PrefixStore("accel/waiting", _get_default_store())
     deadline = time.monotonic() + GRACE_SECONDS
     noted: list[int] = []
     try:
-        store.set(str(dist.get_rank()), operation)
+        store.set(str(dist.get_rank()), json.dumps(own))
         while len(noted) < len(ranks) and time.monotonic() < deadline:
             noted = [rank for rank in ranks if store.check([str(rank)])]
             time.sleep(0.05)
-        return {rank: store.get(str(rank)).decode() for rank in noted}
+        return {rank: json.loads(store.get(str(rank))) for rank in noted}
     except RuntimeError:  # the store went down with the rank that served it
-        return {rank: operation for rank in ranks if rank}
-
-
-def _shape(tensor: Tensor) -> str:
-    return f" of {tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+        return {rank: own for rank in ranks if rank}
 
 
 class Alone:

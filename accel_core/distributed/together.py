@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from accel_core.contract.world import current_operation
+from accel_core.distributed.exchange import Call, exchange_objects
 from accel_core.distributed.mailbox import mailbox_of
 from accel_core.distributed.progress import show_progress
 from accel_core.storage.agreement import agree
@@ -47,18 +48,17 @@ class RunComm:
         return show_progress(text, measure)
 
 
-def agree_on_call(run: Run, operation: str, brings: str = "") -> None:
+def agree_on_call(run: Run, operation: str, description: str = "") -> None:
     """Return once every rank makes the same call. Collective.
 
-    brings: what must be equal on all ranks, in words.
+    description: of what the call passes, in words; must be the same on all ranks.
 
     Raises:
-        CollectiveError: ranks call another operation or bring something else, or one did not come.
+        CollectiveError: ranks call another operation or pass something else, or one did not come.
     """
     if run.world.size == 1:
         return
-    call = f"{operation} of {brings}" if brings else operation
-    gather_from_all_ranks(run.collectives("control"), call, lambda: None)
+    gather_from_all_ranks(run.collectives("control"), operation, lambda: None, description)
 
 
 def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
@@ -71,12 +71,14 @@ def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -
     return results[0]
 
 
-def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> list[T]:
+def gather_from_all_ranks(
+    control: Collectives, step: str, action: Callable[[], T], description: str = ""
+) -> list[T]:
     """Run `action` on every rank; return each rank's result, in rank order.
 
     Collective.
 
-    step: in words; must be the same on all ranks.
+    step, description: in words; must be the same on all ranks.
 
     Raises:
         CheckpointError: `action` failed on some rank; the message has each rank's failure. One that all
@@ -85,11 +87,11 @@ def gather_from_all_ranks(control: Collectives, step: str, action: Callable[[], 
     """
     before = current_operation.get()
     try:  # Ctrl-C may come between any two instructions
-        return agree(partial(_gather, control, step), step, action)
+        return agree(partial(_gather, control, Call(step, words=description)), step, action)
     finally:
         current_operation.set(before)
 
 
-def _gather(control: Collectives, step: str, vote: Any) -> Sequence[Any]:
-    current_operation.set(step)  # what an error says that is raised inside
-    return control.all_gather_object(vote)
+def _gather(control: Collectives, call: Call, vote: Any) -> Sequence[Any]:
+    current_operation.set(call)  # what an error says that is raised inside
+    return exchange_objects(control, call, vote, call.words)

@@ -34,7 +34,7 @@ def agree(gather: Callable[[Any], Sequence[Any]], step: str, action: Callable[[]
     steps, failures, results = zip(*gather((step, failure, result)), strict=True)
     try:
         if len(set(steps)) > 1:
-            _refuse_difference(steps[0].partition(" of ")[0], steps)
+            _refuse_difference(steps)
         if error is not None and len(set(failures)) == 1:
             raise error
         failed = {rank: each for rank, each in enumerate(failures) if each is not None}
@@ -47,7 +47,7 @@ def agree(gather: Callable[[Any], Sequence[Any]], step: str, action: Callable[[]
     return list(results)
 
 
-def _refuse_difference(operation: str, calls: Sequence[str]) -> NoReturn:
+def _refuse_difference(calls: Sequence[str]) -> NoReturn:
     listed = "\n".join(f"  rank {rank}: {call}" for rank, call in enumerate(calls))
-    remedy = "call it on all ranks alike, with models in one order"
-    raise CollectiveError(f"{operation}: ranks make different calls\n{listed}\n{remedy}", operation=operation)
+    message = f"{calls[0]}: ranks make different calls\n{listed}\ncall it on all ranks alike"
+    raise CollectiveError(message, operation=calls[0], found=calls)

@@ -12,6 +12,7 @@ import torch
 
 from accel_core.contract.window import Extent
 from accel_core.data.uneven import refuse_items
+from accel_core.distributed.exchange import collective_call
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -134,8 +135,8 @@ def _extent_of(
     total = items
     if run.world.size > 1 and not alone:
         host = -1.0 if items is None or isinstance(items, torch.Tensor) else items
-        numbers = torch.tensor([[size, host]], dtype=torch.float64, device="cpu")
-        sizes, counts = run.collectives("control").all_gather(numbers).T.tolist()
+        with collective_call(run, "world", "windows", None, objects=True) as call:
+            sizes, counts = zip(*call.all_objects((size, host)), strict=True)
         if len({*sizes}) > 1:
             what = type(getattr(batches, "dataset", batches)).__name__
             each = ", ".join(f"rank {rank} has {int(size)}" for rank, size in enumerate(sizes))

@@ -18,11 +18,14 @@ SECONDS = patience(20)
 
 
 class Barred:
-    """A rank's collectives of objects."""
+    """A rank's collectives."""
 
     def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.size = rank, len(slots)
         self._slots, self._barrier = slots, barrier
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self.all_gather_object(tensor))
 
     def all_gather_object(self, value: Any) -> list[Any]:
         self._slots[self.rank] = value

@@ -209,7 +209,7 @@ def be_late(accelerator):
 
 def wait_in_another_group(accelerator):
     with pytest.raises(CollectiveError):
-        accelerator.run.collectives("control").barrier()
+        accelerator.run.collectives("world").barrier()
 
 
 @pytest.mark.full

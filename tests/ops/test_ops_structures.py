@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from rank_processes import ranks
 
 from accel_core import ops
-from accel_core.distributed.nested import describe, leaves, rebuild
+from accel_core.distributed.nested import Description, describe, leaves, rebuild
 
 pytestmark = pytest.mark.needs("accel-ddp")
 
@@ -112,7 +112,11 @@ def compare_with_a_loop(accelerator, structures):
 @given(structures=st.lists(STRUCTURES, min_size=30, max_size=30))
 def test_any_structure_is_gathered_reduced_padded_and_broadcast_as_by_a_loop(structures, run_processes):
     # MappingProxyType does not pickle, so processes get what they can rebuild it from.
-    plain = [structure for structure in structures if "mappingproxy" not in describe(structure).values()]
+    plain = [
+        structure
+        for structure in structures
+        if Description("mappingproxy") not in describe(structure).values()
+    ]
     assert ranks(run_processes, compare_with_a_loop, plain, world=2) == [[]] * 2
 
 
