@@ -38,7 +38,7 @@ _PUBLIC: Final = {
     "data.loader": "PreparedLoader",
     "data.skipping": "skip_first_batches",
     "defaults.lines": "LineFile",
-    "defaults.precision": "get_grad_scaler get_mixed_precision_context_manager",
+    "defaults.precision": "LossScaler get_grad_scaler get_mixed_precision_context_manager",
     "distributed.logging": "MultiProcessAdapter get_logger",
     "distributed.mailbox": "mailbox_of",
     "distributed.progress": "progress show_progress",

@@ -62,6 +62,7 @@ from accel_core.contract.world import World as World
 from accel_core.data.loader import PreparedLoader as PreparedLoader
 from accel_core.data.skipping import skip_first_batches as skip_first_batches
 from accel_core.defaults.lines import LineFile as LineFile
+from accel_core.defaults.precision import LossScaler as LossScaler
 from accel_core.defaults.precision import get_grad_scaler as get_grad_scaler
 from accel_core.defaults.precision import get_mixed_precision_context_manager as get_mixed_precision_context_manager
 from accel_core.distributed.logging import MultiProcessAdapter as MultiProcessAdapter

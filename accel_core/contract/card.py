@@ -54,7 +54,6 @@ CAPABILITIES: Final[Mapping[str, str]] = {
     "replacing": "parts and parameters of a model may be replaced or added after `prepare`",
     "regrouping": "optimizers may group parameters otherwise after `prepare`",
     "local_gradients": "tensor hooks of parameters see each gradient before ranks reduce it",
-    "sharded_gradients": "ranks hold different gradients once they are reduced; all agree on an overflow",
     "worker_output": "writes the output of workers to `log_dir`, and prints lines after their rank (`tee`)",
     "named_rendezvous": "starts several nodes only if the user names the place where they meet",
 }

@@ -13,6 +13,7 @@ from torch.amp import GradScaler
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
 from accel_core.contract.run import current
+from accel_core.distributed.exchange import collective_call
 from accel_core.errors import AccelError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.state import Entry
     from accel_core.contract.unit import Unit
-    from accel_core.contract.world import Collectives
 
 
 def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
@@ -99,36 +99,22 @@ class BFloat16(_Autocast):
 
 
 class LossScaler(GradScaler):
-    """torch's loss scaler; where ranks hold different gradients, all of them step or none.
+    """torch's loss scaler, for optimizers that a run unscales and steps.
 
-    As torch's ShardedGradScaler it overrides the method that looks for overflows. It takes an optimizer's
-    `_Applier`, which knows the ranks to ask.
+    A strategy that shards returns a subclass from hook `grad_scaler`, whose ranks agree on an overflow.
     """
 
-    def _unscale_grads_(
-        self, optimizer: Any, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
-    ) -> dict[torch.device, Tensor]:
-        if not isinstance(optimizer, _Applier):
+    is_collective = False
+    """True if ranks that have no gradients of an optimizer take part in `unscale_` too."""
+
+    def unscale_(self, optimizer: Any) -> None:
+        if isinstance(optimizer, torch.optim.Optimizer):
             raise AccelError(
                 f"the loss scaler of a run was asked to unscale a {type(optimizer).__name__}, and the run"
                 " would not know that its gradients are unscaled\n"
                 "call accelerator.unscale_gradients(optimizer)"
             )
-        applier: Any = optimizer
-        device = found_inf.device
-        if applier.is_offloaded():
-            # torch would copy the scale to the CPU without waiting, and read it there at once.
-            inv_scale, found_inf = inv_scale.cpu(), found_inf.cpu()
-        agreeing = applier.agreeing()
-        # Ranks that hold parts may keep gradients in the dtype in which they were reduced.
-        is_half_allowed = allow_fp16 or agreeing is not None
-        found = super()._unscale_grads_(applier, inv_scale, found_inf, is_half_allowed)
-        if agreeing is None:
-            return found
-        found = found or {found_inf.device: found_inf}  # a rank may have none of the gradients
-        here = torch.stack([each.to(device) for each in found.values()]).amax()
-        anywhere = agreeing.all_reduce(here, "max")
-        return {device: anywhere.to(device) for device in found}
+        super().unscale_(optimizer)
 
 
 class Float16(_Autocast):
@@ -152,7 +138,15 @@ class Float16(_Autocast):
     def refuse_unit(
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
-        return _half(item for model in models for item in model.named_parameters())
+        half = _half(item for model in models for item in model.named_parameters())
+        own = None if self._shared is None else self.below.grad_scaler(unit)
+        if own is None or type(own) is type(self._shared):
+            return half
+        reason = (
+            f"mixed_precision fp16 has one loss scaler per run, and strategy {unit.strategy!r} brings another"
+            "\nprepare the models of this strategy first"
+        )
+        return [*half, reason]
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
@@ -173,9 +167,8 @@ class Float16(_Autocast):
     @implements(hooks.unscale)
     def unscale(self, unit: Unit, optimizer: Optimizer) -> None:
         applier, scaler = self._applier(unit, optimizer), _scaler(unit)
-        if applier.stage != "scaled" or not (applier.has_gradients() or applier.agreeing()):
-            return
-        if not scaler.is_enabled():
+        takes_part = applier.has_gradients() or getattr(scaler, "is_collective", False)
+        if applier.stage != "scaled" or not takes_part or not scaler.is_enabled():
             return
         scaler.unscale_(applier)  # type: ignore[arg-type]
         applier.stage, self._is_due = "unscaled", True
@@ -224,9 +217,9 @@ class Float16(_Autocast):
             self._begin(scaler)
             state = scaler.state_dict()
             keys = [key for key in ("scale", "_growth_tracker") if key in state]
-            told = torch.tensor([state[key] for key in keys], dtype=torch.float64, device="cpu")
-            self.run.collectives("control").all_reduce(told, "min")
-            state |= {key: type(state[key])(value) for key, value in zip(keys, told.tolist(), strict=True)}
+            with collective_call(self.run, "world", "average_parameters", None, objects=True) as call:
+                of_ranks = call.all_objects([state[key] for key in keys])
+            state |= {key: min(values) for key, *values in zip(keys, *of_ranks, strict=True)}
             self._change(scaler, partial(scaler.load_state_dict, state))
 
     @implements(hooks.release)
@@ -289,15 +282,6 @@ class _Applier:
 
     def step(self) -> None:
         self.applied = self._below.optimizer_step(self._unit, self._optimizer, None)
-
-    def agreeing(self) -> Collectives | None:
-        """Return collectives over the ranks that step together; None where all have the same gradients."""
-        run = self._unit.run
-        is_shared = "sharded_gradients" in self._unit.offers and run.world.size > 1
-        return run.collectives("world") if is_shared else None
-
-    def is_offloaded(self) -> bool:
-        return self._unit.run.device.type != "cpu" and any(each.is_cpu for each in self._gradients())
 
     def has_gradients(self) -> bool:
         return any(True for _ in self._gradients())

@@ -123,20 +123,6 @@ def test_a_strategy_with_a_scaler_of_its_own_is_refused_where_overflow_saturates
     assert not plugin(monkeypatch, Chip()).refuse_unit(own, [], stepped)
 
 
-@pytest.mark.parametrize(("offers", "refused"), [({"sharded_gradients"}, True), (set(), False)])
-def test_ranks_that_have_to_agree_on_overflows_are_refused_where_overflow_saturates(
-    monkeypatch: pytest.MonkeyPatch, offers: set[str], refused: bool
-) -> None:
-    made = plugin(monkeypatch, Chip(infinite=False))
-    bound = SimpleNamespace(grad_scaler=made.grad_scaler)
-    unit: Any = SimpleNamespace(strategy="sharded", hooks=bound, offers=offers)
-
-    said = made.refuse_unit(unit, [], [torch.optim.SGD([torch.zeros(1)])])
-
-    assert bool(said) == refused
-    assert not refused or "strategy 'sharded' has ranks agree on overflows" in said[0]
-
-
 def test_compilation_is_the_vendors(monkeypatch: pytest.MonkeyPatch) -> None:
     assert NPU.compile_backend == "npu"
 

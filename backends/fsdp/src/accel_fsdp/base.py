@@ -29,6 +29,7 @@ from accel_fsdp.stages import is_cut
 from accel_fsdp.wrapping import checkpointed, ignored, is_own_plan
 
 if TYPE_CHECKING:
+    from torch.amp import GradScaler
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
     from torch.optim import Optimizer
@@ -123,6 +124,15 @@ class FullyShardedDataParallel:
         for module in ignored(model, self.config):
             module.to(device)
         return model
+
+    @implements(hooks.grad_scaler)
+    def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        if self.run.config.mixed_precision != "fp16":
+            scaler: GradScaler | None = self.below.grad_scaler(unit)
+            return scaler
+        from accel_fsdp.loss_scale import ShardedLossScaler  # late: only fp16 needs it
+
+        return ShardedLossScaler(self.run)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:

@@ -33,7 +33,7 @@ FSDP = Card(
     priority=None,  # only when named
     distributed_type="FSDP",
     offers={
-        *("no_sync", "dtensors", "several_optimizers", "sharded_gradients"),
+        *("no_sync", "dtensors", "several_optimizers"),
         *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
     needs={"collectives.torch", "process_per_device"},

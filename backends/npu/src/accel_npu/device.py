@@ -87,13 +87,11 @@ class NpuDevice:
     ) -> Sequence[str]:
         if not (self._saturates() and optimizers):
             return ()
-        is_vendors = isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler)
-        if is_vendors and "sharded_gradients" not in unit.offers:
+        if isinstance(unit.hooks.grad_scaler(unit), self.npu.amp.GradScaler):
             return ()
-        why = "has ranks agree on overflows, which it cannot" if is_vendors else "has its own"
         reason = (
             "fp16: overflow saturates on this NPU, which torch_npu's loss scaler alone sees; strategy"
-            f" {unit.strategy!r} {why}\nuse mixed_precision bf16 or 'no', or strategy ddp"
+            f" {unit.strategy!r} has its own\nuse mixed_precision bf16 or 'no', or strategy ddp"
         )
         return [reason]
 
