@@ -67,10 +67,7 @@ _PUBLIC: Final = {
     "training.proxies": "PreparedOptimizer PreparedScheduler",
     "training.unwrap": "unwrap_model",
 }
-"""Module -> its public names.
-
-`tools/reference.py` makes `__init__.pyi` of them, for type checkers.
-"""
+"""Module -> its public names. `tools/reference.py` writes `__init__.pyi` from them, for type checkers."""
 _MODULES: Final = {name: module for module, names in _PUBLIC.items() for name in names.split()}
 
 __all__ = [name for name in _MODULES if name != "__version__"]

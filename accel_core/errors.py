@@ -1,13 +1,13 @@
-"""The exceptions users meet.
+"""The exceptions that users see.
 
 * AccelError
   + ConfigError: a setting is unknown, malformed, or contradicts another one.
-  + PluginError: a plugin cannot be found, loaded, or breaks the contract.
+  + PluginError: a plugin cannot be found or loaded, or breaks the contract.
   + LaunchError: workers could not be started, or ended badly.
   + CheckpointError: a checkpoint cannot be written, trusted, or restored.
   + CollectiveError: ranks disagree about a collective.
 
-Each message says what was asked, what was found, and, on its last line, what to do.
+Each message names the value that was asked for, the mistake, and, on its last line, the remedy.
 The facts are attributes too, so that programs need not parse text.
 """
 
@@ -36,7 +36,7 @@ class ConfigError(AccelError):
     """A setting is unknown, malformed, or contradicts another one.
 
     Attributes:
-        problems: every problem found, one rendered line each (never only the first).
+        problems: a line for each problem (never only for the first).
     """
 
     def __init__(self, message: str, *, problems: Sequence[str] = ()) -> None:
@@ -45,11 +45,11 @@ class ConfigError(AccelError):
 
 
 class PluginError(AccelError):
-    """A plugin cannot be found, loaded, or breaks the contract.
+    """A plugin cannot be found or loaded, or breaks the contract.
 
     Attributes:
-        plugin: name of the plugin, where one is known.
-        hook: name of the hook concerned, where there is one.
+        plugin: name of the plugin, if known.
+        hook: name of the hook concerned, if any.
         distribution: name and version of the distribution that ships the plugin.
     """
 
@@ -71,8 +71,8 @@ class LaunchError(AccelError):
     """Workers could not be started, or ended badly.
 
     Attributes:
-        exit_code: what `accel launch` exits with because of it.
-        rank: the first failing rank, where one is known.
+        exit_code: exit code of `accel launch` for this error.
+        rank: the first failing rank, if known.
     """
 
     def __init__(self, message: str, *, exit_code: int = 1, rank: int | None = None) -> None:
@@ -85,7 +85,7 @@ class CheckpointError(AccelError):
     """A checkpoint cannot be written, trusted, or restored.
 
     Attributes:
-        path: the checkpoint (or the file in it) concerned.
+        path: the checkpoint concerned, or a file in it.
     """
 
     def __init__(self, message: str, *, path: str | None = None) -> None:
@@ -98,8 +98,8 @@ class CollectiveError(AccelError):
 
     Attributes:
         operation: the collective that was called.
-        found: what each rank brought, by rank.
-        failed_rank: the rank whose own error is reported here, where there is one.
+        found: for each rank, in rank order, a description of its call.
+        failed_rank: the rank whose own error is reported here, if any.
     """
 
     def __init__(
@@ -112,7 +112,7 @@ class CollectiveError(AccelError):
 
 
 def module_that_raised(error: BaseException) -> str:
-    """Return the module whose code raised an error; "" if it was never raised."""
+    """Return the module whose code raised an error; "" if the error was never raised."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -120,8 +120,8 @@ def module_that_raised(error: BaseException) -> str:
 
 
 def uncaught_error() -> BaseException | None:
-    """Return the error that ends this process, if one does.
+    """Return the error that ends this process, if any; None at a prompt of Python or IPython.
 
-    At a prompt, Python's or IPython's, an error ends what was typed, and the prompt remembers it.
+    An error at a prompt ends only the input, and Python remembers it in `sys.last_value`.
     """
     return None if hasattr(sys, "ps1") else getattr(sys, "last_value", None)

@@ -1,4 +1,4 @@
-"""The object that users hold: one method per operation, over the run it owns."""
+"""The Accelerator that users hold: one method per operation of the run that it owns."""
 
 from __future__ import annotations
 
@@ -48,50 +48,46 @@ PATHS: Final = {
     "step_scheduler_with_optimizer": "step_scheduler_with_optimizer",
     "strategy": "strategy",
 }
-"""Argument of the constructor -> path of its option.
-
-An argument that is not given leaves its option alone.
-"""
+"""Argument of the constructor -> path of its option. An argument that is None does not set its option."""
 
 
 class Accelerator(Ranks, Training, States):
     """Run an ordinary training loop on the chosen devices and strategy.
 
-    Arguments override the config file. An argument that contradicts a flag or an environment variable is
-    an error. None means "not set".
+    All ranks must create it. Arguments override the config file. An argument that contradicts a flag or an
+    environment variable is an error. None means "not set".
 
     Args:
         device_placement: move prepared models and batches to the device.
-        split_batches: share each batch out, instead of a batch for each process.
+        split_batches: split each batch between processes, instead of giving each process its own batch.
         mixed_precision: "no", "fp16", "bf16", the name of a precision plugin, or a word such as "fp8" that
-            several may answer.
-        gradient_accumulation_steps: micro-batches of one optimizer step.
+            several precision plugins may provide.
+        gradient_accumulation_steps: micro-batches per optimizer step.
         cpu: the same as `device="cpu"`.
-        dataloader_config: how prepared dataloaders share out the data.
-        rng_types: random streams that ranks share at the start of each epoch. On a loader's "generator"
-            they agree in any case.
-        log_with: trackers: names of plugins, "all" that are installed, GeneralTrackers of one's own.
+        dataloader_config: how prepared dataloaders divide data between processes.
+        rng_types: random number generators to synchronize across ranks at the start of each epoch. The
+            "generator" of a prepared loader is synchronized in any case.
+        log_with: trackers: names of plugins, "all" for every installed tracker, or GeneralTracker objects.
         project_dir: folder for checkpoints and logs.
-        project_config: more about that folder.
-        gradient_accumulation_plugin: more about accumulation.
-        step_scheduler_with_optimizer: schedulers step once per applied optimizer step; False leaves
-            them to the user.
-        kwargs_handlers: config objects; the class of each tells what it configures.
+        project_config: more options of that folder.
+        gradient_accumulation_plugin: more options of gradient accumulation.
+        step_scheduler_with_optimizer: schedulers step once per applied optimizer step. False: the inner
+            scheduler steps at each call.
+        kwargs_handlers: config objects; the class of an object selects the section that it configures.
         dynamo_backend: backend of `torch.compile`.
-        dynamo_plugin: more about compilation.
+        dynamo_plugin: more options of compilation.
         device: a device plugin or a torch device type.
         strategy: a strategy plugin, or a name from `strategies` of the config.
-        strategies: name -> `plugin` and its options, or a config object: strategies that
-            `prepare(..., strategy=name)` takes.
-        plugins: config objects, as kwargs_handlers; that of a strategy or an extension chooses it.
-        presets: dotted path -> (value, its origin), for programs with settings of their own: a file, a
-            variable, a flag or an argument wins over it.
+        strategies: name -> `plugin` and its options, or a config object. `prepare(..., strategy=name)`
+            selects a strategy by this name.
+        plugins: config objects, as kwargs_handlers. The object of a strategy or an extension also selects
+            that plugin.
+        presets: dotted path -> (value, its origin), for programs with settings of their own. A file, a
+            variable, a flag or an argument overrides a preset.
 
     Raises:
-        ConfigError: what was asked is unknown, contradictory, or cannot be on this machine.
-        PluginError: a plugin that was asked for cannot be used.
-
-    All ranks of the world must make it.
+        ConfigError: a setting is unknown, contradictory, or impossible on this machine.
+        PluginError: a plugin that the settings name cannot be used.
     """
 
     def __init__(
@@ -118,7 +114,7 @@ class Accelerator(Ranks, Training, States):
         plugins: Sequence[object] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
-        given = dict(locals())
+        given = dict(locals())  # first, while the arguments are the only locals
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
@@ -136,7 +132,7 @@ class Accelerator(Ranks, Training, States):
         self._triggered = False
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A subclass may have values of its own, by any name.
+        # Subclasses may define attributes by any name, so they are not checked.
         if name in _GIVEN_WHEN_MADE and type(self) is Accelerator and not hasattr(Accelerator, name):
             given = f"{name}=..."
             if name not in _ARGUMENTS:
@@ -151,12 +147,12 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def mixed_precision(self) -> str:
-        """The precision asked for: "no", "fp16", "bf16", ..."""
+        """The configured precision: "no", "fp16", "bf16", ..."""
         return self.run.config.mixed_precision
 
     @property
     def gradient_accumulation_steps(self) -> int:
-        """Micro-batches of a window. Settable: for every unit, from its next window on."""
+        """Micro-batches per window. Settable: a new value applies to each unit from its next window on."""
         return self.run.accumulation_steps
 
     @gradient_accumulation_steps.setter
@@ -167,31 +163,31 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def scheduler_steps(self) -> int:
-        """Steps of a scheduler per optimizer step. Subclasses that step schedulers otherwise override it."""
+        """Scheduler steps per optimizer step. Subclasses that step schedulers differently override it."""
         return 1
 
     @property
     def project_dir(self) -> str | None:
-        """The project's folder."""
+        """The project's folder, or None."""
         return self.run.config.project.project_dir
 
     @property
     def project_configuration(self) -> ProjectConfiguration:
-        """The folders that this run writes to, as they were resolved."""
+        """The resolved options of the folders that this run writes to."""
         return self.run.config.project
 
     @property
     def logging_dir(self) -> str | None:
-        """The folder of logs: the project's, unless another was given."""
+        """The folder for logs: `logging_dir` of the project's options, else the project's folder."""
         return self.run.config.project.logging_dir
 
     @property
     def save_iteration(self) -> int:
-        """The number of the next saved state, if no other run has left a higher one."""
+        """The number of the next numbered checkpoint, unless another run has saved a higher number."""
         return self.run.checkpoints.series.next_number
 
     def explain(self) -> str:
-        """Explain in words this stack and its settings, a step, and an epoch."""
+        """Return text that explains this stack and its settings, a step, and an epoch."""
         from accel_core.runtime.explain import explain  # late: start-up need not wait for it
 
         return explain(self.run, self.scheduler_steps)
@@ -205,25 +201,24 @@ class Accelerator(Ranks, Training, States):
         strategy: str | None = None,
         name: str | None = None,
     ) -> Any:
-        """Prepare models, optimizers, schedulers and dataloaders for training.
+        """Prepare models, optimizers, schedulers and dataloaders for training; return them in the same order.
 
-        They are returned in the order given.
-
-        In any mix and number, in one call or several; None passes. Collective.
+        Takes any number of objects, in one call or several. None is returned as None. Call it on all ranks.
+        If it raises, the failing unit is unchanged; units built before it stay prepared.
 
         Args:
-            objects: what to prepare.
-            device_placement: for each object, whether to move it to the device; None: as the run does.
-            strategy: of the unit these objects make; default: the run's.
-            name: of that unit, in checkpoints and messages.
+            objects: models, optimizers, schedulers and dataloaders, in any order.
+            device_placement: for each object, whether to move it to the device; None: the run's setting.
+            strategy: strategy of the unit that these objects form; default: the run's.
+            name: name of that unit in checkpoints and messages.
 
-        Returns one object if one was given, else a tuple. Where it raises, the unit that it is about is as it
-        was before; units that were ready by then stay prepared.
+        Returns:
+            The prepared object if one was passed, else a tuple.
 
         Raises:
-            AccelError: an object of no known kind, an optimizer or scheduler whose model or optimizer is
-                not prepared, or the run has ended.
-            ConfigError: the strategy, a plugin or the `data` settings do not go with what was given.
+            AccelError: the kind of an object is unknown, the model of an optimizer or the optimizer of a
+                scheduler is not prepared, or the run has ended.
+            ConfigError: the strategy, a plugin or the `data` settings do not fit these objects.
         """
         from accel_core.training.prepare import prepare  # late: start-up need not wait for it
 
@@ -240,15 +235,14 @@ class Accelerator(Ranks, Training, States):
     def model_init_context(
         self, *, strategy: str | None = None, name: str | None = None
     ) -> AbstractContextManager[Any]:
-        """Give a context in which to build a model too large to be built whole.
+        """Return a context in which to build a model that is too large to build whole.
 
-        `prepare` it afterwards.
-
-        What is done there is the strategy's business: weights on the meta device, or in parts. Collective.
+        The strategy decides how weights are made inside: on the meta device, or in parts. Call `prepare` on
+        the model afterwards. Collective.
 
         Args:
-            strategy: of the unit that the model will be prepared for; default: the run's.
-            name: of that unit.
+            strategy: strategy of the unit that the model will be prepared for; default: the run's.
+            name: name of that unit.
         """
         context: AbstractContextManager[Any] = self.run.hooks_of(strategy, name).model_init_context(name)
         return context
@@ -256,19 +250,19 @@ class Accelerator(Ranks, Training, States):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Prepare one model; in evaluation mode it is placed and not wrapped."""
+        """Prepare one model; in evaluation mode, move it to the device without wrapping it."""
         places = None if device_placement is None else [device_placement]
-        strategy = "single" if evaluation_mode else None
+        strategy = "single" if evaluation_mode else None  # `single` moves models and wraps nothing
         prepared: nn.Module = self.prepare(model, device_placement=places, strategy=strategy)
         return prepared
 
     def prepare_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
-        """Prepare one optimizer, of a model that is prepared."""
+        """Prepare one optimizer, whose model is prepared."""
         prepared: PreparedOptimizer = self.prepare(optimizer)
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepare one scheduler, of an optimizer that is prepared."""
+        """Prepare one scheduler, whose optimizer is prepared."""
         prepared: PreparedScheduler = self.prepare(scheduler)
         return prepared
 
@@ -285,13 +279,13 @@ class Accelerator(Ranks, Training, States):
     ) -> nn.Module:
         """Return the user's own module inside a prepared model.
 
-        A model that was not prepared is returned as it is.
+        A model that was not prepared is returned unchanged.
 
         Args:
-            model: as `prepare` returned it, or as it was given; a copy of what `prepare` returned; or
-                `torch.compile` of one of these. Also after `free_memory`, but for copies.
-            keep_fp32_wrapper: False gives a view of it that shares its tensors and runs without autocast.
-            keep_torch_compile: False gives a view of it that shares its tensors and runs eagerly.
+            model: a prepared model or the model passed to `prepare`; a copy of a prepared model; or
+                `torch.compile` of these. Works after `free_memory` too, except for copies.
+            keep_fp32_wrapper: False returns a view that shares the module's tensors, without autocast.
+            keep_torch_compile: False returns a view that shares the module's tensors and runs eagerly.
         """
         from accel_core.training.unwrap import unwrap_model  # late: start-up need not wait for it
 
@@ -300,18 +294,17 @@ class Accelerator(Ranks, Training, States):
         )
 
     def skip_first_batches(self, dataloader: Any, num_batches: int = 0) -> Any:
-        """Return the dataloader without its first batches, in its next epoch only."""
+        """Return the dataloader without its first `num_batches` batches, for its next epoch only."""
         from accel_core.data.skipping import skip_first_batches  # late: start-up need not wait for it
 
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: Any) -> list[None]:
-        """Forget all prepared objects, and give device memory back.
+        """Forget all prepared objects and release device memory; return as many None as arguments.
 
-        Returns as many None as arguments.
-
-        `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's names too.
-        Take whole weights (`get_state_dict`) before: ranks have parts of a sharded model only afterwards.
+        `model, optimizer = accelerator.free_memory(model, optimizer)` drops the caller's references too.
+        Get whole weights (`get_state_dict`) before: afterwards each rank has only its parts of a sharded
+        model.
         """
         from accel_core.accelerator.memory import empty_cache  # late: start-up need not wait for it
 
@@ -321,7 +314,7 @@ class Accelerator(Ranks, Training, States):
         run.registered.clear()
         run.checkpoints.free_memory()
         self._accumulations.clear()
-        # Sharded and compiled models hold each other in cycles, which Python would keep for long.
+        # Sharded and compiled models form reference cycles, which Python would collect much later.
         gc.collect()
         empty_cache(run)
         return [None] * len(objects)
@@ -341,12 +334,12 @@ class Accelerator(Ranks, Training, States):
         Call it on every rank, or on the main process only.
 
         Args:
-            project_name: under which trackers keep what is logged.
-            config: settings to keep with it, nested if you like: a mapping, or an object with attributes.
-            init_kwargs: tracker's name -> what that tracker is to be given.
+            project_name: name under which trackers store the logged values.
+            config: settings to store with it: a mapping, nested or not, or an object with attributes.
+            init_kwargs: tracker's name -> options of that tracker.
 
         Raises:
-            AccelError: the trackers are started already.
+            AccelError: the trackers have already started.
             ConfigError: `init_kwargs` names a tracker that this run does not have.
         """
         self.run.trackers.start(project_name, {} if config is None else config, init_kwargs or {})
@@ -362,9 +355,9 @@ class Accelerator(Ranks, Training, States):
         Calls on other ranks do nothing. Not collective.
 
         Args:
-            values: by name, nested if you like; tensors of one element are logged as numbers.
+            values: name -> value; may be nested. Tensors of one element are logged as numbers.
             step: the number of the training step.
-            log_kwargs: tracker's name -> more for that tracker.
+            log_kwargs: tracker's name -> more arguments for that tracker.
 
         Raises:
             AccelError: `init_trackers` was not called.
@@ -373,11 +366,9 @@ class Accelerator(Ranks, Training, States):
         self.run.trackers.log(values, step, log_kwargs or {})
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """Return a tracker, or with `unwrap` the object that it wraps.
+        """Return a tracker, or with `unwrap` the object that it wraps, to log values such as images.
 
-        For objects that `log` does not take, such as images.
-
-        On ranks where it does not log: something that takes every call and does nothing.
+        If the tracker does not log on this rank, returns an object that accepts every call and does nothing.
 
         Raises:
             AccelError: `init_trackers` was not called.
@@ -387,21 +378,19 @@ class Accelerator(Ranks, Training, States):
 
     @property
     def trackers(self) -> list[Any]:
-        """The trackers that log on this rank; none before `init_trackers`."""
+        """The trackers that log on this rank; empty before `init_trackers`."""
         return self.run.trackers.started
 
     def profile(self, profile_handler: ProfileKwargs | None = None) -> AbstractContextManager[Any]:
-        """Record the code inside with torch's profiler, which the context gives.
+        """Record the code inside with torch's profiler, which the context returns. Not collective.
 
-        Not collective.
-
-        With `output_trace_dir` each rank leaves its trace there, as profile_RANK.json.
+        With `output_trace_dir` each rank writes its trace into that folder, as profile_RANK.json.
 
         Args:
-            profile_handler: how; default: the ProfileKwargs given to Accelerator, or section `profile`.
+            profile_handler: options; default: the ProfileKwargs passed to Accelerator, or section `profile`.
 
         Raises:
-            ConfigError: torch cannot record one of its `activities` here.
+            ConfigError: torch cannot record an activity of `activities` on this machine.
         """
         from accel_core.accelerator.profiler import profiling  # late: start-up need not wait for it
 
@@ -410,12 +399,12 @@ class Accelerator(Ranks, Training, States):
     # -- the end ---------------------------------------------------------------------------------
 
     def end_training(self) -> None:
-        """Release what the run holds; it cannot train or communicate afterwards.
+        """End the run and release its resources; the run cannot train or communicate afterwards.
 
         Collective. A second call does nothing.
 
         Raises:
-            CheckpointError: a save that was under way has failed.
+            CheckpointError: a save that was still being written has failed.
         """
         self.run.end()
 
@@ -429,4 +418,4 @@ class Accelerator(Ranks, Training, States):
 
 _ARGUMENTS: Final = frozenset(inspect.signature(Accelerator).parameters)
 _GIVEN_WHEN_MADE: Final = _ARGUMENTS.union(options_of(DataLoaderConfiguration))
-"""Names that mean nothing as attributes, but for the properties of Accelerator."""
+"""Names of settings. Assigning an attribute by such a name changes nothing, unless it is a property."""

@@ -1,4 +1,4 @@
-"""The part of the Accelerator about state on disk and whole weights."""
+"""The Accelerator's methods for checkpoints and whole weights."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ class States:
     run: Run
 
     def register_for_checkpointing(self, *objects: Any) -> None:
-        """Save and restore these objects with the state.
+        """Save and restore these objects with each checkpoint.
 
-        They have `state_dict` and `load_state_dict`. Tensors of a state that share memory come back as
-        copies, and an object that is in a state twice comes back as two.
+        Objects need `state_dict` and `load_state_dict`. Tensors of a state that share memory are restored as
+        copies, and an object that a state contains twice is restored as two objects.
 
-        On all ranks, in the same order in each run.
+        Call it on all ranks, in the same order in each run.
 
         Raises:
-            CheckpointError: one of them lacks these methods; none is registered then.
+            CheckpointError: an object lacks these methods; no object is registered then.
         """
         for thing in objects:
             if not (hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")):
@@ -56,31 +56,34 @@ class States:
         metrics: Mapping[str, Any] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> Path | str:
-        """Write everything that training needs to continue into `output_dir`.
+        """Save the state that training needs to continue as a checkpoint in `output_dir`. Atomic, collective.
 
-        Atomic, and collective. The directory may be the URL of a store that an installed plugin serves.
+        An existing checkpoint in the directory is replaced; any other folder is refused.
 
-        Without a directory, under `automatic_checkpoint_naming`, it is `checkpoints/checkpoint_N` in the
-        project's folder, and the oldest are removed down to `total_limit`, once the new one is complete.
-        `step` is noted for people; its default is the number of optimizer steps that are done. So are
-        `metrics`, alike on all ranks: numbers, or tensors of one. By the one that `project.keep_best` names,
-        the best numbered checkpoint stays beyond `total_limit`.
-        `extra` has more values, alike on all ranks, by name: numbers, text, tensors, lists and dicts of them
-        and whatever else the state of a registered object may have. `load_state` returns them.
-        A checkpoint that is there is replaced; any other folder is refused.
-        With `wait=False` training stops only while the state is copied, and a thread writes the copy
-        (kept for the next save); one save at a time: the next waits for it, and raises what went wrong,
-        as do `wait_for_checkpoint` and `end_training`. Returns the directory; a URL is text.
+        Args:
+            output_dir: a directory, or the URL of a store that an installed plugin serves. Default, under
+                `automatic_checkpoint_naming`: `checkpoints/checkpoint_N` in the project's folder. Once the
+                new checkpoint is complete, the oldest are removed down to `total_limit`.
+            step: a number recorded for people. Default: the number of optimizer steps done.
+            wait: False stops training only while the state is copied. A thread writes the copy, whose memory
+                is kept for the next save. One save runs at a time: the next save waits for the thread and
+                raises its error, as do `wait_for_checkpoint` and `end_training`.
+            alone: this rank saves by itself, and no other rank need call. Each rank must hold the whole state
+                (one process, `ddp`). The checkpoint is saved as in a world of one: random streams of other
+                ranks start anew from a derived seed.
+            metrics: name -> number or tensor of one element, equal on all ranks. The best numbered
+                checkpoint, by the metric that `project.keep_best` names, is kept beyond `total_limit`.
+            extra: name -> value, equal on all ranks: numbers, text, tensors, lists and dicts of these, and
+                anything else that the state of a registered object may hold. `load_state` returns it.
 
-        With `alone` one rank saves by itself, and no other need call: where each rank holds the whole state
-        (one process, `ddp`). It is the checkpoint of a world of one: random streams of other ranks start
-        anew from a derived seed.
+        Returns:
+            The directory; a URL as text.
 
         Raises:
-            CheckpointError: the metric of `keep_best` is missing, or not alike on all ranks; or
-                gradients are not applied yet, something cannot be stored, the directory holds
-                something else, a rank could not write, or `alone` a rank holds only a part of something.
-                On all ranks; what was there is unchanged.
+            CheckpointError: the metric of `keep_best` is missing, or differs between ranks; gradients are
+                not applied yet; a value cannot be stored; the directory holds something else; a rank could
+                not write; or, with `alone`, the rank holds only a part of a value. Raised on all ranks; the
+                existing checkpoint is unchanged.
         """
         from accel_core.checkpoint.places import told  # late: start-up need not wait for it
 
@@ -90,10 +93,10 @@ class States:
         return told(saved)
 
     def wait_for_checkpoint(self) -> None:
-        """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.
+        """Return once all ranks have written the last `save_state(..., wait=False)`.
 
         Raises:
-            CheckpointError: it failed, on some rank; what was there before is unchanged.
+            CheckpointError: the save failed on some rank; the checkpoint that was there before is unchanged.
         """
         self.run.checkpoints.wait()
 
@@ -105,23 +108,27 @@ class States:
         extra: Mapping[str, Any] | None = None,
         signals: Sequence[int] = (signal.SIGTERM,),
     ) -> bool:
-        """Return True if this job was told to stop by a signal, with its state saved.
+        """Return True if a signal told this job to stop, after saving its state. Collective.
 
-        The signal may come on any rank. Collective.
+        Call it on all ranks after each step, and leave the training loops when it returns True. The signal
+        may come on any rank, and all ranks stop after the same step. The first call starts to watch for
+        signals; calls cost no communication until a signal comes. Inside an accumulation window the result
+        is False. `project.keep_best` never counts this checkpoint as the best.
 
-        Call it on all ranks after each step, and leave the loops when it is true. The first call starts
-        to watch; a call costs no communication until then, and all ranks stop after the same step.
-        Such a checkpoint is never the best by `project.keep_best`.
-        Inside an accumulation window it is False. `signals`: those to watch for, of the first call; the
-        other arguments as of `save_state`.
+        Args:
+            output_dir: as in `save_state`.
+            step: as in `save_state`.
+            extra: as in `save_state`.
+            signals: signals to watch for; the first call decides.
 
         Raises:
-            CheckpointError: as `save_state`, at the first call if nothing can be saved to `output_dir`; or
-                the ranks cannot agree when to stop, as one is gone.
+            CheckpointError: as in `save_state`; at the first call also if nothing can be saved to
+                `output_dir`; or the ranks cannot agree when to stop, because a rank is gone.
         """
         if not self.run.stop_signals.is_told(signals, lambda: self._saved_directory(output_dir)):
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
+        # No metric was computed for this step, but save_state refuses a missing metric.
         unmeasured = {metric_and_mode(best)[0]: math.nan} if best else None
         self.save_state(output_dir, step=step, metrics=unmeasured, extra=extra)
         return True
@@ -134,22 +141,23 @@ class States:
         missing_ok: bool = False,
         best: bool = False,
     ) -> LoadedState | None:
-        """Restore what `save_state` wrote, into the objects prepared so far. Collective.
+        """Restore a checkpoint of `save_state` into the objects prepared so far. Collective.
 
-        In a world of another size weights, optimizers and data go on exactly; random streams start
-        anew, from a seed derived from the checkpoint's.
+        In a world of another size, weights, optimizers and data continue exactly; random streams start anew,
+        from a seed derived from the checkpoint's seed.
 
         Args:
-            input_dir: what was given to `save_state`. Without it, under `automatic_checkpoint_naming`,
-                the newest one that is valid; damaged ones are logged and passed over.
-            strict: refuse names that are missing, unexpected or of another shape; else leave them out.
-            best: without `input_dir`, take the best by `project.keep_best` in place of the newest.
-            missing_ok: where there is no checkpoint yet, do nothing and return None.
+            input_dir: the directory passed to `save_state`. Default, under `automatic_checkpoint_naming`:
+                the newest valid checkpoint; damaged checkpoints are logged and skipped.
+            strict: refuse names that are missing, unexpected or of another shape. False leaves them out.
+            missing_ok: if there is no checkpoint yet, do nothing and return None.
+            best: without `input_dir`, load the best checkpoint by `project.keep_best`, not the newest.
 
-        Returns the directory that was loaded, with `step`, `metrics` and `extra` as the save was given them.
+        Returns:
+            The directory that was loaded, with the `step`, `metrics` and `extra` that were saved.
 
         Raises:
-            CheckpointError: it is damaged, incomplete, or does not fit; nothing is changed then.
+            CheckpointError: the checkpoint is damaged, incomplete, or does not fit; no object is changed.
         """
         directory = self._checkpoint_directory(input_dir, "load_state")
         if best and (directory is not None or self.run.config.project.keep_best is None):
@@ -181,15 +189,17 @@ class States:
         return given
 
     def save(self, obj: Any, f: str | os.PathLike[str], safe_serialization: bool = False) -> None:
-        """Write `obj` once; a file is replaced when the new one is complete.
+        """Write `obj` once, or once per node under `save_on_each_node`. Not collective.
 
-        With `save_on_each_node` once per node.
+        An existing file is replaced when the new one is complete.
 
-        Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors. Else by
-        `torch.save`.
+        Args:
+            obj: the object; with `safe_serialization`, a mapping of names to tensors.
+            f: the file.
+            safe_serialization: write safetensors. False: use `torch.save`.
 
         Raises:
-            CheckpointError: safetensors cannot hold it, it cannot be written, or `f` is a URL.
+            CheckpointError: safetensors cannot hold `obj`, the file cannot be written, or `f` is a URL.
         """
         self.run.require_alive()
         if self._writes:
@@ -206,17 +216,15 @@ class States:
         max_shard_size: int | str = "10GB",
         safe_serialization: bool = True,
     ) -> None:
-        """Write the model's weights, whole and under its own names.
+        """Write the model's whole weights under its own names, for other libraries. Collective.
 
-        For other libraries. Collective.
-
-        The layout is that of `from_pretrained`: `model.safetensors`, or files of at most `max_shard_size`
-        and `model.safetensors.index.json`; without `safe_serialization` the same by `torch.save`, as
-        `pytorch_model.bin`. A weight larger than that gets a file of its own. In safetensors, tied weights
-        stand once, under their first name.
+        The layout is as `from_pretrained` reads it: `model.safetensors`, or files of at most `max_shard_size`
+        and `model.safetensors.index.json`; without `safe_serialization`, the same by `torch.save`, as
+        `pytorch_model.bin`. A weight larger than `max_shard_size` gets a file of its own. safetensors files
+        hold tied weights once, under their first name.
 
         Raises:
-            CheckpointError: they could not be written; an earlier save is still there.
+            CheckpointError: the weights could not be written; an earlier save is still there.
         """
         from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
@@ -232,21 +240,21 @@ class States:
     def get_state_dict(
         self, model: nn.Module, unwrap: bool = True, *, rank0_only: bool = True
     ) -> dict[str, Any]:
-        """Return the model's whole state, under the names of its own `state_dict`.
+        """Return the model's whole state, under the names of its own `state_dict`. Collective.
 
-        Collective. Do not write to the tensors.
+        Do not write to the tensors.
 
         If each rank holds whole weights, as under ddp, every rank gets the tensors that it holds. If ranks
-        hold parts of weights, these are put together one block at a time: rank 0 gets them on the CPU, and
-        the other ranks get an empty dictionary.
+        hold parts of weights, the parts are joined one block at a time: rank 0 gets whole weights on the CPU,
+        and the other ranks get an empty dictionary.
 
-        Buffers that each rank has for itself, such as batch norm's statistics under ddp, are this rank's;
-        checkpoints and `save_model` hold rank 0's. Extra state (`get_extra_state`) is this rank's too, and
-        checkpoints hold every rank's.
+        Buffers that differ between ranks, such as batch norm statistics under ddp, are this rank's;
+        checkpoints and `save_model` hold rank 0's buffers. Extra state (`get_extra_state`) is this rank's
+        too; checkpoints hold the extra state of every rank.
 
         Args:
-            model: prepared, or not.
-            unwrap: False returns what the wrapped model's own `state_dict` returns.
+            model: a model, prepared or not.
+            unwrap: False returns the result of the model's own `state_dict`, wrappers included.
             rank0_only: False gives every rank the whole weights, on the CPU.
         """
         from accel_core.checkpoint import weights  # late: start-up need not wait for it
@@ -258,16 +266,14 @@ class States:
     def iter_weights(
         self, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield (name, whole weight or buffer) one after the other.
-
-        For models too large to be whole. Collective.
+        """Return an iterator of (name, whole weight or buffer), for models too large to be whole. Collective.
 
         All ranks must read it to its end, and must not write to the tensors. Tied weights come once.
 
         Args:
-            model: prepared, or not.
-            dtype: of floating-point weights; default: their own.
-            to: device; default: where they cost least.
+            model: a model, prepared or not.
+            dtype: dtype of floating-point weights; default: their own.
+            to: device of the weights; default: the cheapest for the strategy.
         """
         from accel_core.checkpoint import weights  # late: start-up need not wait for it
 
@@ -276,17 +282,15 @@ class States:
     def full_parameters(
         self, model: nn.Module, names: Iterable[str] | None = None, *, writeback: bool = False
     ) -> AbstractContextManager[Any]:
-        """Make parameters of the model (by default all) whole inside a context.
-
-        Collective.
+        """Return a context in which parameters of the model are whole. Collective.
 
         Args:
-            model: prepared, or not.
-            names: as in the user's own model.
-            writeback: keep what is written to them inside.
+            model: a model, prepared or not.
+            names: names of parameters, as in the user's own model; default: all.
+            writeback: keep changes that are made to the parameters inside.
 
         Raises:
-            AccelError: it has no such parameter.
+            AccelError: the model has no parameter of this name.
         """
         from accel_core.checkpoint import weights  # late: start-up need not wait for it
 

@@ -28,21 +28,19 @@ class LocalSGD:
     """Context in which ranks step alone and average weights periodically.
 
     Gradients are not reduced inside; weights are averaged every `local_sgd_steps` steps (Stich, Local SGD
-    Converges Fast and Communicates Little, 2019).
+    Converges Fast and Communicates Little, 2019). Enter it on all ranks, with equally many steps.
 
-    Call `step()` after each `optimizer.step()`: it counts optimizer steps, inside `accumulate` too. Weights
-    are also averaged at the end, and the optimizer's state with them, so that ranks may share gradients
-    again, and save. With a warning, each rank keeps its own state where it is not floating-point tensors, or
-    not the same ones on all ranks. Buffers are not averaged. After an exception nothing is: go on from a
-    checkpoint. Losses are means.
+    Call `step()` after each `optimizer.step()`, inside `accumulate` too: it counts optimizer steps. At the
+    end, weights and the optimizer's state are averaged, so that ranks may share gradients again, and save. If
+    the state has values other than floating-point tensors, numbers or text, or differs in structure between
+    ranks, each rank keeps its own state, with a warning. Buffers are not averaged. After an exception nothing
+    is averaged: continue from a checkpoint. Losses must be means.
 
     Args:
-        accelerator: that prepared the model.
-        model: as `prepare` returned it, with its optimizer.
+        accelerator: the Accelerator that prepared the model.
+        model: a prepared model, whose optimizer is prepared too.
         local_sgd_steps: optimizer steps between two averages.
         enabled: False to do nothing.
-
-    On all ranks, with as many steps each.
 
     Raises:
         ConfigError: `local_sgd_steps` is below 1, the model's strategy does not offer `local_sgd`, or
@@ -79,14 +77,14 @@ class LocalSGD:
         return self
 
     def step(self) -> None:
-        """Count an optimizer step; average after each `local_sgd_steps` of them, which is collective."""
+        """Count an optimizer step; after every `local_sgd_steps` steps, average the weights (collective)."""
         if self.enabled and self.unit.window.boundary:
-            self._quiet.close()  # entered anew: a strategy may have to reduce once before it can leave it out
+            self._quiet.close()  # entered again: a strategy may have to reduce once in between
             self._quiet.enter_context(self.unit.without_reduction())
             self.count()
 
     def count(self) -> None:
-        """Count a step, without looking at the window; average if it is its turn, which is collective."""
+        """Count a step, inside a window too; every `local_sgd_steps` steps, average weights (collective)."""
         self._steps += 1
         if self._steps % self.every == 0:
             self.unit.hooks.average_parameters(self.unit)
@@ -95,18 +93,18 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._quiet.close()
-        if self.enabled and error is None:  # else the other ranks may never come
+        if self.enabled and error is None:  # after an error the other ranks may never arrive
             self.unit.hooks.average_parameters(self.unit)
             self._average_state()
 
     def _average_state(self) -> None:
-        """Average the state of optimizers, and take the largest of counts, which may lie on the host."""
+        """Average the state of optimizers, and take the maximum of step counts, which may be on the host."""
         means, counts, kinds, others = list[Tensor](), list[Tensor](), [], False
         for parameter, key, value in self._state():
             if type(value) is Tensor and value.is_floating_point():
                 (counts if value.dim() == 0 < parameter.dim() else means).append(value)
                 kinds.append((key, value.shape, value.dtype))
-            else:  # codes of 8 bits, for example, which go with their scales
+            else:  # such as 8-bit codes, whose mean is meaningless without their scales
                 others = others or not isinstance(value, int | float | str | None)
         found = {repr(each) for each in self._ranks.all_gather_object((kinds, others))}
         if others or len(found) > 1:

@@ -1,4 +1,4 @@
-"""Give memory back, and find a batch size that fits into it."""
+"""Release memory, and find a batch size that fits into memory."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ OUT_OF_MEMORY: Final = (
     "alloc_failed",
     "cudnn_status_not_supported",
 )
-"""Words of vendors' errors that are not torch.OutOfMemoryError, in lower case."""
+"""Lower-case phrases of vendors' out-of-memory errors, which are RuntimeErrors."""
 
 _searches = count()
 
 
 def release_memory(*objects: Any) -> list[None]:
-    """Give unused memory back. Returns as many None as arguments.
+    """Release unused memory; return as many None as arguments.
 
-    `a, b = release_memory(a, b)` drops the caller's names too.
+    `a, b = release_memory(a, b)` drops the caller's references too.
     """
     given = len(objects)
     del objects
@@ -55,24 +55,23 @@ def find_executable_batch_size(
     starting_batch_size: int = 128,
     reduce_batch_size_fn: Callable[[], int] | None = None,
 ) -> Any:
-    """Decorate a function to run with half the batch size when memory runs out.
+    """Decorate `function(batch_size, ...)` to run again with half the batch size if memory runs out.
 
-    It is called as `function(batch_size, ...)`.
+    Each call starts at `starting_batch_size`. The function must first release the objects of the last
+    attempt (`accelerator.free_memory()`), and create all objects that it trains.
 
-    Each call starts at `starting_batch_size`. The function must make anew what it trains, and first
-    drop what the last attempt prepared: `accelerator.free_memory()`.
-
-    In a run of several processes the ranks agree after each attempt: if memory ran out on any, all go
-    on with the next size. So all must call it, and there must be an Accelerator before. A rank that runs
-    out while others wait for it inside a collective raises, once `process_group.timeout` is over.
+    With several processes the ranks agree after each attempt: if memory ran out on any rank, all ranks
+    continue with the next size. All ranks must therefore call the function, with an Accelerator made before.
+    A rank that runs out of memory while others wait for it inside a collective raises after
+    `process_group.timeout`.
 
     Args:
-        function: takes the batch size first.
-        starting_batch_size: the first that is tried, 1 or more.
-        reduce_batch_size_fn: gives the next size; called with nothing. Default: half.
+        function: a function whose first argument is the batch size.
+        starting_batch_size: the first size to try, 1 or more.
+        reduce_batch_size_fn: returns the next size; called without arguments. Default: half.
 
     Raises:
-        AccelError: no size fits, or ranks could not agree.
+        AccelError: no size fits, or the ranks could not agree.
     """
     if function is None:
         return functools.partial(
@@ -92,7 +91,7 @@ def find_executable_batch_size(
             result, lacks = None, False
             try:
                 result = function(size, *args, **kwargs)
-            except (RuntimeError, MemoryError) as error:  # not kept: its frames hold what filled the memory
+            except (RuntimeError, MemoryError) as error:  # not kept: its frames hold the attempt's tensors
                 if not is_out_of_memory(error):
                     raise
                 reason, lacks = f"{type(error).__name__}: {error}", True
@@ -111,12 +110,12 @@ def find_executable_batch_size(
 def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
     """Return True if memory ran out on any rank.
 
-    Ranks vote in the store: a group may be in the midst of a collective.
+    Ranks vote in the store, because their process groups may be inside a collective.
     """
     rank, ranks = run.world.rank, range(run.world.size)
     votes = mailbox_of(run).under(f"batch_size/{attempt}")
     heard: dict[int, Message | None] = {}
-    with suppress(RuntimeError):  # the store went down with the rank that served it
+    with suppress(RuntimeError):  # the store went down with the rank that served it: reported below
         votes.put(f"{rank}", {"lacks": lacks})
         heard = votes.wait({each: f"{each}" for each in ranks}, votes.timeout)
     if silent := [each for each in ranks if heard.get(each) is None]:
@@ -128,7 +127,7 @@ def _any_lacks(run: Run, attempt: str, size: int, *, lacks: bool) -> bool:
         )
     with suppress(RuntimeError):
         votes.put(f"{rank}/has_read", {})
-        if rank == 0:  # it may serve the store, and its program end next
+        if rank == 0:  # rank 0 may serve the store, and its program may end next
             votes.wait({each: f"{each}/has_read" for each in ranks}, votes.timeout)
     return any(vote["lacks"] for vote in heard.values() if vote is not None)
 
@@ -140,7 +139,7 @@ def _give_back() -> None:
 
 
 def empty_cache(run: Run) -> None:
-    """Give the device's cached memory that is not used back."""
+    """Release the device's cached memory that is not in use."""
     if run.mark_step is not None:
         run.mark_step("state")
     module = torch.get_device_module(run.device)

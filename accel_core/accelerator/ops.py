@@ -1,6 +1,6 @@
 """Operations on nested structures, in one process and between processes.
 
-Public by `from accel_core import ops`. The names are listed where they are defined.
+Public by `from accel_core import ops`. Each module lists its public names.
 """
 
 from __future__ import annotations
@@ -31,11 +31,10 @@ def save(
     *,
     run: Run | None = None,
 ) -> None:
-    """Write `obj` on the main process, or on that of each node.
+    """Write `obj` on the main process, or on the main process of each node. Not collective.
 
-    A file is replaced when the new one is complete.
-
-    Not collective. safe_serialization: as safetensors; `obj` then maps names to tensors.
+    An existing file is replaced when the new one is complete. With `safe_serialization` the file is
+    safetensors, and `obj` maps names to tensors.
     """
     if (run or current()).world.first_of_disk(each_node=save_on_each_node):
         _write(obj, f, safe_serialization=safe_serialization)

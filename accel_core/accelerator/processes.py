@@ -1,4 +1,4 @@
-"""The part of the Accelerator about processes: ranks and collectives."""
+"""The Accelerator's methods for processes: ranks and collectives."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ class Ranks:
 
     @property
     def is_main_process(self) -> bool:
-        """True on one rank of the world."""
+        """True on rank 0."""
         return self.run.world.rank == 0
 
     @property
     def is_local_main_process(self) -> bool:
-        """True on one rank of each node."""
+        """True on local rank 0 of each node."""
         return self.run.world.local_rank == 0
 
     @property
@@ -64,15 +64,12 @@ class Ranks:
 
     @property
     def use_distributed(self) -> bool:
-        """True in a world of several processes."""
+        """True if there are several processes."""
         return self.run.world.size > 1
 
     @property
     def distributed_type(self) -> str:
-        """Accelerate's word for the strategy, or else for the device.
-
-        The device's, if the strategy has none or says MULTI_DEVICE.
-        """
+        """Accelerate's word for the strategy; for the device, if the strategy has none or MULTI_DEVICE."""
         stack = self.run.stack
         word, device = stack.strategy.card.distributed_type, stack.device.card.distributed_type
         return (device or word or stack.strategy.name) if word in (None, "MULTI_DEVICE") else word
@@ -87,7 +84,7 @@ class Ranks:
         return ops.gather(tensor, gradients=gradients, run=self.run)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather a batch's results, without those of samples that only padded it.
+        """Gather a batch's results, without the results of samples that only padded it.
 
         Collective. See `ops.gather_for_metrics`.
         """
@@ -98,12 +95,12 @@ class Ranks:
     ) -> Any:
         """Reduce each tensor over the ranks that have a loss of their own.
 
-        Collective. See `ops.reduce`, whose default is "mean"; both defaults are those of Accelerate.
+        Collective. See `ops.reduce`, whose default is "mean". Accelerate has the same two defaults.
         """
         return ops.reduce(tensor, reduction, scale, gradients=gradients, run=self.run)
 
     def broadcast(self, tensor: Any, from_process: int = 0) -> Any:
-        """Overwrite each tensor, in place, with that of rank `from_process`.
+        """Overwrite each tensor, in place, with the tensor of rank `from_process`.
 
         Collective. See `ops.broadcast`.
         """
@@ -128,7 +125,7 @@ class Ranks:
     def split_between_processes(
         self, inputs: Any, apply_padding: bool = False
     ) -> AbstractContextManager[Any]:
-        """Give this reader's contiguous part of a sequence, tensor, array or dict.
+        """Return a context that yields this reader's contiguous part of a sequence, tensor, array or dict.
 
         Not collective. See `ops.split_between_processes`.
         """
@@ -136,9 +133,9 @@ class Ranks:
         return ops.split_between_processes(inputs, apply_padding, run=self.run)
 
     def any(self, flag: bool | torch.Tensor) -> bool:
-        """Return True if `flag` is true on any rank, as of a batch that all ranks have to leave out.
+        """Return True if `flag` is true on any rank, for example for a batch that all ranks must skip.
 
-        Collective: one number of each rank. A tensor of one element on a device is waited for.
+        Collective: one number per rank. Waits for a device if `flag` is a tensor (one element) on it.
         """
         return any(self._flags("any", flag))
 
@@ -147,13 +144,13 @@ class Ranks:
         return all(self._flags("all", flag))
 
     def _flags(self, name: str, flag: bool | torch.Tensor) -> list[bool]:
-        # item() refuses several flags; as a list, they would be true.
+        # item() refuses several flags, which bool() of a list would take for true.
         own = torch.as_tensor(flag, device="cpu").item()
         with collective_call(self.run, "world", name, None, objects=True) as call:
             return call.all_objects(bool(own))
 
     def set_trigger(self) -> None:
-        """Make the next `check_trigger` true on every rank. On any rank, at any time."""
+        """Make the next `check_trigger` return True on every rank. Call it on any rank, at any time."""
         self._triggered = True
 
     def check_trigger(self) -> bool:
@@ -169,17 +166,11 @@ class Ranks:
             print(*values, **options)  # noqa: T201  the method's purpose
 
     def main_process_first(self) -> AbstractContextManager[None]:
-        """Let the main process run the block before all others.
-
-        Collective.
-        """
+        """Let the main process run the block before all others. Collective."""
         return self._first(self.is_main_process)
 
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """Let the first process of each node run the block before the others.
-
-        Collective.
-        """
+        """Let the first process of each node run the block before the others. Collective."""
         return self._first(self.is_local_main_process)
 
     @contextmanager
@@ -193,10 +184,7 @@ class Ranks:
                 self.wait_for_everyone()
 
     def on_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
-        """Decorate a function to run on the main process only.
-
-        Elsewhere the call returns None.
-        """
+        """Decorate a function to run on the main process only; on other ranks the call returns None."""
         return _only(function, lambda: self.is_main_process)
 
     def on_local_main_process(self, function: Callable[P, R]) -> Callable[P, R | None]:
@@ -208,13 +196,13 @@ class Ranks:
         return _only(function, lambda: self.is_last_process)
 
     def on_process(self, function: Callable[P, R] | None = None, process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that rank only."""
+        """Decorate a function to run on rank `process_index` only."""
         if function is None:
             return functools.partial(self.on_process, process_index=process_index)
         return _only(function, lambda: self.process_index == process_index)
 
     def on_local_process(self, function: Callable[P, R] | None = None, local_process_index: int = 0) -> Any:
-        """Decorate a function to run on the process of that local rank of each node only."""
+        """Decorate a function to run on local rank `local_process_index` of each node only."""
         if function is None:
             return functools.partial(self.on_local_process, local_process_index=local_process_index)
         return _only(function, lambda: self.local_process_index == local_process_index)

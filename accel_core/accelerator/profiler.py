@@ -22,9 +22,9 @@ _SETTINGS = ("record_shapes", "profile_memory", "with_stack", "with_flops", "wit
 
 @contextmanager
 def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
-    """Record what happens inside. Not collective.
+    """Record the code inside with torch's profiler. Not collective.
 
-    Of several cycles the later traces are `profile_RANK_1.json` and so on.
+    If the schedule has several cycles, the later traces are `profile_RANK_1.json` and so on.
     """
     supported = {it.name.lower(): it for it in profiler.supported_activities()}
     if unknown := [name for name in options.activities or () if name.lower() not in supported]:

@@ -1,4 +1,4 @@
-"""The part of the Accelerator about the training step."""
+"""The Accelerator's methods for the training step."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ class Training:
 
     run: Run
     _accumulations: dict[tuple[nn.Module, ...], Accumulation]
-    """Made once for a set of models."""
+    """Models -> the context of `accumulate(*models)`, made once since every micro-batch enters it."""
 
     @property
     def window(self) -> Window:
-        """The window of the innermost `accumulate`, or of the last one."""
+        """The window of the innermost `accumulate`; outside of `accumulate`, the window of the last one."""
         return self.run.window
 
     @property
     def sync_gradients(self) -> bool:
-        """True if the current micro-batch is its window's last.
+        """True if the current micro-batch is the last of its window.
 
-        Settable before its forward: for the units of the innermost `accumulate`, or of the last one; for
-        all before the first.
+        Settable before the micro-batch's forward, for the units of the innermost or last `accumulate`. Before
+        the first `accumulate` it is set for all units.
         """
         windows = self.run.windows
         return windows[-1].boundary if windows else self.run.window.boundary
@@ -55,28 +55,26 @@ class Training:
             self.run.accumulation.follow_windows()
 
     def accumulate(self, *models: nn.Module, batch: Any = None) -> Accumulation:
-        """Give the context of one micro-batch.
+        """Return the context of one micro-batch in the windows of these models' units.
 
-        It belongs to the windows of these models' units, by default of all.
+        Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping and
+        schedulers act only at the window's boundary: the last micro-batch of the window or of the loader.
 
-        Inside, `backward` divides the loss by the window's size, and `step`, `zero_grad`, clipping
-        and schedulers act at the window's boundary only: its last micro-batch, or the loader's.
+        For batches of any lengths, and for short last windows, see `windows`. Entering the context is not
+        collective; all ranks enter it for each of their micro-batches.
 
         Args:
-            models: prepared.
-            batch: the micro-batch, for extensions that work around its forward and backward. If it is as a
-                loader gave it, and several loaders are iterated, that loader's end ends the window.
-
-        For batches of any lengths, and for short last windows, see `windows`. Not collective by itself; all
-        ranks enter it for each of their micro-batches.
+            models: prepared models; default: all.
+            batch: the micro-batch, for extensions that wrap its forward and backward. If several loaders are
+                iterated and this is the unchanged batch of a loader, the end of that loader ends the window.
 
         Raises:
-            AccelError: a model is not prepared; it stands inside a window of the same models; or, when it is
-                left, one of the same models was entered inside.
+            AccelError: a model is not prepared; the context is entered inside a window of the same models;
+                or, on exit, a window of the same models was entered inside.
         """
         try:  # `get` would be one more call in each micro-batch
             accumulation: Accumulation | None = self._accumulations[models]
-        except (KeyError, TypeError):  # new models; a list of them, which is refused below
+        except (KeyError, TypeError):  # new models; or a list of models, which Accumulation refuses
             accumulation = None
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
@@ -89,32 +87,33 @@ class Training:
         items: Callable[[Any], Tensor | float] | None = None,
         size: int | None = None,
     ) -> Iterator[CountedWindow]:
-        """Give windows of batches that are counted before they are trained on, one after another.
+        """Yield windows of batches that are counted before they are trained on.
 
-        Each window is an iterable of its micro-batches, which enters what `accumulate(*models)` enters.
-        Inside its loop `backward` divides the loss:
+        Each window is an iterable of its micro-batches and enters `accumulate(*models)` for each of them.
+        Inside the loop `backward` divides the loss:
 
-        - without `items` by the window's number of micro-batches, which in a short last window is its own;
-        - with `items` by the items of the window on all ranks. The loss is their *sum*, and training is that
-          of one process on the whole batch, for batches of any lengths. Without any item gradients are 0.
+        - without `items`, by the number of micro-batches in the window, also in a short last window;
+        - with `items`, by the number of items in the window on all ranks. The loss must be the *sum* over
+          items; training then equals one process on the whole batch, for batches of any lengths. Gradients
+          of a window without items are 0.
 
-        It is divided at once, so that gradients may be clipped and edited as ever. A window may be iterated
-        again, as for a second model; it ends with `batches`, and not with the loader of an outer loop. One
-        that is left early drops its gradients. `forward_backward` takes a window as its batches.
+        The loss is divided at once, so that gradients may be clipped and edited as usual. A window may be
+        iterated again, for example for a second model. A window ends with `batches`, not with the loader of
+        an outer loop. Leaving a window early drops its gradients. `forward_backward` accepts a window.
+
+        Call it on all ranks, with equally many batches: one small collective per window.
 
         Args:
-            batches: a prepared loader, or any iterable of batches. A prepared loader's stay where its workers
-                put them until they are handed out, and its position is that of the batch handed out last.
-            models: prepared; by default all of the run.
-            items: function of a batch -> its items on this rank, such as tokens that count. A number on a
-                device is not read.
-            size: micro-batches of a window. Default: gradient_accumulation_steps.
-
-        On all ranks, with as many batches each: one small collective a window.
+            batches: a prepared loader, or any iterable of batches. Batches of a prepared loader stay where
+                workers put them until they are handed out; the loader's position follows the last handed out.
+            models: prepared models; default: all of the run.
+            items: function of a batch -> number of its items on this rank, such as tokens with a label. A
+                number on a device is not copied to the host.
+            size: micro-batches per window. Default: gradient_accumulation_steps.
 
         Raises:
-            AccelError: a model is not prepared; a result of `items` is negative, nan or no number; ranks have
-                different numbers of batches; or `items` inside `join_uneven_inputs` or LocalSGD.
+            AccelError: a model is not prepared; ranks have different numbers of batches; or `items` is used
+                inside `join_uneven_inputs`, LocalSGD or `no_sync`.
         """
         from accel_core.training.windows import windows  # late: start-up need not wait for it
 
@@ -126,16 +125,15 @@ class Training:
         buffer_seq_dims: Sequence[int] | None = None,
         no_restore_buffers: Collection[Tensor] | None = None,
     ) -> AbstractContextManager[Any]:
-        """Make `buffers` hold this rank's parts of sequences inside a context.
+        """Return a context in which `buffers` hold only this rank's parts of the sequences.
 
-        It stands around forward and backward, where ranks share sequences.
-
-        For batches that the loader leaves whole. Nothing happens where no ranks share sequences.
+        Enter it around forward and backward, for batches that the loader leaves whole. If no ranks share
+        sequences, the context does nothing.
 
         Args:
-            buffers: whatever has a sequence: ids, labels, positions. Changed in place.
-            buffer_seq_dims: the sequence dimension of each.
-            no_restore_buffers: those that may stay parts afterwards.
+            buffers: tensors with a sequence dimension: ids, labels, positions. Changed in place.
+            buffer_seq_dims: the sequence dimension of each buffer.
+            no_restore_buffers: buffers that need not be made whole again afterwards.
         """
         context: AbstractContextManager[Any] = self.run.hooks.share_sequences(
             buffers or (), buffer_seq_dims or (), no_restore_buffers or ()
@@ -143,35 +141,37 @@ class Training:
         return context
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Give a context in which gradients of this model are not reduced.
+        """Return a context in which gradients of this model are not reduced.
 
-        `accumulate` does it by itself. A step inside it applies gradients of this rank alone.
+        `accumulate` enters it by itself. A step inside applies the gradients of this rank alone.
 
-        Raises AccelError for a model that is not prepared.
+        Raises:
+            AccelError: the model is not prepared.
         """
         (unit,) = units_of(self.run, [model])
         _, number = unit.run.prepared.place_of(model)
         return unit.without_reduction([unit.wrapped[number]])
 
     def autocast(self, autocast_handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-        """Return the stack's autocast, for code outside a prepared model's forward.
+        """Return the stack's autocast context, for code outside a prepared model's forward.
 
-        `autocast_handler`: other settings than the run's, within the context.
+        Args:
+            autocast_handler: settings to use instead of the run's.
         """
         return autocast(self.run, autocast_handler)
 
     def backward(self, loss: Tensor, model: nn.Module | None = None, **options: Any) -> None:
         """Compute the gradients of `loss` (0-dim).
 
-        Inside `accumulate` and `windows` it is divided first, by the window's micro-batches or items.
+        Inside `accumulate` and `windows` the loss is first divided by the window's micro-batches or items.
 
         Args:
-            loss: from the forward of prepared models.
-            model: whose loss this is; needed only where several strategies do their own backward.
-            options: for torch: retain_graph, create_graph, inputs.
+            loss: a loss computed by prepared models.
+            model: the model of this loss; needed only if several strategies run their own backward.
+            options: arguments of torch's backward: retain_graph, create_graph, inputs.
 
         Raises:
-            AccelError: the loss requires no gradient, or `model` is needed.
+            AccelError: the loss requires no gradient, or `model` is needed but missing.
         """
         unit = None if model is None else units_of(self.run, [model])[0]
         step.backward(self.run, loss, unit, options)
@@ -179,43 +179,43 @@ class Training:
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2
     ) -> Tensor | None:
-        """Clip the gradients, after unscaling, to this norm over the whole model.
+        """Unscale the gradients, then clip them to this norm over the whole model.
 
-        On all ranks: where they share the model's parts they sum their norms, collectively.
+        Call it on all ranks: ranks that hold parts of the model sum their norms, which is collective.
 
         Args:
-            parameters: of one prepared model, or of several that one optimizer has made a unit.
-            max_norm: the total norm that stays.
+            parameters: the parameters of one prepared model, or of models that share an optimizer.
+            max_norm: the largest total norm.
             norm_type: 2, any other p, or inf.
 
-        Returns the total norm before clipping (0-dim), or None inside a window.
+        Returns:
+            The total norm before clipping (0-dim), or None inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; or the strategy cannot clip so.
+            AccelError: the parameters belong to several units or to no unit; or the strategy cannot clip
+                with these arguments.
         """
         unit, owned = self._owner(parameters)
         return step.clip_norm(unit, owned, max_norm, norm_type)
 
     def clip_grad_value_(self, parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
-        """Clamp each gradient to [-clip_value, clip_value], after unscaling.
-
-        Nothing happens inside a window.
+        """Unscale the gradients, then clamp each to [-clip_value, clip_value]. Does nothing inside a window.
 
         Raises:
-            AccelError: the parameters are of several units, or of none; or the strategy cannot clamp them.
+            AccelError: the parameters belong to several units or to no unit; or the strategy cannot clamp.
         """
         unit, owned = self._owner(parameters)
         step.clip_value(unit, owned, clip_value)
 
     def unscale_gradients(self, optimizer: Optimizer | Sequence[Optimizer] | None = None) -> None:
-        """Divide gradients by the loss scale now, before the step.
+        """Divide gradients by the loss scale now, to read or change them before the step. Call on all ranks.
 
-        To look at them or change them. On all ranks.
-
-        optimizer: one that is prepared, or several; default: all. Those of its unit go with it.
+        Args:
+            optimizer: a prepared optimizer, or a list. Default: all. Other optimizers of the same unit are
+                unscaled too.
 
         Raises:
-            AccelError: one is not prepared.
+            AccelError: an optimizer is not prepared.
         """
         prepared = self.run.prepared
         units = prepared.trained
@@ -229,12 +229,12 @@ class Training:
                 )
             units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
         for unit in units:
-            if unit.window.boundary and unit.step_state.needs_finish:  # a step is more than torch's
+            if unit.window.boundary and unit.step_state.needs_finish:  # torch's own step needs nothing
                 step.finish(unit)
 
     @property
     def optimizer_step_was_skipped(self) -> bool:
-        """True if any optimizer skipped its last step: overflow under a loss scale."""
+        """True if any optimizer skipped its last step because gradients overflowed under a loss scale."""
         return any(proxy.step_was_skipped for _, proxy in self.run.prepared.optimizers)
 
     def forward_backward(
@@ -246,23 +246,24 @@ class Training:
         microbatches: int | None = None,
         forward_only: bool = False,
     ) -> StepOutput:
-        """Run forward and backward of one window.
+        """Run forward and backward of one window. Strategies that own the schedule train only by this method.
 
-        Where the strategy owns the schedule, this is the only form.
+        Call it on all ranks.
 
         Args:
-            model: prepared.
-            batches: `microbatches` of them are taken; or one of `windows`, with what it has counted.
+            model: a prepared model.
+            batches: an iterable, of which `microbatches` batches are taken; or a window of `windows`.
             forward_loss: (model, batch) -> (0-dim loss, anything).
-            microbatches: default: gradient_accumulation_steps, or what an option of the strategy says.
+            microbatches: default: gradient_accumulation_steps, or the strategy's own option.
             forward_only: no gradients and no backward, for evaluation.
 
-        On all ranks. Returns the loss of the micro-batches together (0-dim, detached) and what `forward_loss`
-        gave beside it, one each; `valid` is False on ranks that see neither (pipelines).
+        Returns:
+            The loss of all micro-batches together (0-dim, detached), and the second result of `forward_loss`
+            for each micro-batch. `valid` is False on pipeline ranks that have no loss.
 
         Raises:
             AccelError: the model is not prepared.
-            StopIteration: there are fewer batches. None of them is computed then: they are dropped.
+            StopIteration: there are too few batches; the batches taken are dropped without being computed.
         """
         extent = None
         if (whole := getattr(batches, "whole", None)) is not None:
@@ -285,17 +286,15 @@ class Training:
     def join_uneven_inputs(
         self, joinables: Sequence[nn.Module], even_batches: bool | None = None
     ) -> Iterator[None]:
-        """Give a context in which ranks may run out of batches at different times.
-
-        On all ranks.
+        """Return a context in which ranks may run out of batches at different times. Enter it on all ranks.
 
         Args:
             joinables: prepared models.
-            even_batches: what prepared loaders of map-style data do inside, instead of what is configured.
+            even_batches: replaces the option `data.even_batches` for prepared loaders of map-style data.
 
         Raises:
-            ConfigError: their strategy cannot.
-            AccelError: inside LocalSGD.
+            ConfigError: the strategy of a model does not support uneven inputs.
+            AccelError: the context is entered inside LocalSGD.
         """
         units = units_of(self.run, joinables)
         with ExitStack() as stack:
@@ -329,7 +328,7 @@ class Training:
 def _for_model(
     unit: Unit, model: nn.Module, forward_loss: Callable[[nn.Module, Any], tuple[Tensor, Any]]
 ) -> Callable[[nn.Module, Any], tuple[Tensor, Any]]:
-    """Return `forward_loss` for this model: strategies call it with the unit's first."""
+    """Return `forward_loss` for this model: strategies pass the first model of the unit."""
     _, number = unit.run.prepared.place_of(model)
     wrapped, first = unit.wrapped[number], unit.wrapped[0]
 

@@ -1,6 +1,6 @@
 """`accel`: one module per command, imported on call; plugins may add commands.
 
-Help that people read while they wait is text: it needs neither click nor the import of a plugin.
+The help of `accel`, `accel launch` and `accel submit` is text: it needs neither click nor a plugin's import.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from accel_core.errors import AccelError, LaunchError
 __all__ = ["main"]
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
-"""Variable that torch names if importing one of its extensions fails."""
+"""Variable that torch's error names if the import of a torch extension fails."""
 
 
 def _open_standard_streams() -> None:
-    """Open those that the caller closed (`2>&-`) on the null device.
+    """Open the standard streams that the caller closed (`2>&-`) on the null device.
 
-    Else the next file or socket gets their number, and what a library writes to stderr goes into it.
+    Otherwise the next file or socket gets the number of stderr, and a library's messages go into it.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -33,9 +33,9 @@ def _open_standard_streams() -> None:
 
 
 def main() -> None:
-    """Run the console script; print errors of ours without a traceback."""
+    """Run the console script; print AccelErrors without a traceback."""
     _open_standard_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # what a POSIX locale cannot spell is escaped, as on stderr
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a POSIX locale lacks characters: escape as stderr does
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         if text := help_as_text(sys.argv[1:]):

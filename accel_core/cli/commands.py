@@ -17,7 +17,7 @@ BUILT_IN: Final = {
     "plugins": "List what is installed, and say what is wrong with it.",
     "env": "Describe this machine, for bug reports.",
 }
-"""Command of core -> its summary."""
+"""Core's command -> its summary."""
 
 OVERVIEW: Final = """\
 Usage: accel [OPTIONS] COMMAND [ARGS]...
@@ -37,7 +37,7 @@ HELP: Final = ("-h", "--help")
 def added_commands(group: str) -> dict[str, Record]:
     """Return the plugins that add a command to a group, by the command's name.
 
-    A plugin `GROUP-NAME` adds NAME to a group of core; others add their name to `accel` itself.
+    A plugin `GROUP-NAME` adds NAME to a group of core; other plugins add their own name to `accel` itself.
     """
     from accel_core.plugins.discovery import discover
 
@@ -51,7 +51,7 @@ def added_commands(group: str) -> dict[str, Record]:
 
 
 def overview() -> str:
-    """Return the help of `accel`: its commands, and those of plugins by their cards' summaries."""
+    """Return the help of `accel`: core's commands, and plugins' commands by their cards' summaries."""
     added = {name: it.card.summary for name, it in added_commands("accel").items() if it.card}
     commands = BUILT_IN | added
     width = max(map(len, commands))
@@ -59,13 +59,13 @@ def overview() -> str:
 
 
 def help_of_launch(command: str) -> str:
-    """Return the help of `accel launch` or `accel submit`. What plugins add, `--help-all` shows."""
+    """Return the help of `accel launch` or `accel submit`; options of plugins are in `--help-all` only."""
     with open(f"{os.path.dirname(__file__)}/{command}.txt", encoding="utf-8") as file:
         return file.read().rstrip()
 
 
 def help_as_text(words: Sequence[str]) -> str:
-    """Return the help that the words ask for, if it is text."""
+    """Return the help that the command line asks for; empty if click has to write it."""
     if not words or words[0] in HELP:
         return overview()
     if len(words) == 2 and words[0] in ("launch", "submit") and words[1] in HELP:

@@ -33,7 +33,7 @@ def config() -> None:
 @_file
 @_json
 def check(file: str | None, as_json: bool) -> None:
-    """Print each mistake in file and environment on a line; exit 1 if any."""
+    """Print each mistake in file and environment on a line; exit 1 if there is any."""
     notes: list[str] = []
     try:
         resolved = _load(file)
@@ -55,7 +55,7 @@ def check(file: str | None, as_json: bool) -> None:
 @_file
 @_json
 def show(file: str | None, as_json: bool) -> None:
-    """Print each value and where it comes from."""
+    """Print each value and its origin."""
     from accel_core.launch.plan import Launch
 
     resolved = _load(file)
@@ -101,7 +101,7 @@ def init(defaults: bool, output: str, force: bool) -> None:
     if not defaults:
         from accel_core.launch.plan import Launch
 
-        unset = load(discovery=discover(), environment={}, directory=os.devnull)  # where no file lies
+        unset = load(discovery=discover(), environment={}, directory=os.devnull)  # no accel.yaml
         say(f"This machine: {Launch(unset, discover()).hardware()}")
         answers = dict(ask(options, discover()))
     Path(output).write_text(render(options, answers), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""`accel env`: facts that a maintainer asks for first, to paste into a report."""
+"""`accel env`: facts that a maintainer asks for first, to paste into a bug report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from accel_core.contract.options import MASK, may_be_secret
 from accel_core.plugins.discovery import Record, discover, load
 
 VARIABLES: Final = tuple("ACCEL RANK LOCAL_ WORLD_SIZE MASTER_ OMP_NUM TORCH PYTORCH GLOO USE_LIBUV".split())  # noqa: SIM905
-"""Prefixes of variables that change how a run behaves. Others may hold secrets."""
+"""Prefixes of variables that change how a run behaves. Other variables may hold secrets."""
 
 
 @click.command()
@@ -36,15 +36,15 @@ def env() -> None:
     discovery = discover()
     print_listing(discovery, everything=True)
     reports = {"torch": _torch}
-    for record in discovery.of("device"):  # others tell nothing of the machine, and are slow to import
+    for record in discovery.of("device"):  # other slots describe no hardware, and are slow to import
         if record.status == "available":
             reports[record.name] = partial(_report, record)
     for name, report in reports.items():
-        # A vendor's library may end or hang the process: what was found by then is out already.
+        # A vendor's library may end or hang the process, so each line is printed before the next report.
         print(f"{name} ... ", end="", flush=True)
         try:
             say(report())
-        except (Exception, SystemExit) as error:  # code of others, which may raise anything
+        except (Exception, SystemExit) as error:  # a vendor's code may raise anything
             say(f"{type(error).__name__}: {error}")
 
 
@@ -57,7 +57,7 @@ def _torch() -> str:
 
 
 def _report(record: Record) -> str:
-    """Return what the function that its card names says of a device."""
+    """Return the environment report that a device's card names, as one line; "ok" if it is empty."""
     assert record.card is not None
     path = record.card.environment_report
     lines = load(record, path)() if path else {}

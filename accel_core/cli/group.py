@@ -1,4 +1,4 @@
-"""Groups of commands to which plugins add, and the group `accel`."""
+"""Groups of commands that plugins extend, and the group `accel`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from accel_core.errors import PluginError
 class Group(click.Group):
     """A click group to which a command plugin `GROUP-NAME` adds the command NAME.
 
-    It answers an unknown command with a similar one, or with the package that has it.
+    The error for an unknown command names a similar command, or the package that provides the command.
     """
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -40,7 +40,7 @@ class Group(click.Group):
         return None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the summaries; no plugin is imported for its own."""
+        """Write the summaries; plugins' summaries come from their cards, without importing a plugin."""
         rows = [(name, command.get_short_help_str(100)) for name, command in self.commands.items()]
         added = added_commands(self.name or "").items()
         with formatter.section("Commands"):
@@ -55,7 +55,7 @@ class Group(click.Group):
 
 
 class _Accel(Group):
-    """The group `accel`, which imports only the called command."""
+    """The group `accel`, which imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return [*BUILT_IN, *super().list_commands(ctx)]
@@ -74,7 +74,7 @@ class _Accel(Group):
 @click.command(
     "accel",
     cls=_Accel,
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},  # of all commands
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},  # for all commands
 )
 @click.version_option(__version__, prog_name="accel")
 def accel() -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class _LaunchCommand(click.Command):
-    """A command that takes each `--section.option VALUE` as a flag for the config."""
+    """A command that accepts any `--section.option VALUE` as a flag for the config."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         dotted: list[click.Parameter] = [click.Option(names) for names in ctx.meta.get("dotted", ())]
@@ -52,7 +52,7 @@ class _LaunchCommand(click.Command):
         return about + (did_you_mean(flag, known) or f"; `accel {ctx.info_name} --help` lists them all")
 
     def get_help(self, ctx: click.Context) -> str:
-        """Return the text that tools/reference.py has written: it makes it faster than the flags."""
+        """Return the text that tools/reference.py has written, which is faster than formatting the flags."""
         return help_of_launch(ctx.info_name or "")
 
     def format_epilog(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -68,7 +68,7 @@ def _core_sections() -> list[tuple[str, str, type | None]]:
 
 
 def _value(option: Option) -> str:
-    """Return what an option takes, as help shows it."""
+    """Return the placeholder that help shows for the value of an option."""
     members = get_args(option.kind) if get_origin(option.kind) in (Union, UnionType) else (option.kind,)
     words = [*option.choices, *(word for it in members if get_origin(it) is Literal for word in get_args(it))]
     words = ["true", "false"] if bool in members else [getattr(word, "value", word) for word in words]
@@ -80,7 +80,7 @@ def _value(option: Option) -> str:
 
 
 def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
-    """Print the options of all sections: core's, those of plugins that can run here, and who cannot."""
+    """Print the options of core and of plugins that can run here, and the other plugins with the reason."""
     if not wanted:
         return
     from accel_core.config.sections import load_class
@@ -105,7 +105,7 @@ def _show_all(ctx: click.Context, _: click.Parameter, wanted: bool) -> None:
 
 
 def _own_flags() -> list[click.Parameter]:
-    """Name the flags of section `launch` and of the top level; others are dotted."""
+    """Return the flags of section `launch` and of the top level; other options have dotted flags."""
     from accel_core.contract.config import LaunchConfig, RunConfig
 
     top = {name: it for name, it in options_of(RunConfig).items() if it.help}
@@ -141,7 +141,7 @@ def _command(help_of_dry_run: str) -> Callable[[Callable[..., None]], click.Comm
         click.Option(["-m", "module"], is_flag=True, help=module),
         click.Argument(["target"], metavar="SCRIPT [ARGS]...", nargs=-1, type=click.UNPROCESSED),
     ]
-    settings = {"allow_interspersed_args": False}  # flags end where the script begins
+    settings = {"allow_interspersed_args": False}  # flags after the script are the script's own
     return click.command(
         cls=_LaunchCommand, params=params, options_metavar="[FLAGS]", context_settings=settings
     )
@@ -160,24 +160,24 @@ def launch(
     planned, words, again = _planned(config, module, target, options)
     planned = planned.allocated()
     section = planned.config.launch
-    if planned.launcher_offers("named_rendezvous"):  # other launchers find the place themselves
+    if planned.launcher_offers("named_rendezvous"):  # other launchers find the address themselves
         require_rendezvous(section.nodes, section.rendezvous)
     if dry_run:
         _describe(planned, words, again, submits=False)
     missing = [*_missing(planned)]
-    if missing and section.launcher == NATIVE:  # else workers may run where it is not missing
+    if missing and section.launcher == NATIVE:  # other launchers' machines may have it
         raise LaunchError("\n".join([*missing, "install it, or choose another: `accel plugins` lists them"]))
     if dry_run:
         return
     with show_progress("loading torch"):  # to count devices
         hooks, processes = planned.launcher(), planned.processes()
     shown = processes or "auto"
-    if planned.allocation is None or section.node_rank == 0:  # else one engine would say it once per node
+    if planned.allocation is None or section.node_rank == 0:  # once per job, not per node
         notes = (f"accel: {note}" for note in [*_training_alone(planned), *missing])
         line = planned.line(shown) + "; loading torch ..." * sys.stderr.isatty()
         print(*notes, line, sep="\n", file=sys.stderr, flush=True)
     code = hooks.launch(planned.job(command(words), processes, again))
-    sys.exit(code & 0xFF or int(code != 0))  # of 256 the system would keep a 0
+    sys.exit(code & 0xFF or int(code != 0))  # the system keeps 8 bits: 256 would be a success
 
 
 @_command("Print what would be written and sent, then exit.")
@@ -211,7 +211,7 @@ def submit(
 def _planned(
     config: str | None, module: bool, target: tuple[str, ...], options: Mapping[str, str | None]
 ) -> tuple[Launch, tuple[str, ...], tuple[str, ...]]:
-    """Return the launch, the script's words, and `accel launch` with all of them."""
+    """Return the launch, the script's command line, and the command line of `accel launch` for all of it."""
     from accel_core.launch.plan import plan
 
     flags = [(name.replace("__", "."), value) for name, value in options.items() if value is not None]
@@ -227,7 +227,7 @@ def _planned(
 
 
 def _training_alone(planned: Launch) -> Iterator[str]:
-    """Yield a note for variables that ask other programs for more ranks than this launch starts."""
+    """Yield a note on variables of other launchers that mean more ranks than this launch starts."""
     if planned.config.launch.nodes > 1:
         return
     rank, size = os.environ.get("RANK"), os.environ.get("WORLD_SIZE", "")
@@ -244,12 +244,12 @@ def _training_alone(planned: Launch) -> Iterator[str]:
 
 
 def _missing(planned: Launch) -> Iterator[str]:
-    """Yield what the config names and this machine cannot use, such as a plugin without its library."""
+    """Yield a line for each plugin or store that the config names and this machine cannot use."""
     from accel_core.checkpoint.places import storage_at
 
     device = planned.config.device.partition(":")[0]
     for path, slot, name in ((("device",), "device", device), *planned.config.plugin_names()):
-        answers = planned.discovery.answering(slot, name)  # none of a device type that only torch knows
+        answers = planned.discovery.answering(slot, name)  # empty if only torch knows the device
         if slot != "launcher" and answers and all(record.status != "available" for record in answers):
             origin = planned.resolved.origins.get(".".join(path), slot)
             yield f"{origin}: {slot} {name} cannot be used here: {answers[0].reason}"
@@ -265,7 +265,7 @@ def _asked(planned: Launch) -> int:
 
 
 def _describe(planned: Launch, words: Sequence[str], again: Sequence[str], *, submits: bool) -> None:
-    """Print what would be started, and the launcher's own description, if it has one."""
+    """Print the workers that would be started, and the launcher's own description, if it has one."""
     from accel_core.launch.worker import command
 
     say(planned.line(planned.config.launch.processes_per_node))

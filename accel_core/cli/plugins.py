@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
 EXAMINED: Final = 80
-"""Exit code of the doctor's child whose checks have all passed."""
+"""Exit code of the doctor's child process if all checks have passed."""
 CHOSEN: Final = {
     "device": "taken by `device: auto`; explicit names always get their plugin",
     "strategy": "taken by `strategy: auto` when there are several processes",
@@ -50,7 +50,7 @@ def plugins(ctx: click.Context, everything: bool, as_json: bool, why: bool) -> N
     """List the plugins that can be used here.
 
     --why explains the choice, `doctor` examines the installation of one plugin. With accel-testing,
-    `check` runs the conformance tests on it, and `new` writes one.
+    `check` runs the conformance tests on a plugin, and `new` writes a plugin.
     """
     if ctx.invoked_subcommand is not None:
         return
@@ -73,9 +73,11 @@ def _facts(record: Record) -> dict[str, object]:
 
 
 def print_listing(discovery: Discovery, *, everything: bool) -> None:
-    """Print a row for each plugin: where it comes from, and what it is or why it cannot be used.
+    """Print a row for each plugin: its origin, and its summary or the reason why it cannot be used.
 
-    everything: those that cannot be used too, which else are counted.
+    Args:
+        discovery: the installed plugins.
+        everything: print plugins that cannot be used too. False: only count them.
     """
     rows = [("NAME", "SLOT", "STATUS", "FROM", "SUMMARY, OR WHY NOT" if everything else "SUMMARY")]
     shown = [record for record in _ordered(discovery) if everything or record.status == "available"]
@@ -122,17 +124,17 @@ def _verdicts(discovery: Discovery, slot: str, taken: str) -> Iterator[str]:
 
 
 def _launcher() -> str:
-    """Return the launcher that `accel launch` would take here: an engine's in its job, else torchrun."""
+    """Return the launcher that `accel launch` would take here: an engine's inside its job, else torchrun."""
     from accel_core.launch.plan import plan
 
     try:
         return plan().allocated().config.launch.launcher
-    except AccelError as error:  # of the configuration, or of the engine's job
+    except AccelError as error:  # in the config, or in the engine's job
         return f"none: {error}".partition("\n")[0]
 
 
 def _rank(record: Record, usable: Sequence[Record]) -> str:
-    """Return `auto`'s verdict on a usable plugin; the best of them come first."""
+    """Return the verdict of `auto` on a plugin; `usable` has the best plugins first."""
     best = [it for it in usable if it.card and usable[0].card and it.card.priority == usable[0].card.priority]
     if record not in best:
         return "usable, of lower priority"
@@ -160,6 +162,7 @@ def doctor(name: str, timeout: float) -> None:
         print(record.traceback or f"  {record.reason}", flush=True)
     if record.card is None:
         sys.exit(1)
+    # In a child process, since a vendor's import may hang or end the process.
     code = f"from accel_core.cli.plugins import examine; examine({name!r})"
     try:
         ended = subprocess.run([sys.executable, "-c", code], timeout=timeout, check=False)  # noqa: S603
@@ -172,8 +175,8 @@ def doctor(name: str, timeout: float) -> None:
 
 
 def examine(name: str) -> None:
-    """Import each path of a card, in the doctor's child; exit 1 at the first failure."""
-    # late: they are slow to import, and listings need none
+    """Import each path that a card names, in the doctor's child process; exit 1 at the first failure."""
+    # late: slow to import, and not needed by listings
     from accel_core.contract.config import RunConfig
     from accel_core.plugins.tasks import ask
 
@@ -192,7 +195,7 @@ def examine(name: str) -> None:
             load(record, path)
             calls.get(what, lambda: None)()
             reason = verify(record) if what == "verify" else None
-        except Exception as error:  # of the plugin's own, where core calls it
+        except Exception as error:  # the plugin's code may raise anything
             cause = error.__cause__ if isinstance(error, PluginError) else error
             say("failed")
             print(own_traceback(cause or error, record.target, path))

@@ -31,7 +31,7 @@ PLUGINS: Final = {
     "strategy": ("strategy", "auto"),
     "mixed_precision": ("precision", "no"),
 }
-"""Option that names a plugin -> its slot, and the words that name none."""
+"""Option that names a plugin -> its slot, and the words that name no plugin."""
 
 
 def core_options() -> dict[str, Option]:
@@ -44,9 +44,11 @@ def core_options() -> dict[str, Option]:
 
 
 def ask(options: dict[str, Option], discovery: Discovery) -> Iterator[tuple[str, Any]]:
-    """Ask for each option on the terminal, then for those of the named strategy: (path, answer).
+    """Ask for each option on the terminal, then for the strategy's options; yield (path, answer).
 
-    options: those that are asked for; the strategy's join them.
+    Args:
+        options: path -> option to ask for; the options of the strategy are added.
+        discovery: the installed plugins.
     """
     answers: dict[str, Any] = {}
     for path, option in options.items():
@@ -63,7 +65,7 @@ def ask(options: dict[str, Option], discovery: Discovery) -> Iterator[tuple[str,
 
 
 def _answer(path: str, option: Option, discovery: Discovery) -> Any:
-    """Ask until the answer is a value of the option."""
+    """Ask until the answer is a valid value of the option."""
     slot, *words = PLUGINS.get(path, ("",))
     names = [*words, *(record.name for record in discovery.of(slot))]
     choices = names or [str(plain(choice)) for choice in option.choices or members(option.kind)]
@@ -83,9 +85,9 @@ def _answer(path: str, option: Option, discovery: Discovery) -> Any:
 
 
 def render(options: Mapping[str, Option], answers: Mapping[str, Any]) -> str:
-    """Return the answers as YAML, each under its option's help, sections last.
+    """Return the answers as YAML, each below its option's help, sections last.
 
-    What is the default stays a comment, so that the file does not pin it.
+    Defaults are written as comments, so that the file does not pin them.
     """
     import yaml
 

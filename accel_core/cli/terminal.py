@@ -1,4 +1,4 @@
-"""Print for people: on a terminal wrapped at its width and with colours, elsewhere in plain lines."""
+"""Print for people: on a terminal wrapped at its width and coloured, elsewhere in plain lines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLOURS: Final = {
 }
 """Word -> its colour."""
 LEAST: Final = 24
-"""Width of a last column that is still readable beside the others."""
+"""Least width of the last column; if the terminal has no room for it, it is printed below the others."""
 
 
 def say(*lines: str, indent: int = 2, bold: bool = False) -> None:
@@ -38,9 +38,11 @@ def say(*lines: str, indent: int = 2, bold: bool = False) -> None:
 
 
 def print_table(rows: Sequence[Sequence[str]], *, header: bool = True) -> None:
-    """Print a table. On a terminal the last column is wrapped, or stands below the others.
+    """Print a table. On a terminal the last column is wrapped, or printed below the others.
 
-    header: the first row names the columns.
+    Args:
+        rows: the cells of each row.
+        header: the first row names the columns.
     """
     widths = [max(map(len, column)) + 2 for column in list(zip(*rows, strict=True))[:-1]]
     least = sum(widths) + min(LEAST, max(len(row[-1]) for row in rows))
@@ -55,12 +57,12 @@ def print_table(rows: Sequence[Sequence[str]], *, header: bool = True) -> None:
 
 
 def _width() -> int:
-    """Return the columns of the terminal; 0 elsewhere."""
+    """Return the columns of the terminal; 0 if the output is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else 0
 
 
 def _styled(text: str, bold: bool) -> str:
-    """Colour the words of COLOURS."""
+    """Return the text in bold, or with the words of COLOURS coloured."""
     if bold:
         return click.style(text, bold=True)
     words = rf"(?<![\w-])({'|'.join(COLOURS)})(?![\w-])"

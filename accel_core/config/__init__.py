@@ -1,1 +1,1 @@
-"""Options, where their values come from, and what is wrong with them."""
+"""Options, the sources of their values, and the mistakes in them."""

@@ -37,7 +37,7 @@ _LEAVES: Final[Mapping[Any, tuple[str, Any, Callable[[Any], Any]]]] = {
     Path: ("string", (str, PurePath), Path),
     timedelta: ("number", Real, lambda seconds: timedelta(seconds=float(seconds))),
 }
-"""Type of an option -> its name in JSON, the types of values that it takes, and the conversion of these."""
+"""Type of an option -> its name in JSON, the types of values that it accepts, and their conversion."""
 
 
 class MismatchError(ValueError):
@@ -45,7 +45,7 @@ class MismatchError(ValueError):
 
 
 def convert_option(raw: Any, option: Option) -> Any:
-    """Convert the value of an option; raise ValueError where the option does not take it."""
+    """Convert the value of an option; raise ValueError if the option does not accept it."""
     value = convert(raw, option.kind)
     if objection := option.objection(value):
         raise ValueError(objection)
@@ -53,7 +53,7 @@ def convert_option(raw: Any, option: Option) -> Any:
 
 
 def convert(raw: Any, kind: Any) -> Any:
-    """Convert `raw` to type `kind`; raise MismatchError where that means guessing."""
+    """Convert `raw` to type `kind`; raise MismatchError if the conversion would be a guess."""
     problem = None
     for reading in readings(raw):
         try:
@@ -80,7 +80,7 @@ _COMMA: Final = re.compile(r",(?![^\[{]*[\]}])")
 
 
 def readings(raw: Any) -> Iterator[Any]:
-    """Yield what a value may mean: as YAML reads its text, then as text, then as a shell's `a,b`."""
+    """Yield the readings of a value: as YAML reads its text, then as text, then as a shell's `a,b`."""
     if not isinstance(raw, RawText):
         yield _read(raw, scalar)
         yield _read(raw, lambda text: None if scalar(text) is None else str(text))
@@ -98,7 +98,7 @@ def readings(raw: Any) -> Iterator[Any]:
 
 
 def scalar(text: str) -> Any:
-    """Read a word or a decimal number as YAML does; return other text as it is."""
+    """Read a word or a decimal number as YAML does; return other text unchanged."""
     if text.lower() in _WORDS:
         return _WORDS[text.lower()]
     with suppress(ValueError):  # more digits than Python reads
@@ -123,7 +123,7 @@ def _read(raw: Any, read: Callable[[str], Any]) -> Any:
 
 def _structure(raw: Any, kind: Any) -> Any:
     if kind in (Any, object) or type(raw) is kind or (is_union(kind) and type(raw) in get_args(kind)):
-        return raw  # most values are of their type, and need no cattrs, whose import takes 35 ms
+        return raw  # most values have their type already; the import of cattrs takes 35 ms
     from cattrs import BaseValidationError, StructureHandlerNotFoundError, transform_error
 
     try:
@@ -133,7 +133,7 @@ def _structure(raw: Any, kind: Any) -> Any:
         raise MismatchError("; ".join(lines).removesuffix(" at ")) from None
     except StructureHandlerNotFoundError:
         raise MismatchError("can be given in Python only") from None
-    except (TypeError, ValueError, AttributeError):  # a leaf, a union, what has no items
+    except (TypeError, ValueError, AttributeError):  # a leaf, a union, a value without items
         raise _mismatch(raw, kind) from None
 
 
@@ -148,7 +148,7 @@ def _converter() -> Converter:
     made.register_structure_hook_func(lambda kind: kind is object, lambda raw, _: raw)
     made.register_structure_hook_func(is_literal, _literal)
     configure_union_passthrough(bool | int | float | str | None, made)
-    lists = made.copy()  # to cattrs text is a list of letters
+    lists = made.copy()  # cattrs would read text as a list of letters
     made.register_structure_hook_func(
         lambda kind: shape(kind) is list, lambda raw, kind: lists.structure(_list(raw), kind)
     )
@@ -204,7 +204,7 @@ def schema(kind: Any) -> dict[str, Any]:
 
 
 def shape(kind: Any) -> type | None:
-    """Return Mapping or list if the type is like one of them."""
+    """Return Mapping for mappings, list for sequences (not text) and sets, and None for other types."""
     origin = get_origin(kind) or kind
     if not isinstance(origin, type) or issubclass(origin, (str, bytes)):
         return None
@@ -214,12 +214,12 @@ def shape(kind: Any) -> type | None:
 
 
 def is_union(kind: Any) -> bool:
-    """Tell if the type is `X | Y` or `Union[X, Y]`."""
+    """Return True if the type is `X | Y` or `Union[X, Y]`."""
     return get_origin(kind) in (Union, types.UnionType)
 
 
 def is_literal(kind: Any) -> bool:
-    """Tell if the type is `Literal[...]`."""
+    """Return True if the type is `Literal[...]`."""
     return get_origin(kind) is Literal
 
 
@@ -238,11 +238,10 @@ def _value(member: Any) -> Any:
 
 
 def plain(value: Any, *, masks: bool = False) -> Any:
-    """Convert a typed value to JSON; `convert` is the inverse.
+    """Convert a typed value to JSON values; `convert` is the inverse.
 
-    An object that no text can hold becomes its name.
-
-    masks: secrets are masked, by their option or name.
+    An object that text cannot hold becomes its name. With `masks`, secrets are masked, by their option or
+    name.
     """
     value = _value(value)
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -268,7 +267,7 @@ def _inner(value: Any, masks: bool, secret: bool) -> Any:
 
 
 def flat(tree: Mapping[str, Any], section: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted path, value) of each value in nested mappings; {} is a value."""
+    """Yield (dotted path, value) of each value in nested mappings; {} is a value."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{section}{key}.")

@@ -13,7 +13,7 @@ from accel_core.contract.options import Option, options_of
 
 
 def whole_schema(sections: Sections) -> dict[str, Any]:
-    """Return the schema of a file, with a section for each plugin with options."""
+    """Return the schema of a file, with a section for each plugin that has options."""
     whole = class_schema(RunConfig)
     del whole["properties"]["plugins"]
     whole["properties"] |= {name: class_schema(cls) for name, cls in sections.all() if name not in CORE}
@@ -21,7 +21,7 @@ def whole_schema(sections: Sections) -> dict[str, Any]:
 
 
 def class_schema(cls: type) -> dict[str, Any]:
-    """Return the schema of a section, without options that only Python can give."""
+    """Return the schema of a section, without options that can be set in Python only."""
     options = [option for option in options_of(cls).values() if not option.python_only]
     return {
         "title": cls.__name__,

@@ -40,7 +40,7 @@ STRENGTH: Final = ("preset", "file", "environment", "flag", "python")
 
 @frozen(kw_only=True, eq=False, repr=False, slots=False)  # attrs compiles more for cached properties of slots
 class Resolved:
-    """A config, and where each of its values comes from."""
+    """A config, and the origin of each of its values."""
 
     config: RunConfig
     file: str | None = None
@@ -56,28 +56,28 @@ class Resolved:
 
     @cached_property
     def origins(self) -> Mapping[str, str]:
-        """Dotted path -> origin of the value, for all that is not a default."""
+        """Dotted path -> origin of the value, for all values other than defaults."""
         return {dotted(path): str(setting.origin) for path, setting in self.settings.items()}
 
     @property
     def notes(self) -> Sequence[str]:
-        """Sentences on what was left unread, and why."""
+        """Sentences on settings that were not read, with the reason."""
         return tuple(self._table.notes)
 
     @property
     def objects(self) -> Sequence[str]:
-        """Plugins that Python configured by an object, and so asked for."""
+        """Plugins that Python configured by an object, which also selects them."""
         return tuple(path[0] for path in self._table.objects if len(path) == 1 and path[0] not in CORE)
 
     @cached_property
     def tree(self) -> Mapping[str, Any]:
-        """JSON of all values that ranks must share, defaults too; secrets are masked."""
+        """JSON of all values that must be equal on all ranks, defaults included; secrets are masked."""
         whole: dict[str, Any] = plain(self.config, masks=True)
         del whole["launch"]  # says how workers are started, and differs between machines
         return whole
 
     def rows(self) -> Iterator[tuple[str, Any, str]]:
-        """(dotted path, value as JSON, origin) of each option; secrets are masked."""
+        """Yield (dotted path, value as JSON, origin) of each option; secrets are masked."""
         values = plain(self.config, masks=True)
         for path, value in flat(values | values.pop("plugins")):
             option = path
@@ -86,15 +86,15 @@ class Resolved:
             yield path, value, self.origins.get(option, "default")
 
     def unknown_plugins(self) -> list[str]:
-        """Write a line for each plugin name that no installed plugin of its slot has."""
+        """Return a line for each configured plugin name that no installed plugin of its slot has."""
         return [str(it) for it in sorted(self._table.unknown_plugins(), key=lambda it: it.position)]
 
     def plugin_config(self, record: Record, alias: str = "") -> Any:
-        """Return the config of a plugin, or of a strategy by its alias; None without options.
+        """Return the config of a plugin, or of a strategy by its alias; None if it has no options.
 
         Raises:
             ConfigError: a required option is missing.
-            PluginError: its config class cannot be used.
+            PluginError: the plugin's config class cannot be used.
         """
         path = ("strategies", alias) if alias in self.config.strategies else (record.name,)
         if path not in self.sections and (cls := load_class(record)):
@@ -105,12 +105,13 @@ class Resolved:
         return self.sections.get(path)
 
     def with_proposals(self, selected: Mapping[str, Record]) -> Resolved:
-        """Return the config with what the configs of these plugins propose.
+        """Return this config with the values that the configs of the selected plugins propose.
 
-        selected: name or alias -> plugin.
+        Args:
+            selected: name or alias -> plugin.
 
         Raises:
-            ConfigError: two propose different values, or one contradicts another source.
+            ConfigError: two plugins propose different values, or a proposal contradicts another source.
         """
         proposals = [
             Setting(
@@ -124,7 +125,7 @@ class Resolved:
         return _resolved(self._table.with_proposals(proposals), self.file) if proposals else self
 
     def worker_config(self) -> str:
-        """JSON text for a launcher's workers, instead of file, environment and flags."""
+        """Return JSON text for a launcher's workers, which replaces file, environment and flags."""
         settings = [setting._replace(value=plain(setting.value)) for setting in self.settings.values()]
         return json.dumps({"file": self.file, "settings": settings})
 
@@ -143,25 +144,25 @@ def load(
     """Read all sources and merge them. Not collective; imports no torch.
 
     Args:
-        python: dotted path -> argument of `Accelerator`; only what was given.
-        objects: config objects; the class of each tells what it configures.
-        presets: dotted path -> (value, origin); any other source wins over them.
-        flags: (dotted path, text) of each; one path may come by two spellings.
-        file: a YAML file; unset: what ACCEL_CONFIG names, else `accel.yaml` in `directory`, if any.
+        python: dotted path -> argument of `Accelerator`; only arguments that were passed.
+        objects: config objects; the class of an object selects the section that it configures.
+        presets: dotted path -> (value, origin); any other source overrides a preset.
+        flags: (dotted path, text) of each flag; a path may have two spellings.
+        file: a YAML file. Default: the file that ACCEL_CONFIG names, else an `accel.yaml` in `directory`.
         discovery: the installed plugins.
-        environment: variables ACCEL__SECTION__KEY. In a worker, ACCEL_LAUNCH_CONFIG holds the
-            launcher's config, which stands for file, flags and the variables of that time; the
-            commands of `accel` leave it out (`outside`), since what they start is another job.
-        directory: where `accel.yaml` is looked for.
+        environment: variables, of which ACCEL__SECTION__KEY are read. Default: this process's. In a worker,
+            ACCEL_LAUNCH_CONFIG holds the launcher's config, which replaces file, flags and the variables at
+            launch time. The commands of `accel` leave it out (`outside`), since they start another job.
+        directory: the folder to look for `accel.yaml`.
 
     Raises:
-        ConfigError: with every mistake of every source, each with its origin.
+        ConfigError: lists every mistake of every source, each with its origin.
     """
     environment = os.environ if environment is None else environment
     table, variables = Table(Sections(discovery)), list(sources.from_environment(environment))
     if environment.get(WORKER_CONFIG_VARIABLE):
         name, settings = sources.from_launcher(environment[WORKER_CONFIG_VARIABLE])
-        # The script may have set variables since.
+        # The script may have set variables since the launch: these override the launcher's.
         own = {variable.origin.place for variable in variables}
         settings = [it for it in settings if it.origin.place not in own]
     else:
@@ -179,7 +180,7 @@ def load(
 
 
 def outside() -> dict[str, str]:
-    """Return the environment without a launcher's config, for a worker's own jobs."""
+    """Return the environment without a launcher's config, for jobs that a worker starts."""
     return {name: value for name, value in os.environ.items() if name != WORKER_CONFIG_VARIABLE}
 
 
@@ -188,11 +189,11 @@ def find_file(
     environment: Mapping[str, str] | None = None,
     directory: str | os.PathLike[str] = ".",
 ) -> str | None:
-    """Find the file to read: `file`, ACCEL_CONFIG's, or an existing accel.yaml."""
-    if file is not None and not str(file):  # as `--config "$UNSET"` has it
+    """Return the file to read: `file`, the file that ACCEL_CONFIG names, or an existing accel.yaml."""
+    if file is not None and not str(file):  # such as `--config "$UNSET"`
         raise ConfigError("--config names no file\nname one, or leave it out")
     named = file or (os.environ if environment is None else environment).get(FILE_VARIABLE)
-    # A link to a file that is gone was meant to be read: reading it says so.
+    # A dangling link was meant to be read: the error of reading it says that the file is gone.
     return named or (FILE_NAME if os.path.lexists(FilePath(directory, FILE_NAME)) else None)
 
 
@@ -209,7 +210,7 @@ def _resolved(table: Table, file: str | None) -> Resolved:
 
 @cache
 def _usual(section: type) -> Any:
-    """Return a section without settings, which no run changes."""
+    """Return a section with all defaults. Shared between runs, which do not change it."""
     return section()
 
 
@@ -243,7 +244,7 @@ class _Builder:
         return config
 
     def build(self, cls: type, path: Path, **values: Any) -> Any:
-        """Build a section's object, or return Python's own if it has all the settings."""
+        """Build a section's object, or return the object that Python passed if it has these values."""
         for name, option in options_of(cls).items():
             inner = (*path, name)
             setting = self.table.settings.get(inner)
@@ -258,7 +259,7 @@ class _Builder:
         original = self.table.objects.get(path)
         try:
             built = (cls if original is None else type(original))(**values)
-        except (TypeError, ValueError) as error:  # a check of the class itself, over several options
+        except (TypeError, ValueError) as error:  # the class checks several options together
             if not self._has_problem(path):
                 self._refuse(path, str(error), path)
             return original
@@ -266,12 +267,12 @@ class _Builder:
         return self.built[path]
 
     def _has_problem(self, path: Path) -> bool:
-        """Tell if an option, or one within a section, has a mistake already: others may follow from it."""
+        """Return True if an option, or a section's option, has a mistake: further ones may follow from it."""
         problems = [*self.table.problems, *self.problems]
         return any(problem.path[: len(path)] == path for problem in problems)
 
     def _refuse(self, section: Path, message: str, path: Path) -> None:
-        """Add a problem whose origin is the section's option that the strongest source has set."""
+        """Add a problem, whose origin is the section's setting of the strongest source."""
         within = [it.origin for path, it in self.table.settings.items() if path[: len(section)] == section]
         origin = max(within, key=lambda it: STRENGTH.index(it.source), default=None)
         self.problems.append(ConfigProblem(origin, path, message))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from accel_core.contract.card import Slot
 
 CORE: Final = {name: it.section for name, it in options_of(RunConfig).items() if name != "plugins"}
-"""Core's own top-level options and sections: name -> a section's class."""
+"""Core's top-level options and sections: name -> class of a section, None for an option."""
 
 
 SLOTS: Final[Mapping[Path, Slot]] = {
@@ -47,7 +47,7 @@ class Sections:
             return CORE[name]
         if name not in self._classes:
             record = self.discovery.get(name)
-            try:  # choosing the plugin raises this error; for its section a note will do
+            try:  # only choosing the plugin raises this error; its section gets a note
                 self._classes[name] = load_class(record) if record else None
             except PluginError as error:
                 self._classes[name] = None
@@ -55,28 +55,28 @@ class Sections:
         return self._classes[name]
 
     def all(self) -> Iterator[tuple[str, type]]:
-        """All sections and their classes, core's first."""
+        """Yield each section and its class, core's sections first."""
         for name in (*CORE, *(record.name for record in self.discovery.records)):
             if (cls := self.class_of(name)) is not None:
                 yield name, cls
 
     def spell(self, word: str) -> str:
-        """Read a plugin's name from a variable or flag, which cannot spell hyphens."""
+        """Return the plugin's name that a word stands for: variables have underscores for hyphens."""
         if word in CORE or "_" not in word:
             return word
         return {name.replace("-", "_"): name for name in self.discovery.names}.get(word, word)
 
     def configured_by(self, config: object) -> str | None:
-        """Find the section that an object of this class, or of a subclass, configures."""
+        """Return the section that a config object configures, by its class or a base class; else None."""
         classes = type(config).__mro__
         return next((name for name, cls in self.all() if cls in classes), None)
 
 
 def load_class(record: Record) -> type | None:
-    """Return the config class that a plugin's card names.
+    """Return the config class that a plugin's card names; None if the plugin has no options.
 
     Raises:
-        PluginError: the plugin is broken, or the class cannot be imported, or is not made of options.
+        PluginError: the plugin is broken, the class cannot be imported, or it is not made of options.
     """
     if record.fault:
         about = f"the plugin is {record.fault}: {record.detail}"
@@ -84,12 +84,12 @@ def load_class(record: Record) -> type | None:
     if record.card is None or record.card.config is None:
         return None
     cls: type = load(record, record.card.config)
-    guarded(record, f"configured by {record.card.config}", partial(options_of, cls))  # annotations are code
+    guarded(record, f"configured by {record.card.config}", partial(options_of, cls))  # runs annotations
     return cls
 
 
 def misspelt_variables(environment: Iterable[str]) -> Iterator[ConfigProblem]:
-    """Report each variable with one underscore for two, as ACCEL_MIXED_PRECISION."""
+    """Report each variable with one underscore instead of two, such as ACCEL_MIXED_PRECISION."""
     ours = sorted(name for name in environment if name.upper().startswith("ACCEL_") and name[6:7] != "_")
     meant = {
         "_".join(path): "__".join(path)

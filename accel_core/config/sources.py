@@ -1,6 +1,6 @@
 """The sources of a config: presets, environment, flags, Python and a launcher; `yamlfile` reads files.
 
-Each gives settings, weakest first, whose values stay as they were written.
+Each source yields settings, whose values stay as they were written. The weakest source comes first.
 """
 
 from __future__ import annotations
@@ -15,22 +15,22 @@ from accel_core.errors import ConfigError
 WORKER_CONFIG_VARIABLE: Final = "ACCEL_LAUNCH_CONFIG"
 """Variable with a launcher's config for its workers, as JSON."""
 GUESSES_VARIABLE: Final = "ACCEL_LAUNCH_VARIABLES"
-"""Variable with those that a launcher has set for plugins, as JSON.
+"""Variable with the variables that a launcher has set for plugins, as JSON.
 
-The script has not chosen options then.
+Their values are guesses: the script has not chosen its options yet.
 """
 
 Source = Literal["preset", "file", "environment", "flag", "python", "proposal"]
 
 
 class RawText(str):
-    """Text without quotes, of a file or a shell: the type of its option decides what it means."""
+    """Text without quotes, from a file or a shell: the type of its option decides how it is read."""
 
     __slots__ = ()
 
 
 class Origin(NamedTuple):
-    """The place where a value was written."""
+    """The place of a value in its source."""
 
     source: Source
     place: str
@@ -39,7 +39,7 @@ class Origin(NamedTuple):
     """Line in the file, from 1; 0: not in a file."""
     column: int = 0
     over: str = ""
-    """The weaker value that this one replaced, and its origin, for people."""
+    """The weaker value that this value replaced, and its origin, for people."""
 
     def __str__(self) -> str:
         place = f"{self.place}:{self.line}:{self.column}" if self.line else self.place
@@ -47,7 +47,7 @@ class Origin(NamedTuple):
 
 
 class Setting(NamedTuple):
-    """A value for an option, or for a whole section, and where it comes from."""
+    """A value for an option, or for a whole section, and its origin."""
 
     path: Path
     value: Any
@@ -55,7 +55,7 @@ class Setting(NamedTuple):
 
 
 class ConfigProblem(NamedTuple):
-    """One mistake: its place, its option, and a message."""
+    """One mistake: its origin, its option, and a message."""
 
     origin: Origin | None
     path: Path
@@ -72,7 +72,7 @@ class ConfigProblem(NamedTuple):
 
 
 def raise_problems(problems: Iterable[ConfigProblem]) -> None:
-    """Raise all problems as one ConfigError, in the order of the file, if any."""
+    """Raise all problems, if there are any, as one ConfigError, in the order of the file."""
     ordered = sorted(problems, key=lambda problem: problem.position)
     if ordered:
         lines = list(map(str, dict.fromkeys(ordered)))
@@ -81,18 +81,18 @@ def raise_problems(problems: Iterable[ConfigProblem]) -> None:
 
 
 def dotted(path: Path) -> str:
-    """Return a path as users write it."""
+    """Return a path as users write it, such as `launch.nodes`."""
     return ".".join(path)
 
 
 def from_presets(presets: Mapping[str, tuple[object, str]]) -> Iterator[Setting]:
-    """Settings of dotted path -> (value, origin), the weakest source."""
+    """Yield the settings of dotted path -> (value, origin), the weakest source."""
     for path, (value, origin) in presets.items():
         yield Setting(tuple(path.split(".")), value, Origin("preset", origin))
 
 
 def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
-    """Settings of ACCEL__SECTION__KEY=text, in any case; empty text is left out."""
+    """Yield the settings of variables ACCEL__SECTION__KEY, in any case; empty variables are skipped."""
     for name, text in sorted(environment.items()):
         if name.upper().startswith("ACCEL__") and text:
             path = tuple(name.lower().split("__")[1:])
@@ -100,7 +100,7 @@ def from_environment(environment: Mapping[str, str]) -> Iterator[Setting]:
 
 
 def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[Setting]:
-    """Settings of (dotted path, text); hyphens and underscores are equal."""
+    """Yield the settings of (dotted path, text); hyphens and underscores are equal."""
     for flag, text in flags:
         spelling = flag.removeprefix("launch.").replace("_", "-")
         path = tuple(flag.replace("-", "_").split("."))
@@ -108,7 +108,7 @@ def from_flags(flags: Iterable[tuple[str, str]]) -> Iterator[Setting]:
 
 
 def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iterator[Setting]:
-    """Settings of dotted path -> argument of `Accelerator`, and config objects without a path."""
+    """Yield the settings of dotted path -> argument of `Accelerator`, and config objects without a path."""
     for name, value in python.items():
         path = tuple(name.split("."))
         argument = "strategies" if path[0] == "strategies" else path[-1]
@@ -118,7 +118,7 @@ def from_python(python: Mapping[str, object], objects: Sequence[object]) -> Iter
 
 
 def from_launcher(text: str) -> tuple[str | None, list[Setting]]:
-    """Return the name of the launcher's file, and the settings of its merged config."""
+    """Return the name of the file that the launcher read, and the settings of its merged config."""
     data = json.loads(text)
     return data["file"], [
         Setting(tuple(path), value, Origin(*origin)) for path, value, origin in data["settings"]

@@ -17,32 +17,32 @@ from accel_core.contract.options import Option, Path, changed, masked, options_o
 from accel_core.plugins import catalog
 
 ALIASES: Final[Mapping[Path, Path]] = {("accumulation", "num_steps"): ("gradient_accumulation_steps",)}
-"""A second name of an option -> the first."""
+"""Second name of an option -> its first name."""
 
 _WRITTEN: Final = ("file", "environment", "flag")
-"""Sources of text, in which no Python object can be."""
+"""Sources of text, which cannot hold Python objects."""
 
 
 @define(eq=False, repr=False)
 class Table:
-    """The settings of all sources, the stronger over the weaker, and every mistake in them."""
+    """The merged settings of all sources, and every mistake in them."""
 
     sections: Sections
     settings: dict[Path, Setting] = field(factory=dict)
     objects: dict[Path, object] = field(factory=dict)
-    """Path of a section -> the object that Python gave; a run holds that very object."""
+    """Path of a section -> the object that Python passed; a run holds this very object."""
     strategies: dict[str, Setting] = field(factory=dict)
     """Alias in `strategies` -> the setting that names its plugin."""
     places: dict[Path, Origin] = field(factory=dict)
     """Path of a key in the file -> its place."""
     problems: list[ConfigProblem] = field(factory=list)
     notes: dict[str, None] = field(factory=dict)
-    """Settings that were left unread, and why. A dict, for the order."""
+    """Sentences on settings that were not read. A dict, for the order."""
 
     def read(self, settings: Iterable[Setting]) -> Table:
         """Put settings into the table, the weakest source first."""
         parts = [part for setting in settings for part in self._addressed(setting)]
-        # Before any is placed: another source may name the plugin of an alias.
+        # Before any setting is placed: a stronger source may name the plugin of an alias.
         named = [it for it in parts if it.path[0] == "strategies" and it.path[2:] == ("plugin",)]
         self.strategies |= {setting.path[1]: setting for setting in named}
         for setting in parts:
@@ -53,7 +53,7 @@ class Table:
     def with_proposals(self, settings: Iterable[Setting]) -> Table:
         """Return a table that has these settings too.
 
-        What is typed is not read again: a value may be a generator.
+        The settings of this table are not converted again: a value may be a generator.
         """
         return evolve(self, settings=dict(self.settings), notes=dict(self.notes), problems=[]).read(settings)
 
@@ -78,7 +78,7 @@ class Table:
         self.problems.append(ConfigProblem(setting.origin, path or setting.path, message))
 
     def _addressed(self, setting: Setting) -> Iterator[Setting]:
-        """Give an object the path of its section; split `strategies` into single options."""
+        """Yield settings with a path: objects get the path of their section, `strategies` is split."""
         path, value = setting.path, setting.value
         is_object = attrs.has(type(value)) and (not path or path[0] == "strategies")
         name = self.sections.configured_by(value) if is_object else None
@@ -103,7 +103,7 @@ class Table:
                 yield setting  # names no plugin
 
     def _place(self, setting: Setting) -> None:
-        """Walk down to the section or option that a setting is for, and place it there."""
+        """Walk down to the section or option of a setting, and store the value there."""
         at: Path = ()
         stands: type | Option | None = RunConfig
         for name in setting.path:
@@ -120,7 +120,7 @@ class Table:
         return None
 
     def _within(self, section: type, at: Path, setting: Setting) -> type | Option | None:
-        """Return the section or option at a path; None if it was refused or left unread."""
+        """Return the section or option at a path; None if the setting was refused or not read."""
         match at:
             case ["strategies"]:
                 return RunConfig  # its keys are aliases: the next case
@@ -142,17 +142,17 @@ class Table:
             self._refuse(setting, "needs a key 'plugin' that names its strategy", ("strategies", alias))
             return None
         if setting.path[2:] == ("plugin",):
-            return RunConfig  # the name itself counts, whether or not it is installed
+            return RunConfig  # the name is a value, whether or not the plugin is installed
         return self._plugin(str(plugin.value), setting.path[:3], setting)
 
     def _plugin(self, name: str, at: Path, setting: Setting) -> type | None:
-        """Return a plugin's section; refuse the setting or leave it unread if there is none."""
+        """Return a plugin's section; if there is none, refuse the setting or leave it unread."""
         if (cls := self.sections.class_of(name)) is None:
             self._leave_unread(setting, name, at)
         return cls
 
     def _keys(self, setting: Setting, cls: type | None = None) -> Iterator[Setting]:
-        """Yield the settings of a section's keys; of an object, those that are not the default."""
+        """Yield the settings of a section's keys; of an object, the values that are not the default."""
         raw, path = setting.value, setting.path
         if isinstance(raw, RawText):
             raw = next(readings(raw))
@@ -171,10 +171,10 @@ class Table:
             self._refuse(setting, f"is a section: expected keys and values, got {quoted(raw)}")
 
     def _set(self, setting: Setting, option: Option) -> None:
-        """Convert the value of an option, and merge it with that of weaker sources."""
+        """Convert the value of an option, and merge it with the value of weaker sources."""
         raw, path = setting.value, ALIASES.get(setting.path, setting.path)
         if raw is None and path != setting.path:
-            return  # unset, so that the first name counts
+            return  # null under the second name: the first name counts
         is_written = setting.origin.source in _WRITTEN
         try:
             if option.python_only and is_written:
@@ -191,7 +191,7 @@ class Table:
         """Let the stronger source win; refuse a contradiction that must be a mistake.
 
         Python may not contradict a flag or a variable, and a proposal may not contradict any source. A
-        source may not contradict itself either, by two names of one option for instance.
+        source may not contradict itself either, for example by two names of one option.
         """
         old = self.settings.setdefault(new.path, new)
         stronger, weaker = new.origin.source, old.origin.source
@@ -211,7 +211,7 @@ class Table:
     # -- settings for no option ----------------------------------------------------------------------
 
     def _leave_unread(self, setting: Setting, name: str, path: Path) -> None:
-        """Note a section that this installation cannot read; refuse one that no installation has."""
+        """Note a section that this installation cannot read; refuse a section that no installation has."""
         discovery = self.sections.discovery
         record, entry = discovery.get(name), catalog.catalog_entry(name)
         reason = self.sections.faults.get(name)
@@ -228,7 +228,7 @@ class Table:
             self._refuse(plugin, catalog.not_installed(name, "strategy", discovery))
 
     def _hint(self, path: Path, cls: type) -> str:
-        """Hint at a similar name, or at the same key in another section."""
+        """Return a hint at a similar name, or at the same key in another section; else empty."""
         *section, name = path
         names, discovery = list(options_of(cls)), self.sections.discovery
         if cls is RunConfig:

@@ -1,4 +1,4 @@
-"""Notes on options that do nothing in a run, and on sections of plugins that are not in it."""
+"""Notes on options that do nothing in a run, and on sections of plugins that the run does not use."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 
 def unused_options(resolved: Resolved, used: Collection[str]) -> Iterator[str]:
-    """Write a sentence for each option that is set without the one that it counts with.
+    """Yield a sentence for each option that is set without the option that it needs.
 
-    used: names of the chosen plugins, and aliases of strategies; sections of others are skipped.
+    Args:
+        resolved: the config.
+        used: names of the chosen plugins, and aliases of strategies; sections of other plugins are skipped.
     """
     for path, setting in resolved.settings.items():
         section, plugin = resolved.sections.get(path[:-1]), path[path[0] == "strategies"]
@@ -32,19 +34,19 @@ def unused_options(resolved: Resolved, used: Collection[str]) -> Iterator[str]:
 
 
 def _is_set(section: object, name: str) -> bool:
-    """Tell if an option differs from its default; the word `no` unsets a backend."""
+    """Return True if an option differs from its default; the word `no` unsets a backend."""
     option = options_of(type(section))[name]
     return getattr(section, option.attribute) not in ("no", None, option.default_for(section))
 
 
 TYPED: Final = ("environment", "flag")
-"""Sources that are given for one run, whereas a file may serve several."""
+"""Sources that are written for one run, whereas a file may serve several runs."""
 
 
 def unused_sections(
     resolved: Resolved, used: Collection[str], discovery: Discovery
 ) -> Iterator[tuple[Record, Setting, str]]:
-    """(plugin, option given for it, setting that selects it) of each unused plugin."""
+    """Yield (plugin, option set for it, setting that would select it) of each unused plugin."""
     first: dict[str, Setting] = {}
     for path, setting in resolved.settings.items():
         if path[0] not in used and (path[0] not in first or setting.origin.source in TYPED):
@@ -52,11 +54,11 @@ def unused_sections(
     for name, setting in first.items():
         record = discovery.get(name)
         path = next((path for path, slot in SLOTS.items() if record and slot == record.slot), ())
-        if record and path:  # else a section of core, or `strategies`
+        if record and path:  # not a section of core, nor `strategies`
             yield record, setting, f"{dotted(path)}: {record.name}"
 
 
 def auto_may_take(record: Record, resolved: Resolved) -> bool:
-    """Tell if `auto` may select the plugin on a machine that has its hardware."""
+    """Return True if `auto` may select the plugin on a machine that has its hardware."""
     asked = {"device": resolved.config.device, "strategy": resolved.config.strategy}.get(record.slot)
     return asked == "auto" and record.card is not None and record.card.priority is not None

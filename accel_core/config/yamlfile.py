@@ -1,4 +1,4 @@
-"""YAML as plain values: PyYAML finds the structure, and types decide what plain scalars mean."""
+"""YAML as plain values: PyYAML parses the structure, and an option's type decides how scalars are read."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Document:
     places: dict[Path, Origin] = field(factory=dict)
     problems: list[ConfigProblem] = field(factory=list)
     room: int = MOST_VALUES
-    """Number of values that it may still have."""
+    """Number of values that the document may still have."""
 
     def at(self, mark: yaml.Mark | None) -> Origin:
         """Return file, line and column."""
@@ -56,7 +56,7 @@ class Document:
             if not isinstance(key, yaml.ScalarNode):
                 self._refuse(mark, path, "keys are text, not a list or mapping")
             elif key.value == "<<" and isinstance(value, yaml.MappingNode):
-                values = self._mapping(value, path)  # own keys come later, and win
+                values = self._mapping(value, path)  # the mapping's own keys come later, and win
             else:
                 if key.value in lines:
                     self._refuse(mark, inner, f"given again; it is already on line {lines[key.value]}")
@@ -69,12 +69,12 @@ class Document:
 
 
 def read_yaml(document: Document, directory: FilePath) -> Iterator[Setting]:
-    """Read the settings of a file; its mistakes go to the document."""
+    """Yield the settings of a file; mistakes are added to the document."""
     mark = None
     try:
         text = (directory / document.name).read_text(encoding="utf-8-sig")
         document.room = max(document.room, len(text))
-        root = yaml.compose(text, Loader=yaml.BaseLoader)  # its scalars are all text
+        root = yaml.compose(text, Loader=yaml.BaseLoader)  # BaseLoader keeps scalars as text
         if isinstance(root, yaml.MappingNode):
             values = document.value(root)
             yield from (Setting((key,), values[key], document.places[key,]) for key in values)
@@ -88,7 +88,7 @@ def read_yaml(document: Document, directory: FilePath) -> Iterator[Setting]:
 
 
 def read_text(text: str) -> Any:
-    """Read a list, a mapping or quoted text of a shell; return other text as it is."""
+    """Read a list, a mapping or quoted text of a shell; return other text unchanged."""
     document = Document()
     try:
         value = document.value(yaml.compose(text, Loader=yaml.BaseLoader))

@@ -16,7 +16,7 @@ from accel_core.errors import LaunchError
 
 LOCAL: Final = "127.0.0.1"
 FIRST_NOTICE: Final = 3.0
-"""Seconds to the first line of a log that says which nodes are waited for."""
+"""Seconds until a log names the nodes that are missing."""
 SIOCGIFADDR: Final = 0x8915
 """Linux: the IPv4 address of an interface."""
 
@@ -25,7 +25,7 @@ def rendezvous_address(job: Job) -> tuple[str, int]:
     """Return host and port at which the job's nodes meet.
 
     Raises:
-        LaunchError: the job names no such place.
+        LaunchError: the job's rendezvous is missing or invalid.
     """
     require_rendezvous(job.nodes, job.rendezvous)
     try:
@@ -36,12 +36,13 @@ def rendezvous_address(job: Job) -> tuple[str, int]:
 
 
 def wait_for_node_0(job: Job, place: tuple[str, int], seconds: float) -> None:
-    """Return once node 0 answers, or, on node 0, once this machine knows its own name.
+    """Return once node 0 answers; on node 0, once this machine can resolve its own name.
 
-    In torch's own wait no signal handler runs. The name of a pod that just starts is not known at once.
+    Waiting here lets signal handlers run, which torch's own wait blocks. The name of a starting pod cannot be
+    resolved at once.
 
     Raises:
-        LaunchError: it took longer than `seconds`.
+        LaunchError: the wait took longer than `seconds`.
     """
     if job.nodes == 1:
         return
@@ -83,12 +84,12 @@ def require_rendezvous(nodes: int, rendezvous: str | None) -> None:
 
 
 def show_waiting(text: str | Callable[[], str]) -> AbstractContextManager[None]:
-    """Show that a node waits for others, in a log too from the third second on."""
+    """Return a context that shows that a node waits for others; a log shows it from the third second on."""
     return show_progress(text, main_process_only=False, tell_after=FIRST_NOTICE)
 
 
 def address_towards(host: str, port: int) -> str | None:
-    """Return the address by which other nodes know this one; None if unknown."""
+    """Return this machine's address on the route to `host`; None if unknown."""
     with suppress(OSError):
         for family, *_, place in sorted(socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)):
             with suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -99,7 +100,7 @@ def address_towards(host: str, port: int) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """Return the interface that leads to the other nodes, by its IPv4 address on Linux; else None."""
+    """Return the interface on the route to `host`; None if it has no IPv4 address, or not on Linux."""
     address = address_towards(host, port)
     if sys.platform != "linux" or address is None or ":" in address:
         return None

@@ -1,4 +1,4 @@
-"""The attempts of a job on this node: torch's elastic_launch for each, and what was the matter with it."""
+"""The attempts of a job on this node: one elastic_launch of torch per attempt, and its failure."""
 
 from __future__ import annotations
 
@@ -31,36 +31,38 @@ Worker = tuple[Callable[..., Any] | str, Sequence[Any], str]
 
 
 class _Settings(LaunchConfig):
-    """torch's settings of an attempt.
+    """torch's settings of an attempt, without torch's own search for devices.
 
-    torch looks for devices when it makes its own, and forks could not use them then.
+    A process that has looked for devices cannot use them in its forks.
     """
 
     def __post_init__(self) -> None:
         self.shutdown_timeout = ENDING_SECONDS
-        self.signals_to_handle = "SIGHUP,SIGQUIT"  # the others are ours
+        self.signals_to_handle = "SIGHUP,SIGQUIT"  # `Signals` handles the others
 
 
 def run_attempts(
     job: Job, place: tuple[str, int], seconds: int, folder: str, signals: Signals, worker: Worker
 ) -> dict[int, Any]:
-    """Run the workers of this node, again after a failure if the job may; return their results by rank.
+    """Run the workers of this node, with restarts if the job allows them; return their results by rank.
+
+    A signal ends this process as signals do.
 
     Args:
         job: the job.
         place: host and port at which the nodes meet.
-        seconds: time for which they wait for each other.
-        folder: for the notes of workers.
-        signals: the handlers of this process.
-        worker: what a worker runs, its arguments, and the start method for a function.
+        seconds: time for which nodes wait for each other.
+        folder: folder for the notes of workers.
+        signals: the signal handlers of this process.
+        worker: a program or function, its arguments, and the start method for a function.
 
     Raises:
-        LaunchError: what failed in the last attempt. A signal ends this process as signals do.
+        LaunchError: describes the failure of the last attempt.
     """
     try:
         signals.poll()
         return _run(job, Nodes(job, *place, seconds, signals.poll), folder, signals, worker)
-    except SignalException as stop:  # by torch's handler, before the first poll
+    except SignalException as stop:  # from torch's handler, before the first poll
         sys.exit(128 + stop.sigval)
     except (DistError, RendezvousError) as error:
         raise not_met(job, place, error) from error

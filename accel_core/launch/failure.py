@@ -1,4 +1,4 @@
-"""Find the worker that failed first, which is the one to report."""
+"""Find the worker that failed first, whose failure is reported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from accel_core.launch.signals import ENDING_SECONDS
 
 
 def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
-    """Return the failure, of those by rank, that made the other ranks fail."""
+    """Return the failure that made the other ranks fail. `failures`: rank -> its failure."""
     noted = {rank: at for rank in failures if (at := _note_of(failures[rank]).get("time")) is not None}
     earliest = min(noted.values(), default=float("inf"))
 
@@ -24,28 +24,30 @@ def first_failure(failures: Mapping[int, ProcessFailure]) -> LaunchError:
             reports_another = _note_of(failure).get("of") is not None
             return 2 if reports_another else 1, noted[rank]
         if failure.exitcode == -signal.SIGTERM or failure.timestamp > earliest + ENDING_SECONDS - 5:
-            return 3, failure.timestamp  # ended by the agent
+            return 3, failure.timestamp  # ended by torch's agent
         if failure.exitcode == -signal.SIGABRT:
             return 2, failure.timestamp  # as libraries do when a peer is gone
-        return 0, failure.timestamp  # gone without a note: the other ranks noticed before the agent did
+        return 0, failure.timestamp  # died without a note: other ranks noticed it before the agent did
 
     rank = min(failures, key=order)
     return _described(rank, failures[rank])
 
 
 def noted_failures(files: Mapping[tuple[int, int], Path]) -> dict[int, ProcessFailure]:
-    """Return the failures that workers have noted, by rank.
+    """Return rank -> failure, for workers that have noted a failure.
 
-    torch lists those whose processes had ended when it looked, and one that failed first may end last.
+    torch lists only workers whose processes had ended when it looked, but the worker that failed first may
+    end last.
 
-    files: (rank, local rank) -> the worker's error file.
+    Args:
+        files: (rank, local rank) -> the worker's error file.
     """
     found = {
         rank: ProcessFailure(local_rank=local, pid=0, exitcode=1, error_file=str(file))
         for (rank, local), file in files.items()
         if file.is_file()
     }
-    # Other programs than a worker of ours may have written one.
+    # Programs other than accel-core's worker may have written an error file in torch's own format.
     return {rank: failure for rank, failure in found.items() if "time" in _note_of(failure)}
 
 
@@ -56,8 +58,8 @@ def _note_of(failure: ProcessFailure) -> Mapping[str, Any]:
 
 def _described(rank: int, failure: ProcessFailure) -> LaunchError:
     note = _note_of(failure)
-    # A script may ask to exit with any number, of which the system keeps a byte. Only the process itself
-    # tells of a signal.
+    # A script may exit with any number, of which the system keeps 8 bits. A signal shows in the exit code of
+    # the process only, not in a note.
     code = int(note["code"]) & 0xFF if "code" in note else failure.exitcode
     how = f"exited with code {code}"
     if note.get("py_callstack"):

@@ -30,21 +30,18 @@ RENDEZVOUS_SECONDS: Final = 900
 """Seconds that nodes wait for each other."""
 
 _inherited: list[BaseException | None] = []
-"""In a fork: the last error of the notebook.
-
-Its traceback holds objects that the fork may not free.
-"""
+"""In a fork: the notebook's last error. Its traceback holds objects that the fork must not free."""
 
 
 class TorchrunLauncher:
-    """Slot launcher: `job.processes_per_node` workers of this machine."""
+    """Slot launcher: starts `job.processes_per_node` workers on this machine."""
 
     def __init__(self, config: object = None, run: object = None) -> None:
-        del config, run  # it has no options, and lives before any run
+        del config, run  # this launcher has no options, and is made before any run
 
     @implements(hooks.allocation)
     def allocation(self, launch: LaunchConfig) -> Allocation | None:
-        """Return None: a user names the machines of torchrun."""
+        """Return None: with torchrun, the user names the machines."""
         del launch
         return None
 
@@ -52,7 +49,8 @@ class TorchrunLauncher:
     def launch(self, job: Job) -> int:
         """Run `job.argv` in each worker, and return the exit code.
 
-        A LaunchError describes the first failing rank, and has its code.
+        Raises:
+            LaunchError: describes the first failing rank, and has its exit code.
         """
         try:
             _run(job, job.argv[0], job.argv[1:])
@@ -62,20 +60,22 @@ class TorchrunLauncher:
 
 
 def launch_function(function: Callable[..., Any], args: tuple[Any, ...], job: Job) -> Sequence[Any]:
-    """Run `function(*args)` in `job.processes_per_node` workers of this machine.
+    """Run `function(*args)` in `job.processes_per_node` workers; return each rank's value, in rank order.
 
-    Forks on Linux, so that functions of a notebook will do; spawns elsewhere. Returns each rank's value, in
-    rank order. LaunchError has a failing rank's traceback.
+    Workers are forked on Linux, so that functions of a notebook can be used, and spawned elsewhere.
+
+    Raises:
+        LaunchError: has the traceback of the first failing rank.
     """
     method = "fork" if sys.platform == "linux" else "spawn"
-    keep_inherited_objects()  # what an earlier launch left is this process's to free
+    keep_inherited_objects()  # forks must not free objects that an earlier launch left in this process
     results = _run(job, _call, (function, args), start_method=method)
-    pickled = [results[rank] for rank in sorted(results)]  # None: the function left by sys.exit(0)
+    pickled = [results[rank] for rank in sorted(results)]  # None: the function called sys.exit(0)
     return [None if data is None else pickle.loads(data) for data in pickled]  # noqa: S301 - our own workers'
 
 
 def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    # A forked worker inherits the launcher's handlers.
+    # A forked worker inherits the launcher's signal handlers.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     note_process()
@@ -83,7 +83,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     try:
         return guard(lambda: pickle.dumps(function(*args)))
     finally:  # handlers of atexit do not run in a child of multiprocessing
-        vars(threading)["_shutdown"]()  # a thread that the function left is waited for, as in a script
+        vars(threading)["_shutdown"]()  # wait for threads that the function left, as at the end of a script
         if "accel_core.runtime.exit" in sys.modules:
             sys.modules["accel_core.runtime.exit"].end_runs()
 
@@ -91,7 +91,7 @@ def _call(function: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
 def _run(
     job: Job, entrypoint: Callable[..., Any] | str, args: Sequence[Any], start_method: str = "spawn"
 ) -> dict[int, Any]:
-    """Run workers under torch's agent; return the result of each by rank."""
+    """Run workers under torch's agent; return rank -> result."""
     signals = Signals()
     with signals:
         discovery = discover()
@@ -99,7 +99,7 @@ def _run(
         place = rendezvous_address(job)
         does_nothing_else = isinstance(entrypoint, str)
         if does_nothing_else:
-            gc.disable()  # it would search torch while that is imported, and find nothing
+            gc.disable()  # a collection during the import of torch takes time, and frees nothing
         from accel_core.launch.attempts import run_attempts
 
         if does_nothing_else:
@@ -123,9 +123,9 @@ def _environment(job: Job, host: str, port: int) -> Iterator[None]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // job.processes_per_node)))
     interface = interface_towards(host, port) if job.nodes > 1 else None
-    if interface:  # gloo would take that of the host's own name, often a loopback
+    if interface:  # gloo would take the interface of the host's own name, often a loopback
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    if sys.platform == "win32":  # where torch's store is built without it
+    if sys.platform == "win32":  # torch's store is built without libuv there
         os.environ.setdefault("USE_LIBUV", "0")
     try:
         yield

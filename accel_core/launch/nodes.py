@@ -1,6 +1,6 @@
-"""The nodes of a job: how their launchers meet, and hear that the job has failed.
+"""The nodes of a job: the rendezvous of their launchers, which also tells them that the job has failed.
 
-torch numbers the nodes that come and go. A fixed number of nodes keeps the numbers that the user gave.
+In an elastic job torch numbers the nodes. In a job of a fixed number of nodes, nodes keep the user's numbers.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from accel_core.contract.job import Job
 
 AGAIN_SECONDS: Final = 120
-"""Time in which all nodes come to a restart: torch gives workers 30 s to end."""
+"""Time in which all nodes must come to a restart: torch gives workers 30 s to end."""
 SILENT_SECONDS: Final = 30.0
-"""Time for which node 0 may be silent."""
+"""Time without an answer after which node 0 counts as gone."""
 SPREAD_SECONDS: Final = 1.0
 """Time in which every node reads that another has ended the job."""
 
@@ -48,25 +48,28 @@ class NodeFailedError(LaunchError):
 
 
 class _JoinTimeout(RendezvousTimeout):
-    """torch's times, of which the time for nodes to join is shorter once all have met."""
+    """torch's timeouts. The time for nodes to join is shortened once all nodes have met."""
 
     join = timedelta()
 
 
 class Nodes(RendezvousHandler):
-    """The nodes of a job, in its attempts. Node 0 serves a store, for launchers and for workers.
-
-    attempt: the number of the one that runs, equal on all nodes.
-    """
+    """The nodes of a job, in its attempts. Node 0 serves a store, for launchers and for workers."""
 
     attempt = -1
+    """Number of the attempt that runs, equal on all nodes."""
     _is_cut_off = False
     """Node 0 has not answered."""
 
     def __init__(self, job: Job, host: str, port: int, seconds: int, poll: Callable[[], None]) -> None:
         """Connect to node 0.
 
-        seconds: time for which nodes wait for each other. poll: called ten times a second while workers run.
+        Args:
+            job: the job.
+            host: address of node 0.
+            port: port of the store; 0: any free port.
+            seconds: time for which nodes wait for each other.
+            poll: called ten times a second while workers run.
         """
         self._job, self._poll = job, poll
         self.store: Any = TCPStore(  # torch's stub lacks some methods
@@ -83,8 +86,9 @@ class Nodes(RendezvousHandler):
         )
 
     def _meeting(self, host: str, port: int, seconds: int) -> DynamicRendezvousHandler:
-        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a node that joins would wait for its address
-        end_silent(self.store, SILENT_SECONDS)  # it is asked all the time for nodes that wait
+        # With the store that torch shares, a node that joins later would wait for the store's address.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        end_silent(self.store, SILENT_SECONDS)  # the store is polled for waiting nodes, and must not block
         self._timeout = _JoinTimeout()
         self._timeout.join = timedelta(seconds=seconds)
         handler: DynamicRendezvousHandler = DynamicRendezvousHandler.from_backend(
@@ -99,7 +103,7 @@ class Nodes(RendezvousHandler):
         return handler
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return once enough nodes are there, which is all of a fixed number."""
+        """Return once enough nodes have joined: all nodes, unless the job is elastic."""
         job = self._job
         if self._handler is None:
             self.attempt += 1
@@ -112,7 +116,7 @@ class Nodes(RendezvousHandler):
             with show_waiting(lambda: f"{waits} {self._missing()} at {place}"):
                 info = self._handler.next_rendezvous()
         except RendezvousError:
-            if self._handler.is_closed():  # this raises where node 0 is gone
+            if self._handler.is_closed():  # raises if node 0 is gone
                 raise self._failure() from None
             raise LaunchError(
                 f"node {job.node_rank} of {job.nodes} waited {self._timeout.join.total_seconds():.0f} s at"
@@ -122,7 +126,7 @@ class Nodes(RendezvousHandler):
         if job.min_nodes is None:
             info = RendezvousInfo(info.store, job.node_rank, job.nodes, self._place)
             self._timeout.join = timedelta(seconds=AGAIN_SECONDS)
-        # torch counts the restarts of each node; workers need a number that all of them know.
+        # torch counts restarts per node; workers need a number that is equal on all nodes.
         if info.rank == 0:
             info.store.set("accel/attempt", str(self.store.add("accel/attempts", 1) - 1))
         self.attempt = int(info.store.get("accel/attempt"))
@@ -135,7 +139,7 @@ class Nodes(RendezvousHandler):
             NodeFailedError: another node has ended the job.
         """
         self._poll()
-        with suppress(RendezvousError):  # node 0 is gone: the workers say more
+        with suppress(RendezvousError):  # node 0 is gone: the errors of the workers say more
             if self._handler is not None and not self._is_cut_off:
                 self._is_cut_off = True
                 if self._handler.is_closed():
@@ -146,7 +150,7 @@ class Nodes(RendezvousHandler):
         return 0
 
     def end(self, failure: LaunchError | None) -> None:
-        """End the job on all nodes. failure: that of this node."""
+        """End the job on all nodes, which then report this node's failure, if there is one."""
         if self._handler is None:
             return
         with suppress(DistError, RendezvousError):  # node 0 is gone
@@ -159,7 +163,7 @@ class Nodes(RendezvousHandler):
                 time.sleep(SPREAD_SECONDS)  # the store may end with this process
 
     def get_backend(self) -> str:
-        """Return the name by which torch's registry knows the handler."""
+        """Return the name of the handler in torch's registry."""
         return "accel"
 
     def get_run_id(self) -> str:
@@ -172,21 +176,21 @@ class Nodes(RendezvousHandler):
         return True
 
     def is_closed(self) -> bool:
-        """Return False: `num_nodes_waiting` raises."""
+        """Return False: `num_nodes_waiting` raises instead."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: `end` does it."""
+        """Do nothing: `end` closes the rendezvous."""
 
     def shutdown(self) -> bool:
-        """Do nothing at the end of an attempt."""
+        """Do nothing at the end of an attempt: the next attempt needs the rendezvous."""
         return True
 
     def _claim_number(self) -> None:
-        """Say that this node is there.
+        """Claim this node's number for the next attempt.
 
         Raises:
-            LaunchError: another launcher has its number.
+            LaunchError: another launcher has claimed the number.
         """
         job, mine = self._job, f"node {self._job.node_rank} ({platform.node()}) {secrets.token_hex(8)}"
         if self.store.compare_set(self._key(job.node_rank), "", mine).decode() != mine:
@@ -198,7 +202,7 @@ class Nodes(RendezvousHandler):
             )
 
     def _missing(self) -> str:
-        """Return which nodes have not come to the next attempt."""
+        """Return text that names the nodes that have not come to the next attempt."""
         if self._job.min_nodes is not None:
             return "other nodes to join"
         numbers = range(self._job.nodes)
@@ -209,10 +213,11 @@ class Nodes(RendezvousHandler):
         return f"accel/{self.attempt + 1}/here/{number}"
 
     def _failure(self) -> NodeFailedError:
-        """Return the failure of the node that has ended the job."""
+        """Return an error that describes the failure of the node that has ended the job."""
         told = self.store.get("accel/failure") if self.store.check(["accel/failure"]) else None
-        self._handler = None  # node 0 may be gone soon: nothing asks it again
-        time.sleep(2 * SPREAD_SECONDS)  # engines end all at the first end: that node's tells more
+        self._handler = None  # node 0 may end soon, so it is not asked again
+        # Engines end all nodes when the first launcher ends: let the failing node end first and tell more.
+        time.sleep(2 * SPREAD_SECONDS)
         if told is None:
             return NodeFailedError("another node has ended the job\nits own `accel launch` says why")
         first, code, host = json.loads(told)

@@ -23,27 +23,27 @@ def notebook_launcher(
 ) -> Sequence[Any]:
     """Run `function(*args)` in new processes of this machine, and wait for them.
 
-    Make the Accelerator, the model and every tensor inside `function`. On Linux the processes are
-    forked, so a function of a notebook cell will do; elsewhere it must come from a module.
+    Create the Accelerator, the model and every tensor inside `function`. On Linux the processes are
+    forked, so `function` may be defined in a notebook cell; elsewhere it must come from a module.
 
     Args:
         function: called in each worker.
-        args: its arguments.
-        num_processes: how many workers; None: what `accel.yaml` says, else one a visible device.
-        mixed_precision: "no", "fp16", "bf16" or a precision plugin; None: what `accel.yaml` says.
-        use_port: port of 127.0.0.1 where the workers meet; None: a free one.
-        max_restarts: how often failed workers are started again; None: what `accel.yaml` says.
-        device: device plugin, torch device type, or "auto".
-        strategy: strategy plugin or "auto".
+        args: positional arguments of `function`.
+        num_processes: number of workers; None: the value of `accel.yaml`, else one per visible device.
+        mixed_precision: "no", "fp16", "bf16" or a precision plugin; None: the value of `accel.yaml`.
+        use_port: port of 127.0.0.1 at which the workers meet; None: a free port.
+        max_restarts: maximum number of restarts after a failure; None: the value of `accel.yaml`.
+        device: device plugin, torch device type, or "auto"; None: the value of `accel.yaml`.
+        strategy: strategy plugin or "auto"; None: the value of `accel.yaml`.
         config: the YAML file to read instead of `accel.yaml`.
 
     Returns:
-        What each rank's call returned, in rank order. It must pickle.
+        The value that each rank's call returned, in rank order. Values must be picklable.
 
     Raises:
         ConfigError: the settings are wrong.
         LaunchError: this process has used the accelerator, or has a process group, which its forks then
-            cannot use; or a worker failed: the message holds the first failing rank's traceback.
+            cannot use; or a worker failed: the message has the traceback of the first failing rank.
     """
     from accel_core.launch.launcher import launch_function
     from accel_core.launch.plan import plan
@@ -66,7 +66,7 @@ def notebook_launcher(
 
 
 def _refuse_process_group() -> None:
-    # A collective of it waits forever in a fork, which has none of its threads, and freeing it crashes there.
+    # A fork has none of the group's threads: a collective would wait forever, and freeing the group crashes.
     distributed: Any = sys.modules.get("torch.distributed")
     if distributed and distributed.is_available() and distributed.is_initialized():
         raise LaunchError(

@@ -26,21 +26,20 @@ POLL_SECONDS: Final = 0.1
 
 
 class WorkerLogs(DefaultLogsSpecs):
-    """torch's places for the notes of workers, and for their output in a job with `log_dir` or `tee`.
+    """Paths for the notes of workers, and for their output in a job with `log_dir` or `tee`.
 
-    A file has the rank and the attempt in its name: `rank-00003.attempt-0.out`. No file is written twice.
-
-    notes: (rank, local rank) -> the error file of the worker in the last attempt.
+    File names contain the rank and the attempt: `rank-00003.attempt-0.out`. No file is written twice.
     """
 
     def __init__(self, folder: str, job: Job, nodes: Nodes) -> None:
         super().__init__(log_dir=folder)
         self.notes: Mapping[tuple[int, int], Path] = {}
+        """(rank, local rank) -> the error file of the worker in the last attempt."""
         self._folder, self._job, self._nodes = Path(job.log_dir or folder), job, nodes
         self._tailer: _Tailer | None = None
 
     def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-        """Return the places for one attempt, whose number each worker is told."""
+        """Return the paths for one attempt, and set the attempt's number in each worker's variables."""
         self.end()
         for variables in envs.values():
             variables["TORCHELASTIC_RESTART_COUNT"] = str(self._nodes.attempt)
@@ -73,7 +72,7 @@ class WorkerLogs(DefaultLogsSpecs):
         return places
 
     def processes(self) -> list[int]:
-        """Return the numbers of the workers' processes that have begun."""
+        """Return the process IDs of the workers that have started."""
         found = []
         for note in self.notes.values():
             with suppress(OSError, ValueError):  # not yet, or not whole yet
@@ -81,7 +80,7 @@ class WorkerLogs(DefaultLogsSpecs):
         return found
 
     def end(self) -> None:
-        """Print what the workers of the last attempt have left. They have ended."""
+        """Print the remaining output of the last attempt, whose workers have ended."""
         self.notes = {}
         if self._tailer is not None:
             self._tailer.end()
@@ -93,9 +92,9 @@ def _file(folder: Path, rank: int, attempt: int, ending: str) -> Path:
 
 
 def _new_attempt(folder: Path, ranks: Collection[int]) -> int:
-    """Return the first number that no attempt of these ranks has, in other jobs too.
+    """Return the first attempt number without files of these ranks, other jobs' files included.
 
-    Makes its files, so that a job which starts at the same time takes another.
+    Creates the attempt's files, so that a job which starts at the same time takes another number.
     """
     for attempt in count():
         with suppress(FileExistsError):
@@ -107,7 +106,7 @@ def _new_attempt(folder: Path, ranks: Collection[int]) -> int:
 
 @define
 class _Tailed:
-    """A file that a worker writes, and what of it was printed."""
+    """A file that a worker writes, and the position up to which it was printed."""
 
     path: Path
     rank: int
@@ -116,16 +115,16 @@ class _Tailed:
     _rest: bytes = field(default=b"", init=False)
 
     def print(self, *, whole: bool) -> None:
-        """Print its new lines; with `whole`, also one that has no end yet."""
+        """Print the new lines of the file; with `whole`, also a last line without a newline."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
                 read = file.read()
-        except FileNotFoundError:  # its worker has not started
+        except FileNotFoundError:  # the worker has not started
             return
         self._position += len(read)
         *lines, rest = (self._rest + read).split(b"\n")
-        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]  # of a bar, what a terminal would show
+        self._rest = rest[rest.rfind(b"\r", 0, -1) + 1 :]  # only the last state of a progress bar
         if whole and self._rest:
             lines, self._rest = [*lines, self._rest], b""
         self.stream.writelines(f"[rank {self.rank}] {_shown(line)}\n" for line in lines)
@@ -133,12 +132,12 @@ class _Tailed:
 
 
 def _shown(line: bytes) -> str:
-    """Return what a terminal would show of a line."""
+    """Return the text of a line after its last carriage return, as a terminal would show it."""
     return line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace")
 
 
 class _Tailer(threading.Thread):
-    """Thread that prints what is written to files; one for all, so lines stay whole."""
+    """Thread that prints new lines of all files; a single thread keeps lines whole."""
 
     def __init__(self, files: Sequence[_Tailed]) -> None:
         super().__init__(name="accel-worker-output", daemon=True)
@@ -151,7 +150,7 @@ class _Tailer(threading.Thread):
             self._print(whole=False)
 
     def end(self) -> None:
-        """Print the rest."""
+        """Stop the thread and print the remaining lines."""
         self._over.set()
         self.join()
         self._print(whole=True)
@@ -160,8 +159,8 @@ class _Tailer(threading.Thread):
         for file in self._files:
             try:
                 file.print(whole=whole)
-            except OSError as error:  # nobody reads the pipe, the disk is full: the workers go on
+            except OSError as error:  # nobody reads the pipe, or the disk is full: the workers go on
                 self._files = [other for other in self._files if other.stream is not file.stream]
-                with suppress(OSError):  # nothing more is written there, not at exit either
+                with suppress(OSError):  # else Python's flush at exit would fail again
                     os.dup2(os.open(os.devnull, os.O_WRONLY), file.stream.fileno())
                 tell(f"accel: output of the workers is printed no more: {error}\n")

@@ -1,7 +1,7 @@
 """Plan a job from a merged config.
 
-Imports torch only to count devices that no plugin counts. `auto` is never resolved here: this
-machine may be a login node; the workers choose.
+Imports torch only to count devices that no plugin counts. The workers resolve `auto`, not this module, since
+this machine may be a login node.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
     from accel_core.plugins.discovery import Record
 
 NATIVE: Final = "torchrun"
-"""The launcher below all others."""
+"""Name of the launcher below all other launchers."""
 PORTS: Final = range(20_000, 32_000)
-"""Ports below those that systems hand out by themselves."""
+"""Ports below the range from which systems assign ports by themselves."""
 
 
 def plan(**given: Any) -> Launch:
-    """Plan the launch of the config that `resolve.load` merges.
+    """Return the launch of the config that `resolve.load` merges.
 
     Raises:
         ConfigError: the settings are wrong, or name plugins that are not installed.
@@ -59,16 +59,16 @@ class Launch:
 
     @property
     def config(self) -> RunConfig:
-        """The merged config, `auto` left as it is."""
+        """The merged config, with `auto` unresolved."""
         return self.resolved.config
 
     def allocated(self) -> Launch:
         """Return this launch with the machines that its launcher's engine has given.
 
-        `launcher: auto` becomes the first that has been given some, else torchrun.
+        `launcher: auto` becomes the first launcher that has an allocation, else torchrun.
         """
         section = self.config.launch
-        # What a rank launches is not the engine's job, and has this machine alone.
+        # A launch inside a rank is not the engine's job, and uses this machine alone.
         is_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()  # batch scripts export WORLD_SIZE alone
         cards = [card.name for card, _ in self.discovery.usable("launcher") if card.priority]
         for name in [*cards, NATIVE] if section.launcher == "auto" else [section.launcher]:
@@ -95,9 +95,9 @@ class Launch:
         return evolve(self, resolved=evolve(self.resolved, config=config))
 
     def line(self, processes: int | str) -> str:
-        """Describe in one line what starts.
+        """Return one line that describes the launch.
 
-        It holds settings that were given, and none that the script may still choose.
+        The line has only settings that were set, since the script may still choose the others.
         """
         from accel_core._version import __version__
 
@@ -115,7 +115,7 @@ class Launch:
         return f"accel {'.'.join(__version__.split('.')[:2])}: {', '.join([count, *stack, file])}"
 
     def doubts(self) -> Iterator[str]:
-        """Yield options that nothing uses; the script may still choose more plugins."""
+        """Yield a note on each option that has no effect, unless the script chooses more plugins."""
         named = self.config.plugin_names()
         answers = (record.name for _, slot, name in named for record in self.discovery.answering(slot, name))
         used = {self.config.device, *answers}
@@ -129,7 +129,7 @@ class Launch:
         yield from unused_options(self.resolved, used)
 
     def hardware(self) -> str:
-        """Describe the devices that `device: auto` means on this machine."""
+        """Return text that describes the devices that `device: auto` means on this machine."""
         record, count = self._device(), self._visible()
         if count is None:
             return "torch is not installed here, so only the workers know their devices"
@@ -140,13 +140,12 @@ class Launch:
         )
 
     def processes(self) -> int:
-        """Return the number of workers on each node.
+        """Return the number of workers on each node: the configured number, or the number of visible devices.
 
-        It is the number asked for, or that of the visible devices of the kind asked for; 0 if the launcher
-        counts them on other machines.
+        0 if the launcher counts devices on other machines.
 
         Raises:
-            LaunchError: more workers than the device asked for can serve.
+            LaunchError: the number of workers is higher than the configured device can serve.
         """
         asked, on_cpu = self.config.launch.processes_per_node, self.config.device.partition(":")[0] == "cpu"
         elsewhere = self.allocation is not None and self.allocation.elsewhere
@@ -171,17 +170,14 @@ class Launch:
             )
 
     def environment(self, processes: int) -> dict[str, str]:
-        """Return the job's variables that the user has not set.
-
-        Those that plugins want for vendor libraries, and the run's id.
-        """
+        """Return the run ID and plugins' variables for vendor libraries, unless the user has set them."""
         launch = self.config.launch
         world = World(size=launch.nodes * processes, local_size=processes, nodes=launch.nodes)
-        # Launchers of one job know each other by nothing but the place where they meet.
+        # The rendezvous is all that the launchers of a job have in common, so the run ID is made from it.
         meeting = f"{launch.rendezvous}/{launch.nodes}".encode() if launch.nodes > 1 else os.urandom(16)
         run_id = hashlib.blake2b(meeting, digest_size=16).hexdigest()
         wanted = {"ACCEL_RUN_ID": self.allocation.job_id if self.allocation else run_id}
-        # A worker that launches hands on the id of its own job, which is not the new one's.
+        # A worker that launches a job has inherited the ID of its own job, which the new job must not use.
         inherited = {"ACCEL_RUN_ID"} if WORKER_CONFIG_VARIABLE in os.environ else set()
         for record in self._named():
             wanted.update(environment_of(record, self.config, world))
@@ -190,11 +186,11 @@ class Launch:
         return {**new, GUESSES_VARIABLE: json.dumps(new)}
 
     def job(self, argv: Sequence[str], processes: int, command: Sequence[str] = ()) -> Job:
-        """Return the job, whose workers are handed the merged config."""
+        """Return the job, whose environment passes the merged config to workers."""
         launch, allocation = self.config.launch, self.allocation
         place = None
         if allocation and launch.nodes > 1:
-            # Nodes that know no more than the name of their job have the port from it.
+            # All nodes must derive the same port, and the name of the job is all that they have in common.
             port = PORTS[zlib.crc32(allocation.job_id.encode()) % len(PORTS)]
             place = f"{allocation.address}:{port}"
         if (launch.log_dir or launch.tee != "none") and not self.launcher_offers("worker_output"):
@@ -226,7 +222,7 @@ class Launch:
         return record is not None and record.card is not None and word in record.card.offers
 
     def launcher(self) -> Hooks:
-        """Return the hooks of the config's launcher plugin, above those of torchrun."""
+        """Return the hooks of the config's launcher plugin, above the hooks of torchrun."""
         record = self._launcher()
         assert record is not None
         if record.card is None or record.status != "available":
@@ -253,26 +249,20 @@ class Launch:
     # -- which devices are here ------------------------------------------------------------------
 
     def _visible(self) -> int | None:
-        """Return the number of visible devices of the kind asked for.
-
-        None if nothing can tell.
-        """
+        """Return the number of visible devices of the configured type; None if nothing can count them."""
         record = self._device()
         count = visible_devices(record, self.config) if record else None
         return _count_by_torch(self.config.device) if count is None else count
 
     def _device(self) -> Record | None:
-        """Return the device plugin named, or the one that auto would choose here."""
+        """Return the configured device plugin; for `auto`, the plugin that would be chosen here."""
         if self.config.device != "auto":
             record = self.discovery.get(self.config.device.partition(":")[0])
             return record if record and record.slot == "device" else None
         return next((record for _, record in self.discovery.usable("device")), None)
 
     def _named(self) -> list[Record]:
-        """Return the installed plugins that this config names.
-
-        The device it may mean is one of them.
-        """
+        """Return the installed plugins that this config names, with the device plugin for `auto`."""
         names = [self.config.strategy, self.config.mixed_precision, *self.config.extensions]
         records = [self._device(), *map(self.discovery.get, names)]
         return [record for record in records if record is not None]
@@ -285,4 +275,4 @@ def _count_by_torch(device: str) -> int | None:
         module = torch.accelerator if device == "auto" else torch.get_device_module(device.partition(":")[0])
         return int(module.device_count())
     except (ImportError, RuntimeError, AttributeError):
-        return None  # torch does not know it, or is not here; the worker will say so with the reasons
+        return None  # torch is not installed, or does not know the device: the worker reports the reason

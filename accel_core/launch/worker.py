@@ -1,9 +1,9 @@
 """Run the user's script in a worker, and note its failure for the launcher.
 
-`command(["train.py", "--lr", "1"])` behaves like `python train.py --lr 1`, and one that begins with `-m`
-like `python -m`. An uncaught exception goes into the file that
-torch's agent names, not to the terminal: the launcher prints one rank's traceback, once.
-Standard library only, since every worker pays for it.
+`command(["train.py", "--lr", "1"])` behaves like `python train.py --lr 1`, and words that begin with `-m`
+like `python -m`. An uncaught exception goes into the file that torch's agent names, not to the terminal:
+the launcher prints the traceback of one rank, once. Imports the standard library only, since every worker
+waits for the imports.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from typing import TypeVar
 R = TypeVar("R")
 NOTE = "TORCHELASTIC_ERROR_FILE"
 LOGGED = "ACCEL_WORKER_LOGGED"
-"""Variable of a worker whose output, its traceback too, goes to a file."""
+"""Variable of a worker whose output, traceback included, goes to a file."""
 PACKAGE = str(Path(__file__).parents[1]) + os.sep
 OURS = (PACKAGE, runpy.__file__, "<frozen runpy>")
 PR_SET_PDEATHSIG = 1
 WARNING = "SIGUSR1"
-"""The signal with which schedulers say that a job's time ends soon."""
+"""Signal by which schedulers warn that a job's time ends soon."""
 BOOT = "import sys; sys.path[0] or sys.path.pop(0); from accel_core.launch.worker import main; main()"
 """Program of a worker.
 
-Not `-m accel_core.launch.worker`: a json.py of the current folder would stand in for the library's.
+Not `-m accel_core.launch.worker`: a json.py of the current folder would replace the standard library's.
 """
 
 
@@ -50,7 +50,7 @@ def main() -> None:
     """Run the script or module of the command line as `__main__`."""
     die_with_parent()
     faulthandler.enable()
-    if hasattr(signal, WARNING):  # schedulers tell all processes; the launcher makes a SIGTERM of it
+    if hasattr(signal, WARNING):  # schedulers warn all processes; the launcher sends a SIGTERM instead
         signal.signal(getattr(signal, WARNING), signal.SIG_IGN)
     note_process()
     keep_lines_whole()
@@ -64,14 +64,14 @@ def main() -> None:
 
 
 def note_process() -> None:
-    """Note the number of this process for the launcher, which sends signals to it."""
+    """Write this process's ID to a file for the launcher, which sends signals to it."""
     if NOTE in os.environ:
         with suppress(OSError):  # the disk is full
             process_file(os.environ[NOTE]).write_text(str(os.getpid()), encoding="ascii")
 
 
 def process_file(note: str) -> Path:
-    """Return the file beside a worker's note that holds the number of its process."""
+    """Return the file for a worker's process ID, beside its note."""
     return Path(note).with_name("process")
 
 
@@ -81,7 +81,7 @@ def guard(call: Callable[[], R]) -> R:
         return call()
     except SystemExit as error:
         if isinstance(error.code, int):
-            if error.code & 0xFF:  # what the system keeps of it
+            if error.code & 0xFF:  # the system keeps 8 bits
                 _note(f"exit code {error.code}", "", error.code)
         elif error.code is not None:
             _note("exit code 1", "")
@@ -90,8 +90,8 @@ def guard(call: Callable[[], R]) -> R:
         _note("KeyboardInterrupt", _render(error), 128 + signal.SIGINT)
         sys.exit(128 + signal.SIGINT)
     except BaseException as error:  # noted, not swallowed: the process ends here
-        sys.last_value = error  # as the interpreter does: what runs at exit tells a failure by it
-        vars(sys).pop("ps1", None)  # of the notebook that was forked; no prompt comes after this
+        sys.last_value = error  # as the interpreter does: exit handlers recognize a failure by it
+        vars(sys).pop("ps1", None)  # inherited from a forked notebook, but no prompt follows here
         text = _render(error)
         failed_rank = getattr(error, "failed_rank", None)
         if not _note(f"{type(error).__name__}: {error}", text, of=failed_rank) or LOGGED in os.environ:
@@ -101,9 +101,9 @@ def guard(call: Callable[[], R]) -> R:
 
 
 def _tell_others(error: BaseException) -> None:
-    """Call the script's own excepthook, such as a tracker's.
+    """Call an excepthook that the script has set, such as a tracker's.
 
-    torch's own would print the traceback a second time.
+    torch's excepthook is skipped, since it would print the traceback a second time.
     """
     hook = sys.excepthook
     if hook is not sys.__excepthook__ and not getattr(hook, "__module__", "").startswith("torch"):
@@ -111,10 +111,7 @@ def _tell_others(error: BaseException) -> None:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the launcher is gone.
-
-    Linux only. It helps where the launcher itself is killed.
-    """
+    """Have the kernel kill this process when the launcher ends, even by SIGKILL. Linux only."""
     if sys.platform != "linux":
         return
     import ctypes
@@ -126,9 +123,9 @@ def die_with_parent() -> None:
 
 
 def keep_lines_whole() -> None:
-    """Write unbuffered output line by line.
+    """Write unbuffered output line by line, if there are several workers.
 
-    Workers share one stream, and `print` writes twice per line.
+    Workers share one stream, and `print` writes the text and its newline separately.
     """
     if getattr(sys.stdout, "write_through", False) and os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         sys.stdout.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
@@ -150,7 +147,7 @@ def _run_script(path: str) -> None:
     )
     main_module.__annotations__ = {}
     sys.modules["__main__"] = main_module
-    _first_on_path(str(Path(os.path.realpath(full)).parent))  # where a link leads, as python has it
+    _first_on_path(str(Path(os.path.realpath(full)).parent))  # links resolved, as python does
     code = compile(full.read_bytes(), str(full), "exec", dont_inherit=True)
     exec(code, main_module.__dict__)  # noqa: S102  # what `python script.py` does
 
@@ -165,7 +162,7 @@ def _render(error: BaseException) -> str:
     # The first frames are this package's and runpy's; the user's story starts after them.
     frames = list(dropwhile(lambda frame: frame.filename.startswith(OURS), story.stack))
     if type(error).__module__ == "accel_core.errors":
-        # The message says it all: neither our frames nor what we caught would help the reader.
+        # The message is complete: neither accel-core's frames nor the error that it caught would help.
         frames = [frame for frame in frames if not frame.filename.startswith(PACKAGE)]
         story.__cause__, story.__suppress_context__ = None, True
     story.stack = traceback.StackSummary.from_list(frames)
@@ -173,8 +170,8 @@ def _render(error: BaseException) -> str:
 
 
 def _note(message: str, trace: str, code: int = 1, of: int | None = None) -> bool:
-    # torch's format, plus a time of more than whole seconds, since ranks fail milliseconds apart, the exit
-    # code, since a library may still abort the process on its way out, and the rank whose error is reported.
+    # torch's format, plus a time with fractions, since ranks fail milliseconds apart, the exit code, since a
+    # library may still abort the process on its way out, and the rank whose error is reported.
     path = os.environ.get(NOTE)
     if not path:
         return False

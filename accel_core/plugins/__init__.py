@@ -1,3 +1,3 @@
-"""Plugins: found, loaded, checked against the hooks, and combined."""
+"""Discovery of plugins, their import, the check against the hooks, and their combination."""
 
 from __future__ import annotations

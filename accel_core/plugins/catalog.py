@@ -1,6 +1,6 @@
-"""Hints for plugins that are not installed, and for what other launchers take.
+"""Hints for plugins that are not installed, and for flags and files of other launchers.
 
-They are data (`catalog.yaml`), so that core itself names no vendor. An install hint quotes this list
+The hints are data (`catalog.yaml`), so that core itself names no vendor. An install hint quotes this data
 only, never the text that a user typed.
 """
 
@@ -25,7 +25,7 @@ class CatalogEntry(NamedTuple):
     folder: str
     """Folder of the distribution in this repository."""
     also: tuple[str, ...] = ()
-    """Words that it answers beside its name."""
+    """Words that select the plugin, beside its name."""
 
 
 def catalog_entries() -> tuple[CatalogEntry, ...]:
@@ -35,14 +35,14 @@ def catalog_entries() -> tuple[CatalogEntry, ...]:
 
 
 def catalog_entry(name: str) -> CatalogEntry | None:
-    """Return the plugin of this repository that answers this name, installed or not."""
+    """Return the plugin of this repository with this name, or else with this word; installed or not."""
     entries = catalog_entries()
     named = (plugin for plugin in entries if plugin.name == name)
     return next(named, None) or next((plugin for plugin in entries if name in plugin.also), None)
 
 
 def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
-    """Write the error for a name that no plugin of the slot has."""
+    """Return the error text for a name that no installed plugin of the slot has."""
     record, entry = discovery.get(name), catalog_entry(name)
     installed = [record.name for record in discovery.of(slot)]
     if record is not None:
@@ -57,10 +57,11 @@ def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
 def install_hint(path: str) -> str:
     """Return the command that installs a package of this repository.
 
-    No package of ours is on an index yet, so anybody could take its name there. Until the packages
-    are published, a hint names a folder of a clone. Only this function decides so.
+    The packages are not on an index yet, so anybody could take their names there. Until they are published,
+    this function alone decides that a hint names a folder of a clone.
 
-    path: folder of the package, with extras: `backends/acme[runtime]`.
+    Args:
+        path: folder of the package, with extras: `backends/acme[runtime]`.
     """
     import shlex  # late: start-up need not wait for it
 
@@ -68,7 +69,7 @@ def install_hint(path: str) -> str:
 
 
 def renamed_flag(spelling: str) -> str | None:
-    """Return a remedy for another launcher's flag, such as `--num_processes`."""
+    """Return the remedy for another launcher's flag, such as `--num_processes`; None if unknown."""
     name = spelling.replace("_", "-")
     flags: dict[str, str] = _data()["flags"]
     prefix = next((key for key in flags if key.endswith("*") and name.startswith(key[:-1])), "")
@@ -76,7 +77,7 @@ def renamed_flag(spelling: str) -> str | None:
 
 
 def other_file(key: str, discovery: Discovery) -> str | None:
-    """Return the remedy for a key that only another launcher's config file has."""
+    """Return the remedy for a key of another launcher's config file; None if unknown."""
     about = _data()["files"].get(key)
     if about is None:
         return None
@@ -87,7 +88,7 @@ def other_file(key: str, discovery: Discovery) -> str | None:
 
 
 def _option_of_family(name: str) -> str | None:
-    """Name the dotted flag that replaces one such as --fsdp_offload_params."""
+    """Return the remedy for a flag such as --fsdp_offload_params: the dotted flag that replaces it."""
     for prefix, family in _data()["families"].items():
         plugin = catalog_entry(family["plugin"])
         if plugin is None or not name.startswith(prefix):
@@ -114,7 +115,7 @@ def _data() -> dict[str, Any]:
 
 
 def strategy_hint(discovery: Discovery) -> str:
-    """Write the remedy for `strategy: auto` without a strategy."""
+    """Return the remedy if `strategy: auto` finds no strategy."""
     names = [it.name for it in discovery.of("strategy") if it.status == "available" and it.name != "single"]
     if names:
         verb = "is" if len(names) == 1 else "are"
@@ -123,7 +124,7 @@ def strategy_hint(discovery: Discovery) -> str:
 
 
 def unknown_device(asked: str, discovery: Discovery) -> str:
-    """Write the error for a device that neither a plugin nor torch knows."""
+    """Return the error text for a device that neither a plugin nor torch knows; empty for other devices."""
     kind = asked.partition(":")[0]
     record = discovery.get(kind)
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
@@ -135,7 +136,7 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
 
         torch.get_device_module(kind)
     except ImportError:
-        return ""  # only torch could say so
+        return ""  # not installed here: only torch knows its device types
     except (RuntimeError, AttributeError):
         remedy = _known_devices(kind, discovery)
         return f"{kind!r} is neither an installed device plugin nor a device type of this torch{remedy}"
@@ -143,7 +144,7 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
 
 
 def _known_devices(kind: str, discovery: Discovery) -> str:
-    """`; write this` for a device that is not here."""
+    """Return the remedy for an unknown device, to append to a message."""
     entry, usual = catalog_entry(kind), _data()["devices"].get(kind)
     if entry is not None and entry.slot == "device":
         return f"; {install_hint(entry.folder)}"

@@ -1,9 +1,9 @@
 """Discovery of cards from package metadata, and the imports that a card names.
 
-Discovery imports cards only (no torch, no vendor library), each when its name or slot is looked at, and
-never raises: each entry point in a group `accel_core.<slot>` becomes a `Record`, whatever is wrong with
-it. Folders are read again when `sys.path` or a folder on it changes; records stay the same objects as long
-as the entry points are the same files.
+Discovery imports cards only (no torch, no vendor library), each card when its name or slot is asked for.
+Discovery never raises: each entry point in a group `accel_core.<slot>` becomes a `Record`, with its fault
+if it has one. Folders are read again when `sys.path` or a folder on it changes; records stay the same
+objects as long as the entry points are the same files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Status = Literal["available", "unavailable", "broken", "blocked", "conflict", "i
 
 
 class Imported(NamedTuple):
-    """The card of an entry point, or what is wrong with it."""
+    """The card of an entry point, or its fault."""
 
     card: Card | None = None
     fault: Status | None = None
@@ -46,12 +46,12 @@ class Record:
     """A plugin that is installed, or the fault of its entry point.
 
     Args:
-        name: of the entry point.
-        slot: one of SLOTS; a broken record may have another word.
-        distribution: as its metadata folder is called.
-        version: of the distribution.
-        target: path of the card, which is imported when it is asked for.
-        known: result of an import that need not be made.
+        name: name of the entry point.
+        slot: a word of SLOTS; a broken record may have another word.
+        distribution: name of the distribution, as in its metadata folder.
+        version: version of the distribution.
+        target: import path of the card, which is imported on first use.
+        known: replaces the import of the card, for a blocked or conflicting plugin.
     """
 
     def __init__(
@@ -76,12 +76,12 @@ class Record:
 
     @cached_property
     def card(self) -> Card | None:
-        """The card; None of a broken plugin."""
+        """The card; None if the plugin is broken."""
         return self._imported.card
 
     @cached_property
     def fault(self) -> Status | None:
-        """Status of a plugin whose probe need not be asked."""
+        """The status if the plugin has a fault, so that its probe is not called; else None."""
         return self._imported.fault
 
     @property
@@ -96,12 +96,12 @@ class Record:
 
     @cached_property
     def status(self) -> Status:
-        """The status, computed on first use: asks the probe where nothing else is wrong."""
+        """The status, computed on first use; calls the probe if the plugin has no other fault."""
         return self.fault or ("unavailable" if self.reason else "available")
 
     @cached_property
     def reason(self) -> str:
-        """The reason why the plugin is not available, else empty."""
+        """The reason why the plugin is not available; empty if it is available."""
         if self.fault or self.card is None or self.card.probe is None:
             return self.detail
         try:
@@ -113,7 +113,7 @@ class Record:
 
     @property
     def origin(self) -> str:
-        """Distribution and version, as pip names them."""
+        """Distribution and version, such as `accel-fsdp 0.1`."""
         return f"{self.distribution} {self.version}"
 
     @cached_property
@@ -121,7 +121,7 @@ class Record:
         """The class that the card names, or the function that makes an instance.
 
         Raises:
-            PluginError: it names none, or the import failed.
+            PluginError: the card names no implementation, or the import failed.
         """
         path = self.card.implementation if self.card else None
         if path is None:
@@ -130,7 +130,7 @@ class Record:
         return plugin
 
     def error(self, text: str) -> PluginError:
-        """Return the error that says this of the plugin."""
+        """Return an error about this plugin, with the text appended."""
         about = f"{self.slot} plugin {self.name!r} ({self.origin})"
         return PluginError(f"{about}{text}", plugin=self.name, distribution=self.origin)
 
@@ -138,7 +138,7 @@ class Record:
 class Discovery:
     """All installed plugins; names are unique over all slots.
 
-    A card is imported when its name or its slot is asked for.
+    A card is imported on first use of its record, or of its slot.
     """
 
     def __init__(self, records: Sequence[Record]) -> None:
@@ -151,12 +151,12 @@ class Discovery:
 
     @property
     def blocked(self) -> frozenset[str]:
-        """The names that ACCEL_PLUGINS_BLOCK blocked."""
+        """The names of installed plugins that ACCEL_PLUGINS_BLOCK blocks."""
         known = (each for each in self.records if each.known)
         return frozenset(record.name for record in known if record.fault == "blocked")
 
     def get(self, name: str) -> Record | None:
-        """Return the record of a name, if any; core's own wins a clash."""
+        """Return the record of a name, if any; in a conflict, core's own record."""
         records = self.by_name.get(name, [])
         if len(records) < 2:
             return records[0] if records else None
@@ -164,7 +164,7 @@ class Discovery:
 
     @cached_property
     def by_name(self) -> Mapping[str, list[Record]]:
-        """The records of each name, several in a conflict."""
+        """Name -> its records, several in a conflict."""
         found: dict[str, list[Record]] = {}
         for record in self.records:
             found.setdefault(record.name, []).append(record)
@@ -176,14 +176,14 @@ class Discovery:
         return tuple(sorted(records, key=lambda record: (-_priority(record), record.name)))
 
     def answering(self, slot: str, word: str) -> tuple[Record, ...]:
-        """Return the plugin of this name, else those with the word in `also`, best first."""
+        """Return the plugin of this name, else the plugins with the word in `also`, best first."""
         record = self.get(word)
         if record is not None and record.slot == slot:
             return (record,)
         return tuple(each for each in self.of(slot) if each.card and word in each.card.also)
 
     def usable(self, slot: str) -> list[tuple[Card, Record]]:
-        """Return the plugins that `auto` may select, best first, without shadowed ones."""
+        """Return the plugins that `auto` may select, best first, without shadowed plugins."""
         wanted = [(record.card, record) for record in self.of(slot) if record.card]
         usable = [
             (card, record)
@@ -195,7 +195,7 @@ class Discovery:
 
 
 def offering(word: str) -> str:
-    """Return a remedy that names the usable strategies with a capability word."""
+    """Return the remedy that names the usable strategies with a capability word."""
     usable = [record for record in discover().of("strategy") if record.status == "available"]
     able = [record.name for record in usable if record.card and word in record.card.offers]
     return f"choose a strategy that can: {', '.join(able)}" if able else "no strategy here can"
@@ -215,8 +215,8 @@ def _priority(record: Record) -> int:
 def discover(environment: Mapping[str, str] | None = None) -> Discovery:
     """Read the metadata of all installed distributions, once per process while nothing is installed.
 
-    Names listed in ACCEL_PLUGINS_BLOCK (comma separated) are never imported; core's own plugins
-    cannot be blocked.
+    Plugins named in ACCEL_PLUGINS_BLOCK (comma separated) are never imported; core's own plugins cannot be
+    blocked.
     """
     blocked = blocked_names(os.environ if environment is None else environment)
     folders = [path or "." for path in sys.path]
@@ -253,16 +253,16 @@ _Entry: TypeAlias = tuple[str, str, str, str, str, tuple[str, float]]
 
 @lru_cache(maxsize=1)
 def _entry_points(_: object) -> Sequence[_Entry]:
-    """Return each entry point of ours, of each distribution once.
+    """Return accel-core's entry points, once per distribution.
 
-    An editable install is found twice; so is an older version further down the path. This is what
-    `importlib.metadata` does, which takes 20 ms to import and as long for some 250 distributions.
+    An editable install is found twice, and an older version further down the path too: the first counts.
+    `importlib.metadata` does the same, but takes 20 ms to import and as long for some 250 distributions.
     """
     seen: set[str] = set()
     found: list[_Entry] = []
     for folder in sys.path:
         for info, changed, text in _entry_point_files(folder or "."):
-            stem = info.rpartition(".")[0]  # NAME-VERSION, of .egg-info maybe NAME alone
+            stem = info.rpartition(".")[0]  # NAME-VERSION, or NAME alone for some .egg-info
             name, _, version = stem.partition("-")
             name = name.replace("_", "-")
             key = name.replace(".", "-").lower()
@@ -275,9 +275,9 @@ def _entry_points(_: object) -> Sequence[_Entry]:
 
 
 def _entry_point_files(folder: str) -> Iterator[tuple[str, float, str]]:
-    """Yield (metadata folder, time of change, text) of each entry_points.txt that has a group of ours.
+    """Yield (metadata folder, time of change, text) of each entry_points.txt with an accel-core group.
 
-    What cannot be read is passed over: nothing can be found there.
+    Unreadable files and folders are skipped: no plugin could be imported from there.
     """
     with suppress(OSError):
         for info in sorted(os.listdir(folder)):
@@ -289,7 +289,7 @@ def _entry_point_files(folder: str) -> Iterator[tuple[str, float, str]]:
 
 
 def _parse(text: str) -> list[tuple[str, str, str]]:
-    """(slot, name, target) of our entry points; malformed lines are skipped."""
+    """Return (slot, name, target) of accel-core's entry points; malformed lines are skipped."""
     slot, found = "", []
     for line in map(str.strip, text.splitlines()):
         if line.startswith("["):
@@ -314,7 +314,7 @@ def _import_card(record: Record) -> Imported:
 
 
 def own_traceback(error: BaseException, *targets: str) -> str:
-    """Return the traceback of an error with the frames of these targets' packages only: a plugin's own."""
+    """Return the traceback of an error with the frames of a plugin only: of the packages of `targets`."""
     import traceback  # late: most cards can be imported
     from importlib.util import find_spec
 
@@ -337,7 +337,7 @@ def _check_card(record: Record, card: object) -> Imported:
         about = f"entry point {record.name} does not point at a Card but at {card!r}"
         raise PluginError(f"{about}\nmake it an instance of accel_core.Card", plugin=record.name)
     problem = incompatibility(card)
-    if problem:  # before its words, which may be those of a newer API
+    if problem:  # before the words of the card, since a newer API may have more words
         return Imported(card, "incompatible", problem)
     check_words(card)
     if (card.slot, card.name) != (record.slot, record.name):
@@ -361,7 +361,7 @@ def _clash(record: Record, rivals: Sequence[Record]) -> str:
 
 
 def _summary(error: BaseException) -> str:
-    """One line for a table; only core's own errors leave out their type."""
+    """Return one line for a table; the type of an error is left out only for core's own errors."""
     first = str(error).partition("\n")[0]
     if isinstance(error, PluginError):
         return first
@@ -382,30 +382,28 @@ def load(record: Record, path: str) -> Any:
     """Import an object by the dotted path that a card names.
 
     Raises:
-        PluginError: the import failed in whatever way, SystemExit included; the cause is attached.
+        PluginError: the import raised any error, SystemExit included; the cause is attached.
     """
     return guarded(record, f"imported from {path}", partial(_resolve, path))
 
 
 def verify(record: Record) -> str | None:
-    """Return the reason that the card's `verify` gives, if any.
-
-    It may import the vendor's library.
+    """Return the reason that the card's `verify` gives, if any. `verify` may import the vendor's library.
 
     Raises:
-        PluginError: as `load`; of the call, too.
+        PluginError: the import of `verify` or its call failed.
     """
     reason: str | None = _called(record, "verify")
     return reason
 
 
 def guarded(record: Record, what: str, call: Callable[[], Any]) -> Any:
-    """Call code of a plugin.
+    """Run a plugin's code and return its result.
 
-    what: is done with the plugin, as in "imported from PATH".
+    The second argument completes the error's "cannot be ...", as "imported from PATH" does.
 
     Raises:
-        PluginError: the code raised anything, SystemExit included; the cause is attached.
+        PluginError: the code raised any error, SystemExit included; the cause is attached.
     """
     try:
         return call()
@@ -419,27 +417,27 @@ def guarded(record: Record, what: str, call: Callable[[], Any]) -> Any:
 
 
 def environment_of(record: Record, config: RunConfig, world: World) -> Mapping[str, str]:
-    """Return the variables that the plugin's vendor library needs.
+    """Return the environment variables that the plugin's vendor library needs.
 
     Raises:
-        PluginError: as `load`; of the call, too.
+        PluginError: the import of the card's function or its call failed.
     """
     variables: Mapping[str, str] | None = _called(record, "launch_environment", config, world)
     return variables or {}
 
 
 def visible_devices(record: Record, config: RunConfig) -> int | None:
-    """Return the plugin's count of this machine's devices; None if nothing tells it.
+    """Return the plugin's count of this machine's devices; None if the plugin cannot count them.
 
     Raises:
-        PluginError: as `load`; of the call, too.
+        PluginError: the import of the card's function or its call failed.
     """
     count: int | None = _called(record, "visible_devices", config)
     return count
 
 
 def _called(record: Record, field: str, *arguments: object) -> Any:
-    """Call the function that a field of an available plugin's card names, if it names one."""
+    """Call the function that a field of the card names; None if the field is empty or the plugin unusable."""
     path = getattr(record.card, field, None)
     if path is None or record.status != "available":
         return None

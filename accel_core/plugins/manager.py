@@ -1,4 +1,4 @@
-"""The plugins of a run, registered with pluggy, which validates them."""
+"""The plugins of a run, registered with pluggy, which validates their hooks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS: Final[Mapping[str, int]] = {
 
 _MARK: Final = f"{PROJECT}_impl"
 _DELEGATES: Final = "accel_implements"
-"""The mark of a method, whether pluggy sees it or not."""
+"""Mark of all implementations, including methods that only delegate, which have no mark for pluggy."""
 
 
 class PluginManager(pluggy.PluginManager):
@@ -46,7 +46,7 @@ class PluginManager(pluggy.PluginManager):
         """Add the hooks that a module of a package declares, each as `PACKAGE.NAME`.
 
         Raises:
-            PluginError: it declares none.
+            PluginError: the module declares no hook.
         """
         prefixed = ModuleType(package)
         declared = [each for each in vars(module).values() if hasattr(each, "accel_spec")]
@@ -63,8 +63,8 @@ class PluginManager(pluggy.PluginManager):
         """Register a plugin, and validate its hooks.
 
         Raises:
-            PluginError: an unknown hook or parameter, a name that another plugin of the run has, or a
-                hook that plugins of this slot may not implement.
+            PluginError: a hook or parameter is unknown, another plugin of the run has this name, or plugins
+                of this slot may not implement a hook.
         """
         _inherit_marks(type(plugin))  # type: ignore[arg-type]
         try:
@@ -80,12 +80,14 @@ class PluginManager(pluggy.PluginManager):
                 raise _refusal(name, slot, origin, f"hook {caller.name}: {rule}")
 
     def check_package_hooks(self, origins: Mapping[str, str]) -> None:
-        """Refuse implementations of hooks that a package of the run does not have.
+        """Refuse implementations of hooks `PACKAGE.NAME` that the package does not declare.
 
-        origins: name of a card of the run -> its distribution and version.
+        Args:
+            origins: name of a card of the run -> its distribution and version. Hooks of packages that are
+                not in the run are ignored.
 
         Raises:
-            PluginError: it names the nearest hook.
+            PluginError: names the most similar hook.
         """
         hooks: Mapping[str, pluggy.HookCaller] = vars(self.hook)
         for name in [name for name, caller in hooks.items() if caller.spec is None]:
@@ -101,9 +103,9 @@ class PluginManager(pluggy.PluginManager):
                 )
 
     def hooks_of(self, plugins: Collection[str], below: float = inf) -> Hooks:
-        """Return the hooks of these plugins, of those below a layer.
+        """Return the hooks of these plugins whose layer is below `below`.
 
-        Order among equals is the order of registration.
+        Plugins of one layer keep the order of registration.
         """
         layers = {}
         for name, layer in self.layers.items():
@@ -133,9 +135,9 @@ def _parsed(module: ModuleType) -> Mapping[str, Any]:
 
 @cache
 def _inherit_marks(cls: type) -> None:
-    """Mark each override of a marked method: it implements the same hook.
+    """Mark each override of a marked method, which implements the same hook.
 
-    A method that only delegates is not marked for pluggy: the run is as if it were not there.
+    A method that only delegates is not marked for pluggy, as if the class did not define it.
     """
     marks: dict[str, Any] = {}
     for parent in reversed(cls.__mro__):
@@ -149,7 +151,7 @@ def _inherit_marks(cls: type) -> None:
 
 
 def _only_delegates(hook: str, method: Any) -> bool:
-    """Return whether the method is `return self.below.HOOK(...)`, with its own parameters, and no more."""
+    """Return True if the method is only `return self.below.HOOK(...)`, with its own parameters."""
     code = getattr(method, "__code__", None)
     if code is None or code.co_names != ("below", hook):
         return False
@@ -160,7 +162,7 @@ def _only_delegates(hook: str, method: Any) -> bool:
 
 
 def _instructions(code: CodeType) -> list[tuple[str, Any]]:
-    """Return the instructions of a function, the same with and without a docstring."""
+    """Return the instructions of a function; a docstring makes no difference."""
     import dis  # late: few plugins delegate
 
     return [(each.opname, each.argval) for each in dis.get_instructions(code)]

@@ -1,7 +1,7 @@
-"""The task of an engine that this process is, by the functions that launchers' cards name.
+"""Detection of an engine's task in this process, by the functions that launchers' cards name.
 
-`tasks.json` holds variables of engines, for launchers that are not installed or cannot answer: enough to
-see that a process is one of several. It is data; no code depends on a name in it.
+`tasks.json` holds variables of engines, for launchers that are not installed or cannot answer. These show
+that a process is a task among several. No code depends on a name in this data.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 def task_here(discovery: Discovery) -> Task | None:
-    """Return the task that this process is by the first launcher that knows it; None outside of engines."""
+    """Return this process's task, from the first launcher that detects it; None outside of engines."""
     answering = set(discovery.names)
     for record in discovery.of("launcher"):
         try:
             task = ask(record) if not record.fault and record.card and record.card.task else None
-        except Exception:  # nobody may have chosen it: `accel plugins doctor` tells its fault
+        except Exception:  # perhaps nobody chose this launcher: only `accel plugins doctor` reports the fault
             answering.discard(record.name)
             continue
         if isinstance(task, Task):
@@ -39,9 +39,12 @@ def task_here(discovery: Discovery) -> Task | None:
 
 
 def refuse_lone_task(task: Task | None, discovery: Discovery, nodes: int = 1) -> None:
-    """Refuse to be one of several tasks that know nothing of each other.
+    """Refuse to run if an engine started several tasks that do not know of each other.
 
-    nodes: that this task's launcher was told of, for each of which there may be one task.
+    Args:
+        task: the task of this process.
+        discovery: the installed plugins.
+        nodes: nodes of the job, as configured; one task per node is allowed.
 
     Raises:
         LaunchError: an engine started several tasks, and torchrun's variables are not set.
@@ -71,16 +74,18 @@ def refuse_lone_task(task: Task | None, discovery: Discovery, nodes: int = 1) ->
 
 
 def ask(record: Record) -> object:
-    """Call the function `task` of a launcher's card; it may raise anything."""
+    """Return the result of the function `task` of a launcher's card, which may raise any error."""
     assert record.card is not None
     assert record.card.task is not None
     return load(record, record.card.task)(os.environ)
 
 
 def _by_data(environment: Mapping[str, str], answering: set[str]) -> Task | None:
-    """Return the task that variables tell, if it is one of several.
+    """Return the task that engines' variables describe, if there are several tasks.
 
-    answering: launchers that know better.
+    Args:
+        environment: variables.
+        answering: launchers whose own function has answered, so that their variables are skipped.
     """
     sizes, ranks = (
         [
