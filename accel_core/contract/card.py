@@ -12,7 +12,7 @@ from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
 
 API_VERSION: Final = "1.0"
-"""major.minor of this contract; not of any package. Majors N and N-1 are served."""
+"""Version major.minor of this contract, not of any package. Majors N and N-1 are served."""
 
 
 Slot = Literal["device", "precision", "launcher", "strategy", "tracker", "extension", "store", "command"]
@@ -21,7 +21,7 @@ PreparedKind = Literal["model", "optimizer", "scheduler", "dataloader"]
 
 SLOTS: Final[tuple[Slot, ...]] = get_args(Slot)
 
-# Spelt out because every listing of plugins needs these words, and the config classes cost 9 ms to import.
+# A list, since every listing of plugins needs these words, and the config classes cost 9 ms to import.
 _RESERVED: Final = (
     "accumulation all auto autocast compile config data device device-placement env extensions grad-scaler"
     " gradient-accumulation-steps launch log-with mixed-precision no plugins process-group profile project"
@@ -63,9 +63,9 @@ CAPABILITIES: Final[Mapping[str, str]] = {
 class Card(NamedTuple):
     """A plugin's description; imports neither torch nor the vendor's library.
 
-    A named tuple, since each listing makes all cards, and attrs alone takes longer to import than they do.
-    Paths are dotted: "package.module:Name". An entry point of group `accel_core.<slot>`, named like
-    the card, points at it.
+    A named tuple: each listing creates all cards, and importing attrs alone would take longer. Paths are
+    dotted: "package.module:Name". An entry point of group `accel_core.<slot>`, named like the card, points at
+    it.
     """
 
     name: str
@@ -73,35 +73,35 @@ class Card(NamedTuple):
     summary: str
     """One sentence; the help line of a command."""
     api_version: str
-    """The contract this was written for, "major.minor" of `API_VERSION`."""
+    """The contract version that the plugin was written for, as in `API_VERSION`."""
     priority: int | None = None
-    """For `auto`: native 0, first-party 100. None: only when named.
+    """Priority for `auto`: native 0, first-party 100. None: the plugin is used only if it is named.
 
-    An extension with a priority joins each run where it is installed.
+    An extension with a priority joins each run if it is installed.
     """
     shadows: tuple[str, ...] = ()
     """Plugins of the same slot that `auto` must not take when this one is usable."""
     also: tuple[str, ...] = ()
-    """Words that several plugins of a slot answer, such as `fp8` of a precision.
+    """Words that several plugins of a slot answer to, such as `fp8` for precisions.
 
     Like `auto`, such a word takes the usable plugin of highest priority; a tie is an error that names both.
-    Store slot: the schemes of the URLs that it serves, each by one plugin.
+    Store slot: the URL schemes that the plugin serves; each scheme belongs to one plugin.
     """
     distributed_type: str | None = None
     """The value of `accelerator.distributed_type`.
 
-    The strategy's value wins over the device's, unless it is MULTI_DEVICE, which the device's completes.
+    The strategy's value wins over the device's, except MULTI_DEVICE, which the device's value completes.
     """
     offers: AbstractSet[str] = frozenset()
-    """Words of CAPABILITIES that this plugin keeps."""
+    """Words of CAPABILITIES that this plugin offers."""
     needs: AbstractSet[str] = frozenset()
     """Words of CAPABILITIES that plugins below it must offer."""
     torch_device: str | None = None
     """Device slot: torch's name of the device type."""
     communication_backend: str | None = None
-    """Device slot: the torch.distributed backend that carries its tensors; None: torch's own of that type."""
+    """Device slot: the torch.distributed backend for its tensors; None: torch's default for its type."""
     compile_backend: str | None = None
-    """Device slot: the backend of `torch.compile` where section `compile` names none; None: torch's own."""
+    """Device slot: the backend of `torch.compile` if section `compile` names none; None: torch's default."""
     probe: Callable[[], str | None] | None = None
     """Returns None, or the reason why the plugin cannot be used here.
 
@@ -110,39 +110,39 @@ class Card(NamedTuple):
     verify: str | None = None
     """Path of a function like `probe` that may import the vendor's library."""
     task: str | None = None
-    """Launcher slot: path of a light function of the environment.
+    """Launcher slot: path of a function (environment) -> the `Task` that this process is, or None.
 
-    It returns the `Task` that the engine started this process as, or None.
+    The function must be cheap to import and to call.
     """
     launch_environment: str | None = None
     """Path of a function (config, world) -> variables that vendor libraries read when they are imported.
 
-    Called in the launcher, where the world is a guess, and by the run before vendor imports, under any
+    Called in the launcher, in which the world is a guess, and by the run before vendor imports, under any
     launcher. Must not import torch. Core sets unset variables; a user's own value stays, and core says so.
     """
     visible_devices: str | None = None
-    """Path of a function (config) -> number of this machine's devices, or None if no file tells it.
+    """Path of a function (config) -> number of this machine's devices, or None if no file shows the number.
 
-    Must not import torch, which core asks after None.
+    Must not import torch; after None, core asks torch.
     """
     prepares: Mapping[str, PreparedKind] = MappingProxyType({})
-    """Path of a class of the package -> what `prepare` takes its objects for, beside torch's own classes."""
+    """Path of a class of the package -> kind of object in `prepare`, beside torch's own classes."""
     environment_report: str | None = None
-    """Device slot: path of a function () -> lines for `accel env`: what -> found. Must not raise."""
+    """Device slot: path of a function () -> lines for `accel env`: label -> value. Must not raise."""
     hookspecs: str | None = None
-    """Path of a module whose hooks other packages may implement, each by the name `CARD.HOOK`."""
+    """Path of a module whose hooks other packages may implement, by the names `CARD.HOOK`."""
     config: str | None = None
     """Path of the attrs class of the plugin's options."""
     implementation: str | None = None
-    """Path of the class built as `Plugin(config, run)`.
+    """Path of the class that is created as `Plugin(config, run)`.
 
-    Command slot: of a click command. Store slot: of a function (URL) -> its folder, an `accel_core.Storage`,
-    which need not be there; CheckpointError for a URL that cannot be one.
+    Command slot: path of a click command. Store slot: path of a function (URL) -> its folder, an
+    `accel_core.Storage`, which need not exist; it raises CheckpointError for an invalid URL.
     """
 
 
 def incompatibility(card: Card) -> str:
-    """Return the reason why a plugin for another API cannot be used here, else empty.
+    """Return the reason why a plugin for another API version cannot be used here, else "".
 
     Raises:
         PluginError: its `api_version` is not "major.minor".
@@ -152,17 +152,17 @@ def incompatibility(card: Card) -> str:
         about = f"{card.name}: api_version {api_version!r} is not 'major.minor'"
         raise PluginError(f"{about}\nwrite it so: '1.0'", plugin=card.name)
     theirs, ours = (tuple(map(int, version.split("."))) for version in (api_version, API_VERSION))
-    if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # there never was a version 0
+    if max(1, ours[0] - 1) <= theirs[0] and theirs <= ours:  # version 0 never existed
         return ""
     remedy = "upgrade accel-core" if theirs > ours else "upgrade the plugin"
     return f"written for API {api_version}, this accel-core serves {API_VERSION}: {remedy}"
 
 
 def check_name(name: str) -> None:
-    """Refuse a name that no plugin may have, nor a word in `also`.
+    """Refuse a name, or a word in `also`, that no plugin may have.
 
     Raises:
-        PluginError: it is not lower-case words joined by hyphens, or a word of core's config.
+        PluginError: the name is not lower-case words joined by hyphens, or is a word of core's config.
     """
     if not re.fullmatch(r"[a-z][a-z0-9]*(-[a-z0-9]+)*", name):
         raise PluginError(
@@ -174,7 +174,7 @@ def check_name(name: str) -> None:
 
 
 def check_words(card: Card) -> None:
-    """Refuse a card of this API whose words mean nothing.
+    """Refuse a card of this API with invalid words.
 
     Raises:
         PluginError: a wrong name, an unknown slot or an unknown capability.

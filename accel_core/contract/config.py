@@ -24,7 +24,7 @@ class KwargsHandler:
     def to_kwargs(self) -> dict[str, Any]:
         """Return the fields that differ from the class's defaults.
 
-        What equals a default is left to torch, whose own default applies should it ever differ.
+        Fields equal to their defaults are left to torch, whose own defaults then apply.
         """
         return changed(self)
 
@@ -62,7 +62,7 @@ class InitProcessGroupKwargs(KwargsHandler):
 
 def _home(path: Any) -> Any:
     if not isinstance(path, (str, os.PathLike)):
-        return path  # the check of types reports it
+        return path  # the type check reports it
     return os.path.expanduser(os.fspath(path))  # noqa: PTH111  # as text: a folder of logs may be a URL
 
 
@@ -71,7 +71,7 @@ def _names(given: Any) -> Any:
         return ()
     if isinstance(given, str):
         return (given,)
-    return tuple(given) if hasattr(given, "__iter__") else given  # the check of types reports it
+    return tuple(given) if hasattr(given, "__iter__") else given  # the type check reports it
 
 
 @frozen(kw_only=True)
@@ -179,7 +179,7 @@ def metric_and_mode(keep_best: str) -> tuple[str, bool]:
     """Return the metric's name, and True if the largest value is the best.
 
     Raises:
-        ValueError: it is not a loss, and no mode says which value is the best.
+        ValueError: the metric is not a loss, and has no mode min or max.
     """
     mode, _, name = f"{keep_best}".partition(":")
     if mode not in ("min", "max"):
@@ -193,7 +193,11 @@ def metric_and_mode(keep_best: str) -> tuple[str, bool]:
 
 
 def host_and_port(place: str, nodes: int) -> tuple[str, int]:
-    """Split a `rendezvous`; raise ValueError if it is not a place where nodes can meet."""
+    """Split a `rendezvous` into host and port.
+
+    Raises:
+        ValueError: the text is not a HOST:PORT at which nodes can meet.
+    """
     found = re.fullmatch(r"(\[[\da-fA-F:.]+\]|[\w.-]+):(\d+)", place)
     host, port = (found[1].strip("[]"), int(found[2])) if found else ("", -1)
     if not (0 if nodes == 1 else 1) <= port < 65536:
@@ -250,7 +254,7 @@ class LaunchConfig:
 
 @frozen(kw_only=True)
 class RunConfig:
-    """Everything that was asked of a run. Frozen; pickles."""
+    """All settings of a run. Frozen; pickles."""
 
     device: str = option("auto", help="Device plugin, or torch device type. auto: the best here.")
     strategy: str = option("auto", help="Strategy plugin, or a name from strategies. auto: the best here.")
@@ -282,15 +286,15 @@ class RunConfig:
     compile: TorchDynamoPlugin = field(factory=TorchDynamoPlugin)
 
     plugins: Mapping[str, object] = field(factory=dict)
-    """Plugin name -> config object, of plugins with a section, object or proposal."""
+    """Plugin name -> config object, for plugins with a section, a config object or a proposal."""
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches a step, by whichever of its two names that was set."""
+        """Micro-batches per optimizer step, whichever of the option's two names was set."""
         return self.gradient_accumulation_steps
 
     def plugin_names(self) -> Iterator[tuple[tuple[str, ...], Slot, str]]:
-        """(path, slot, name) of each plugin that is asked for by name.
+        """Yield (path, slot, name) of each plugin that is asked for by name.
 
         `device` is left out: it may also be a device type that only torch knows.
         """
@@ -310,8 +314,8 @@ class RunConfig:
 class Proposal:
     """A value that a config class wants for an option of the run.
 
-    A config class may have `propose(self, run_config) -> Sequence[Proposal]`. The reason becomes
-    the value's origin; a value that somebody set to something else is an error.
+    A config class may have `propose(self, run_config) -> Sequence[Proposal]`. The reason becomes the value's
+    origin. If the user set the option to another value, the proposal is an error.
     """
 
     path: str

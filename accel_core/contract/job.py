@@ -1,4 +1,4 @@
-"""A job: what a launcher starts, and what it knows of the machines."""
+"""A job: the workers that a launcher starts, and the machines on which they run."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ class Job:
     argv: tuple[str, ...]
     """The command of one worker, interpreter included.
 
-    It runs once per rank, with torchrun's variables and those of `environment`. Empty in `submit`, and in
-    the `preview` of `submit`: such a job runs `command`.
+    It runs once per rank, with torchrun's variables and the variables in `environment`. Empty in `submit`,
+    and in the `preview` of `submit`: such a job runs `command`.
     """
     command: tuple[str, ...] = ()
     """`accel launch` with the flags and the script, to run on other machines."""
     nodes: int = 1
     node_rank: int = 0
     processes_per_node: int = 1
-    """Workers on each node; 0: they are counted there.
+    """Workers on each node; 0: counted on the node itself.
 
-    So it is in `submit`, and where `Allocation.elsewhere` is set.
+    The value is 0 in `submit`, and if `Allocation.elsewhere` is set.
     """
     rendezvous: str | None = None
     """host:port of node 0; None on a single node (a free port of 127.0.0.1 is taken)."""
     id: str = ""
-    """Name that no other running job has; empty if nodes need none to meet."""
+    """Name that no other running job has; "" if nodes need no name to meet."""
     max_restarts: int = 0
     min_nodes: int | None = None
     """Number of nodes to start with, or to go on with after losing some; None: all."""
     log_dir: str | None = None
-    """Folder for what workers write: files for each rank and attempt."""
+    """Folder for the output of workers: files for each rank and attempt."""
     tee: str = "none"
     """Workers whose lines are printed after their rank: none, main (rank 0) or all."""
     environment: Mapping[str, str] = field(factory=dict)
@@ -55,10 +55,7 @@ class Allocation:
     processes_per_node: int | None = None
     """Workers of each launcher, if settled: 1 if the engine starts a task per rank."""
     elsewhere: bool = False
-    """True if the launcher starts workers on other machines.
-
-    This one's devices do not count then.
-    """
+    """True if the launcher starts workers on other machines: this machine's devices do not count then."""
 
 
 @frozen(kw_only=True)

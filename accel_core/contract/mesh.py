@@ -1,6 +1,6 @@
 """The device mesh: dimensions that plugins declare, arranged by arithmetic.
 
-The mesh also tells which data each rank reads.
+The mesh also determines the data that each rank reads.
 """
 
 from __future__ import annotations
@@ -30,22 +30,24 @@ RESERVED: Final[Mapping[str, tuple[int, Splits]]] = {
     "tp": (500, "model"),
     "ep": (600, "samples"),
 }
+"""Name of a dimension -> its position and its split."""
 
 
 @frozen
 class MeshDim:
     """One dimension of a device mesh.
 
-    size: ranks along it; -1 takes what the others leave.
-    position: orders dimensions, outermost (slowest varying rank) first.
-    splits: what ranks along it have different parts of. `samples`: each reads other samples. `tokens`:
-        they read the same samples, and each has a part of them and of their loss. `model`: they read
-        the same samples and have the same loss.
-    alike: its ranks hold the same activations between layers, and so must draw the same random numbers
-        for them (dropout); along all other dimensions they draw different ones.
+    Reserved names have a position and a split: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples,
+    cp 400 tokens, tp 500 model (alike), ep 600 samples. Any other name must give both.
 
-    The reserved names have both: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples, cp 400
-    tokens, tp 500 model (alike), ep 600 samples. Any other name must say both.
+    Attributes:
+        size: number of ranks along it; -1 takes the ranks that the other dimensions leave.
+        position: orders dimensions, outermost (slowest varying rank) first.
+        splits: the difference between ranks along it. `samples`: they read different samples. `tokens`: they
+            read the same samples, and each rank has a part of the tokens and of the loss. `model`: they read
+            the same samples and have the same loss.
+        alike: ranks along it hold the same activations between layers, and so must draw the same random
+            numbers for them (dropout); along all other dimensions ranks draw different numbers.
     """
 
     name: str
@@ -80,11 +82,12 @@ class MeshDim:
 def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
     """Return the dimensions outermost first, none of size -1, their product `ranks`.
 
-    Two equal ones count once. If none splits samples and none is -1, the remaining ranks form `dp_replicate`:
-    ranks that no dimension describes read different data, as they do without a mesh.
+    Equal dimensions count once. If no dimension splits samples or has size -1, the remaining ranks form
+    `dp_replicate`: ranks that no dimension describes read different data, as they do without a mesh.
 
     Raises:
-        ConfigError: the product is not `ranks`, or two have one name or position; shows every factor.
+        ConfigError: the product is not `ranks`, or two dimensions share a name or position; shows every
+            factor.
     """
     order = sorted(dict.fromkeys(dims), key=lambda dim: dim.position)
     for one, other in pairwise(order):
@@ -121,8 +124,11 @@ def _refusal(order: Sequence[MeshDim], fixed: int, ranks: int) -> ConfigError:
 class Mesh:
     """The ranks of a run as a grid, as this rank sees it.
 
-    dims: as `arrange` gives them. device_mesh: torch's DeviceMesh with dimensions of these names, or
-    whatever else the stack's `build_mesh` works with.
+    Attributes:
+        dims: the dimensions, as `arrange` returns them.
+        rank: this rank.
+        device_mesh: torch's DeviceMesh with dimensions of these names, or another object that the stack's
+            `build_mesh` works with.
     """
 
     dims: tuple[MeshDim, ...]
@@ -146,20 +152,20 @@ class Mesh:
         return index
 
     def names(self, *splits: Splits) -> tuple[str, ...]:
-        """Return the dimensions that split one of these, outermost first; default any."""
+        """Return the names of dimensions with one of these splits (default: any), outermost first."""
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
 
     def stream(self) -> int | None:
-        """Return the number of this rank's forward stream; `alike` ranks share one.
+        """Return the number of this rank's forward stream; `alike` ranks share a stream.
 
-        None where only the samples are split: then the process's own streams will do.
+        None if only samples are split: then the process's own random streams are used.
         """
         if all(dim.splits == "samples" or dim.size == 1 for dim in self.dims):
             return None
         return self.index(*(dim.name for dim in self.dims if not dim.alike))
 
     def topology(self) -> Topology:
-        """Return the topology: `tokens` and `model` dimensions share their data."""
+        """Return the topology: ranks along `tokens` and `model` dimensions read the same data."""
         samples, parts = self.names("samples"), self.names("samples", "tokens")
         return Topology(
             reader=self.index(*samples),

@@ -24,7 +24,7 @@ _KEY: Final = "accel_core.option"
 
 @frozen(kw_only=True, eq=False, repr=False)
 class Option:
-    """An option of a config class: what `option` declares, with its name, type and default."""
+    """An option of a config class: the arguments of `option`, with the option's name, type and default."""
 
     help: str = ""
     unit: str | None = None
@@ -36,24 +36,24 @@ class Option:
     A run notes an option that is set without it.
     """
     secret: bool = False
-    """Never printed or stored; so is an option that is called so (`is_secret`)."""
+    """Never printed or stored. Also True for options whose names say so (`is_secret`)."""
     python_only: bool = False
     """Cannot be written as text: left out of YAML, environment, flags and schema."""
     refused: bool = False
-    """A value that switches the option on is refused with the help."""
+    """A value that switches the option on is refused; `help` is the reason."""
 
     name: str = ""
-    """As users write it."""
+    """Name as users write it."""
     attribute: str = ""
     """Attribute of the config object that holds its value."""
     kind: Any = Any
-    """Its type; Any where only Python can give it."""
+    """Type of the value; Any if only Python can give it."""
     section: type | None = None
     """The class of a section within the section, `X` or `X | None`."""
     default: Any = None
-    """As attrs has it: maybe a Factory; NOTHING if the option is required."""
+    """Default as in attrs: maybe a Factory; NOTHING if the option is required."""
     converter: Any = None
-    """Applied to what Python gives; None: nothing is."""
+    """Applied to values given in Python; None: values stay as they are."""
 
     @property
     def sentence(self) -> str:
@@ -75,7 +75,7 @@ class Option:
         """Return the reason to refuse a value of the right type, if any."""
         if value is None:
             return None
-        if self.refused and value:  # False and 0 are how others say "off"
+        if self.refused and value:  # False and 0 mean "off", which is allowed
             return self.help
         for item in value if isinstance(value, (tuple, list)) else (value,):
             if self.choices and item not in self.choices:
@@ -102,22 +102,22 @@ def option(
 ) -> Any:
     """Declare a field of a config class that users may set.
 
-    As in `bucket_cap_mb: int = option(25, help="Size of a bucket.", unit="MiB")`.
+    For example `bucket_cap_mb: int = option(25, help="Size of a bucket.", unit="MiB")`.
 
     Args:
-        default: its value if it is not given; may not depend on the environment. Left out: the
-            option is required.
-        factory: makes the default, for mutable ones.
+        default: the value if the user gives none; may not depend on the environment. Left out: the option is
+            required.
+        factory: makes the default, for mutable defaults.
         help: one sentence, shown by `accel config init`, the JSON schema and the reference.
-        unit: of a number: "s", "MiB", ...
+        unit: unit of a number: "s", "MiB", ...
         choices: the only values allowed.
         minimum: the smallest number allowed.
-        python_only: for what no YAML can hold, such as a callable.
-        secret: its value is masked wherever settings are printed or stored. An option called token,
+        python_only: True for values that YAML cannot hold, such as a callable.
+        secret: the value is masked in all settings that are printed or stored. An option called token,
             password, secret, api_key and the like is masked without it.
-        only_with: another option of the class, without which this one does nothing: a run says so.
-        refused: any value that switches it on is an error, which `help` words: why, and what to do instead.
-        converter: applied to what Python gives, as in attrs.
+        only_with: another option of the class, without which this option has no effect: a run says so.
+        refused: any value that switches the option on is an error; `help` gives the reason and the remedy.
+        converter: applied to values given in Python, as in attrs.
     """
     about = Option(
         help=help,
@@ -161,7 +161,7 @@ def _option(cls: type, attribute: Attribute[Any]) -> Option:
     about: Option = attribute.metadata.get(_KEY, Option())
     kind: Any = attribute.type
     if about.python_only:
-        kind = Any  # its annotation may name what only type checkers import
+        kind = Any  # its annotation may name types that only type checkers import
     elif isinstance(kind, str):
         home = next(c for c in cls.__mro__ if attribute.name in vars(c).get("__annotations__", ()))
         named = types.SimpleNamespace(__annotations__={"it": kind})
@@ -180,7 +180,7 @@ def _option(cls: type, attribute: Attribute[Any]) -> Option:
 
 
 def changed(config: object) -> dict[str, Any]:
-    """Return the options of a config object that differ from their defaults: a default says nothing."""
+    """Return the options of a config object that differ from their defaults."""
     values = [(it, getattr(config, it.attribute)) for it in options_of(type(config)).values()]
     return {it.name: value for it, value in values if value != it.default_for(config)}
 
@@ -195,16 +195,16 @@ _SECRET: Final = re.compile(
 )
 _MAY_BE_SECRET: Final = re.compile(rf"(^|[^a-z])({_WORDS}|key|token)($|[^a-z])", re.IGNORECASE)
 _LOGIN: Final = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-"""The user, and mostly a password or token, in an address."""
+"""The user, and often a password or token, in an address."""
 
 
 def is_secret(name: str) -> bool:
-    """Tell if an option of this name is a secret: api_key, password; not pad_token."""
+    """Return whether an option of this name is a secret: api_key, password; not pad_token."""
     return _SECRET.fullmatch(name) is not None
 
 
 def may_be_secret(variable: str) -> bool:
-    """Tell if a variable of the environment may be a secret."""
+    """Return whether an environment variable of this name may be a secret."""
     return _MAY_BE_SECRET.search(variable) is not None
 
 

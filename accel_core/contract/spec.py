@@ -1,7 +1,4 @@
-"""Marks of the contract.
-
-`spec` declares a hook, `implements` marks a plugin's method for one.
-"""
+"""Marks of the contract: `spec` declares a hook, `implements` marks a plugin's method for a hook."""
 
 from __future__ import annotations
 
@@ -33,28 +30,28 @@ R = TypeVar("R")
 F = TypeVar("F", bound=Callable[..., Any])
 
 PROJECT: Final = "accel_core"
-"""The name under which pluggy keeps our marks."""
+"""The name under which pluggy stores the marks."""
 
 Kind = Literal["owner", "everyone", "wrapper"]
 
 Combine = Callable[[str, Sequence[tuple[str, Any]]], Any]
-"""(hook, (plugin, answer) of each plugin that does not answer None, bottom layer first) -> their answer."""
+"""(hook, (plugin, answer) of each plugin whose answer is not None, bottom layer first) -> combined answer."""
 
 _spec_marker = pluggy.HookspecMarker(PROJECT)
 _impl_marker = pluggy.HookimplMarker(PROJECT)
 
 
 class Spec(NamedTuple):
-    """Properties of a hook; found on its function as `accel_spec`."""
+    """Properties of a hook; its function has them as `accel_spec`."""
 
     kind: Kind
     per_step: bool
     combine: Combine | None = None
-    """Of a hook of everyone: how answers become one; None where there are no answers."""
+    """Function that combines the answers of a hook of kind everyone; None if the hook has no answers."""
     refines: int = 0
-    """Of a wrapper: the position of the parameter that each plugin takes and gives back."""
+    """Position of the parameter that each plugin of a wrapper hook takes and returns."""
     observer: bool = False
-    """True if trackers may implement it too."""
+    """True if trackers may implement the hook too."""
 
 
 def spec(
@@ -63,15 +60,15 @@ def spec(
     """Declare a hook.
 
     Args:
-        kind: owner: exactly one plugin does it. everyone: all plugins that implement it, bottom layer
-            first. observer: like everyone, trackers included. wrapper: all plugins that implement it
+        kind: owner: exactly one plugin answers. everyone: all plugins that implement the hook, bottom layer
+            first. observer: like everyone, trackers included. wrapper: all plugins that implement the hook
             refine its first parameter after `unit`, bottom layer innermost, and return it.
-        combine: of everyone and observers: how answers become one (`merge`, `concatenate`, `enter`,
+        combine: for everyone and observer: how answers become one (`merge`, `concatenate`, `enter`,
             `compose`, or a function like these). Without it the hook has no answer.
         per_step: called in each step; bound once per unit.
 
     Raises:
-        PluginError: there is no such kind, or `combine` is no function or of another kind.
+        PluginError: the kind is unknown, or `combine` is not a function or does not fit the kind.
     """
 
     def declare(function: F) -> F:
@@ -114,11 +111,11 @@ def implements(spec: Callable[P, R]) -> Callable[[Method[P, R]], Method[P, R]]: 
 def implements(spec: Any) -> Any:
     """Mark a method as the implementation of `spec`: `@implements(hooks.wrap_model)`.
 
-    A type checker then compares name, parameters and types with the spec. At run time an
-    implementation may have fewer parameters than the spec. An override in a subclass needs no mark.
+    A type checker then compares name, parameters and types with the spec. At run time an implementation may
+    have fewer parameters than the spec. An override in a subclass needs no mark.
 
-    A hook of another package is implemented by name, `@implements("monitor.device_health")`; where that
-    package is not in the run, the method is never called, and where it is, it must have a hook of this name.
+    A hook of another package is implemented by name, `@implements("monitor.device_health")`. If that package
+    is not in the run, the method is never called; if it is, it must have a hook of this name.
 
     Raises:
         PluginError: `spec` is not a hook, such as the method itself under a bare `@implements`, or a name
@@ -135,7 +132,7 @@ def implements(spec: Any) -> Any:
     return _impl_marker(specname=spec.__name__)
 
 
-# -- how the answers of several plugins become one -----------------------------------------------
+# -- combining the answers of several plugins ----------------------------------------------------
 
 
 def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
@@ -163,14 +160,14 @@ def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list
 def enter(
     hook: str, answers: Sequence[tuple[str, AbstractContextManager[Any]]]
 ) -> AbstractContextManager[Any]:
-    """Return one context that enters all of them, bottom layer first."""
+    """Return one context that enters all contexts, bottom layer first."""
     return answers[0][1] if len(answers) == 1 else _entered([context for _, context in answers])
 
 
 def compose(
     hook: str, answers: Sequence[tuple[str, Callable[[], AbstractContextManager[Any]]]]
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return one factory of contexts from several; None from none."""
+    """Return one factory of contexts from several; None if `answers` is empty."""
     factories = [factory for _, factory in answers]
     if len(factories) < 2:
         return factories[0] if factories else None

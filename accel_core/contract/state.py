@@ -1,4 +1,4 @@
-"""The state model: state that a plugin hands over, in a form any stack can read."""
+"""The state model: state that a plugin returns, in a form that any stack can read."""
 
 from __future__ import annotations
 
@@ -25,9 +25,10 @@ __all__ = [
 
 
 class LeavesOnUse(Mapping[str, Leaf]):
-    """Leaves that are made when the mapping is first read.
+    """Leaves that are created when the mapping is first read.
 
-    A load of local files reads only those that it asks for once state is allocated.
+    A load asks for an optimizer's leaves before and after it allocates state. For checkpoints in local files
+    it never reads the first mapping.
     """
 
     def __init__(self, make: Callable[[], dict[str, Leaf]]) -> None:
@@ -47,20 +48,21 @@ class LeavesOnUse(Mapping[str, Leaf]):
         return len(self._made)
 
     def items(self) -> ItemsView[str, Leaf]:
-        """Return the items of a dict, which are faster than a mapping's."""
+        """Return the items of a dict, which iterate faster than a mapping's."""
         return self._made.items()
 
 
 @frozen(kw_only=True)
 class OptimizerState:
-    """An optimizer by parameter name.
+    """An optimizer's state by parameter name.
 
-    leaves: `NAME/KEY` -> leaf, for the tensors of its per-parameter state.
-    plain: parameter name -> key -> a value that is not a tensor (SparseAdam's int step, ...).
-    groups: for each of the optimizer's `param_groups`, in order: the hyperparameters that mean
-        something in any stack, and under `params` the parameters' names. Ranks may have different ones.
-    algorithm: name of the class in torch that does the same; None: the optimizer's own class. Only
-        state of one algorithm is resumed from.
+    Attributes:
+        leaves: `NAME/KEY` -> leaf, for the tensors of its per-parameter state.
+        plain: parameter name -> key -> a value that is not a tensor (SparseAdam's int step, ...).
+        groups: for each of the optimizer's `param_groups`, in order: the hyperparameters that mean something
+            in any stack, and under `params` the parameters' names. Ranks may have different groups.
+        algorithm: name of torch's class for the same algorithm; None: the optimizer's own class. A load
+            resumes only from state of the same algorithm.
     """
 
     leaves: Mapping[str, Leaf]
@@ -84,11 +86,13 @@ class TensorTemplate:
 
 @frozen(kw_only=True)
 class Entry:
-    """One value of `save_state`: state that a plugin itself must remember.
+    """A value that a plugin returns from `save_state`: state that the plugin itself must remember.
 
-    scope: `replicated` (the same on all ranks that have an entry of this name: pipeline stages may have
-        different ones), `per_reader` or `per_rank` (meaningless at another number of readers or ranks, unless
-        the plugin reassigns it).
+    Attributes:
+        value: a tensor's leaf, or a JSON value.
+        scope: `replicated` (the same on all ranks that have an entry of this name: pipeline stages may have
+            different entries), `per_reader` or `per_rank` (meaningless at another number of readers or ranks,
+            unless the plugin reassigns it).
     """
 
     value: Leaf | Json

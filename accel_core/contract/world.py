@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed.distributed_c10d import Store
 
 current_operation: Final[ContextVar[object]] = ContextVar("current_operation", default="")
-"""Operation for which this thread uses collectives; its `str` names it in errors."""
+"""Operation for which this thread uses collectives; its `str` names the operation in errors."""
 
 LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 """Variables of launchers: the number of ranks on the node."""
@@ -29,22 +29,22 @@ LOCAL_SIZES: Final = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 @frozen(kw_only=True)
 class Task:
-    """This process as one of the tasks that an engine started, by the engine's own variables.
+    """This process as a task that an engine started, according to the engine's own variables.
 
-    The function `task` of a launcher's card returns one.
+    Returned by the function `task` of a launcher's card.
     """
 
     size: int = 0
-    """Number of tasks; 0 if the engine does not say."""
+    """Number of tasks; 0 if unknown."""
     rank: int = 0
     local_rank: int | None = None
-    """Number of the task on its node, if the engine says so."""
+    """Number of the task on its node; None if unknown."""
     local_size: int | None = None
-    """Number of tasks on the node, if the engine says so."""
+    """Number of tasks on the node; None if unknown."""
     variable: str = ""
-    """The variable that tells `size`, or else `rank`."""
+    """The variable that gives `size`, or else `rank`."""
     launcher: str = ""
-    """Launcher that joins such tasks; core fills it in."""
+    """Launcher that joins such tasks; set by core."""
 
 
 @frozen(kw_only=True)
@@ -62,19 +62,19 @@ class World:
     nodes: int = 1
     restart_count: int = 0
     is_task: bool = False
-    """True if an engine started this process, and may show it its own device alone."""
+    """True if an engine started this process, and may have made only its own device visible to it."""
     run_id: str | None = None
     """The launcher's id of the job, stable over elastic restarts."""
     store: Store | None = field(default=None, eq=False, repr=False)
     """A connection to the group's store, for votes; None in a world of one process.
 
     Set once the group is up. All runs and threads of the process share it, so a request may not wait for a
-    key: ask `check` before `get`. Requests fail if the store's machine is silent for long.
+    key: call `check` before `get`. Requests fail if the store's machine is silent for long.
     """
 
     @classmethod
     def here(cls, task: Task | None = None) -> World:
-        """Return this process's world: the launcher's, else its own process group's."""
+        """Return this process's world: by the launcher's variables, else by its own process group."""
         torchs: Any = _group_of_torch()
         if torchs is None:
             return cls.from_environment(task=task)
@@ -87,10 +87,10 @@ class World:
     ) -> World:
         """Return the world of torchrun's variables; without them a world of one.
 
-        task: says where on its node this rank is, if no variable of torchrun does.
+        `task` gives the place of this rank on its node, if no variable of torchrun does.
 
         Raises:
-            LaunchError: a variable is not a number, or RANK is given without WORLD_SIZE.
+            LaunchError: a variable is not a number or missing, or the variables contradict each other.
         """
         environment = os.environ if environment is None else environment
         if "WORLD_SIZE" not in environment and "RANK" not in environment:
@@ -128,9 +128,9 @@ class World:
         )
 
     def first_of_disk(self, *, each_node: bool) -> bool:
-        """Return whether this rank writes for all ranks that see its disk.
+        """Return whether this rank writes for all ranks that share its disk.
 
-        each_node: each node has a disk of its own; else all nodes share one.
+        If `each_node` is True, each node has a disk of its own; else all nodes share a disk.
         """
         return (self.local_rank if each_node else self.rank) == 0
 
@@ -139,21 +139,25 @@ class World:
 
 
 def rank_here() -> int:
-    """Return this process's rank, of its process group or by RANK; else 0."""
+    """Return this process's rank, by its process group or RANK; else 0."""
     torchs: Any = _group_of_torch()
     text = os.environ.get("RANK", "")
     return int(torchs.get_rank()) if torchs is not None else int(text) if text.isdecimal() else 0
 
 
 def _group_of_torch() -> Any:
-    """Return torch.distributed if this process has a group, and no launcher's variables."""
-    torchs: Any = sys.modules.get("torch.distributed")  # who has a group has imported it
+    """Return torch.distributed if this process has a group and no launcher's variables; else None."""
+    torchs: Any = sys.modules.get("torch.distributed")  # a process that has a group has imported it
     has_group = torchs and torchs.is_available() and torchs.is_initialized()
     return torchs if has_group and "WORLD_SIZE" not in os.environ else None
 
 
 def _number(environment: Mapping[str, str], name: str, default: int | None) -> int:
-    """Return a variable of torchrun. Raises LaunchError if it is not a number, or without default not set."""
+    """Return a variable of torchrun as a number.
+
+    Raises:
+        LaunchError: the variable is not a number, or is not set and has no default.
+    """
     text = environment.get(name)
     if text is None and default is not None:
         return default
@@ -168,7 +172,7 @@ def _number(environment: Mapping[str, str], name: str, default: int | None) -> i
 
 
 def _torchruns_id(environment: Mapping[str, str]) -> str | None:
-    # torchrun's default is the word "none", the same for jobs that have nothing to do with each other.
+    # torchrun's default is the word "none", which unrelated jobs would share.
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     return None if run_id in (None, "", "none") else run_id
 
@@ -176,8 +180,10 @@ def _torchruns_id(environment: Mapping[str, str]) -> str | None:
 class RandomStream(NamedTuple):
     """A random generator of this process.
 
-    get: returns its state, a uint8 CPU tensor. set: takes such a state, or raises. seed: begins it anew from
-    a whole number; None where another stream's seed does.
+    Attributes:
+        get: returns its state, a uint8 CPU tensor.
+        set: restores such a state, or raises.
+        seed: seeds it with a whole number; None if another stream's `seed` also seeds this stream.
     """
 
     get: Callable[[], Tensor]
@@ -187,14 +193,16 @@ class RandomStream(NamedTuple):
 
 @frozen(kw_only=True)
 class Topology:
-    """This rank's part of the data and of the loss.
+    """This rank's part of the data and of the loss. Never derived from rank and world size.
 
-    It is never derived from rank and world size.
-
-    `reader` of `readers` is this process's share of the data; several ranks may have the same
-    reader (tensor parallel). `losses`: how many ranks have a loss of their own, each the mean over
-    other samples, or other parts of samples. `loss_dim` and `gather_dim` name the collectives (hook
-    `collectives`) over which losses are averaged and metrics gathered.
+    Attributes:
+        reader: number of this process's share of the data; several ranks may have the same reader (tensor
+            parallel).
+        readers: number of shares.
+        losses: number of ranks with a loss of their own, each the mean over other samples, or other parts of
+            samples.
+        loss_dim: collectives (hook `collectives`) over which losses are averaged.
+        gather_dim: collectives over which metrics are gathered.
     """
 
     reader: int = 0
@@ -205,29 +213,26 @@ class Topology:
 
 
 class Collectives(Protocol):
-    """Collectives that core needs of a group of ranks.
-
-    All ranks of the group call them, in the same order.
-    """
+    """Collectives that core needs from a group of ranks. All ranks call them in the same order."""
 
     rank: int
     size: int
 
     @property
     def group(self) -> ProcessGroup | None:
-        """Torch's process group of these ranks, for libraries that take one.
+        """Torch's process group of these ranks, for libraries that take a group.
 
-        None: a rank alone, or collectives of a library of their own.
+        None for a rank alone, or for collectives of a library of their own.
         """
 
     def all_reduce(self, tensor: Tensor, operation: str = "sum") -> Tensor:
         """Reduce in place over the group; `operation` is sum, mean, min or max."""
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """(n, ...) of equal shape on each rank -> (size * n, ...), in rank order."""
+        """Gather tensors (n, ...) of equal shape on each rank into (size * n, ...), in rank order."""
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Overwrite `tensor` with that of the group's rank `source`, in place."""
+        """Overwrite `tensor`, in place, with the tensor of the group's rank `source`."""
 
     def all_gather_object(self, value: Any) -> Sequence[Any]:
         """Return the picklable values of all ranks, in rank order."""

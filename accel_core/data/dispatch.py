@@ -1,6 +1,6 @@
-"""Read in one process for all: round by round, every reader is handed its batch.
+"""Reading in one process for all ranks, which hands every reader its batch, round by round.
 
-Batches may be anything that pickles.
+Batches may be any objects that pickle.
 """
 
 from __future__ import annotations
@@ -28,10 +28,14 @@ SOURCE: Final = 0
 
 @frozen
 class Round:
-    """The batches that readers take together.
+    """The batches that the readers take together.
 
-    batches: of each reader that has one. real_samples: those that are not padding, or NO_PADDING. following:
-    readers that have a batch in the next round. drawn: as in `Position`, in an iteration's first round.
+    Attributes:
+        batches: one per reader, in order of readers; the remaining readers have no batch in this round.
+        real_samples: number of samples that are not padding, or a mark of `sharding` such as NO_PADDING.
+        following: number of readers that have a batch in the next round.
+        drawn: source of the epoch's order, as in `Position`; in the first round of an iteration only.
+        failure: the error of the rank that reads; "" if reading succeeded.
     """
 
     batches: Sequence[Any] = ()
@@ -42,7 +46,7 @@ class Round:
 
 
 def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) -> Iterator[Round]:
-    """Yield the rounds of map-style data. batches: of all readers in turn."""
+    """Yield the rounds of map-style data from `batches`, which holds the batches of all readers in turn."""
     for number, group in enumerate(batched(batches, readers), start=1):
         following = 0 if number == progress.total else progress.readers_with_batch.get(number + 1, readers)
         real_samples = progress.padded.get(number, NO_PADDING)
@@ -50,9 +54,9 @@ def rounds_of_samples(batches: Iterator[Any], progress: Progress, readers: int) 
 
 
 def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Round]:
-    """Yield an iterable dataset's rounds from (shares, loader state after them).
+    """Yield an iterable dataset's rounds from pairs (shares, loader state after the shares).
 
-    Its end is known only by reading one ahead.
+    Reads one pair ahead, since only the end of the pairs tells which round is the last.
     """
     end: Any = (((), NO_PADDING), None)
     for number, ((shares, state), (following, _)) in enumerate(pairwise(chain(stated, [end])), start=1):
@@ -62,17 +66,21 @@ def rounds_of_iterable(stated: Iterator[tuple[Any, Any]], progress: Progress) ->
 
 
 def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, pin: bool) -> Iterator[Any]:
-    """Yield this reader's batches. Each of them is collective.
+    """Yield this reader's batches. Collective: all ranks iterate alike.
 
-    rounds: on the rank that reads. pin: put tensors into pinned memory.
+    Args:
+        run: the run whose readers share the batches.
+        progress: the iteration; filled in from the rounds on ranks that do not read.
+        rounds: the rounds, on the rank that reads; None on other ranks.
+        pin: copy the received tensors into pinned memory.
 
     Raises:
-        CollectiveError: on the other ranks, if reading has failed.
+        CollectiveError: on ranks that do not read, if reading has failed.
     """
     reader, following = run.topology.reader, run.topology.readers
     number = dealt = 0
     while following:
-        # Ranks in different loops would deal out a mixture: the words of their calls differ.
+        # Names round and epoch, so that ranks in different loops raise instead of sharing out a mixture.
         operation = f"the next batch (dispatch_batches), round {dealt} of epoch {progress.epoch}"
         dealt += 1
         current: Round = _exchange(run, rounds, operation)
@@ -83,7 +91,7 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
         if not following:
             progress.ends = number
         if not has_batch:
-            continue  # this reader has run out, others may not have
+            continue  # other readers may still have batches, and this rank takes part in their rounds
         if current.real_samples != NO_PADDING:
             progress.padded[number] = current.real_samples
         if reader >= following:
@@ -93,12 +101,12 @@ def dispatched(run: Run, progress: Progress, rounds: Iterator[Round] | None, *, 
 
 
 def _exchange(run: Run, rounds: Iterator[Round] | None, operation: str) -> Any:
-    """Return the next round, which the rank that has `rounds` reads. Collective."""
+    """Return the next round, read by the rank that has `rounds`. Collective."""
     current, error = Round(), None
     try:
         current = next(rounds, current) if rounds is not None else current
-    except BaseException as raised:  # Ctrl-C too: the other ranks wait to be told
-        # A worker's error carries its traceback in its text: the last line says what it was.
+    except BaseException as raised:  # Ctrl-C too: the other ranks wait in this exchange
+        # An error of a DataLoader worker has the worker's traceback as text; its last line names the error.
         told = "".join(traceback.format_exception_only(raised)).strip()
         current, error = Round(failure=told.splitlines()[-1]), raised
     with collective_call(run, "world", operation, None, objects=True) as call:

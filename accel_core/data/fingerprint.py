@@ -1,4 +1,4 @@
-"""Tell datasets of one kind apart that ranks read shares of."""
+"""Fingerprints of datasets, to check that all ranks read shares of the same data."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from torch.utils.data import Dataset
 
 
 def fingerprint(dataset: Any) -> str:
-    """Return a map-style dataset's length, and a checksum of its indices.
+    """Return a map-style dataset's length, with a checksum of the indices that it takes of other datasets.
 
-    Those are of the parts that it takes of other datasets. "" where its own code gives no length, or no
-    indices that can be compared.
+    Returns the length alone if no dataset inside has indices, and "" if the dataset's own code raises.
     """
     checksum = None
     try:
@@ -27,9 +26,9 @@ def fingerprint(dataset: Any) -> str:
 
 
 def _indices_in(dataset: Any) -> Iterator[bytes]:
-    """Yield, as bytes, the indices of each part of another dataset (a Subset).
+    """Yield, as bytes, the indices of each Subset inside a dataset, or inside datasets that it joins.
 
-    Parts of random splits are equally long. They may lie in each other, or in datasets that join them.
+    Parts of a random split have equal lengths: only their indices tell them apart.
     """
     inner = getattr(dataset, "dataset", None)
     if inner is not None and hasattr(dataset, "indices"):

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
-    """One iteration over a prepared loader: pairs of a batch on the host, and a function that hands it out.
+    """One iteration over a prepared loader: pairs of a batch on the host and a function that hands it out.
 
-    `hand_out()` returns the batch on the device, and makes the loader's place that of this batch: `last`,
-    `remainder`, `place`, and what `gather_for_metrics` leaves out. Called again, it does the same again. In
-    between, the loader's place is that of the batch handed out last, whatever was read since.
+    `hand_out()` returns the batch on the device, and sets the loader's position to this batch: `last`,
+    `remainder`, `place`, and the samples that `gather_for_metrics` leaves out. A second call does the same
+    again. Between calls, the loader's position is the batch handed out last, however many were read since.
 
         with closing(loader.host_batches()) as batches:
             while window := [*islice(batches, 4)]:
@@ -31,17 +31,19 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
                     train(hand_out(), items)
                 batches.settle()
 
-    A save counts the batches that were handed out before the last `settle`: one inside a window resumes at
-    the window's start. Reading takes from the data what a plain loop takes for as many batches. The loader is
-    the run's active one from the first batch that is read until `close`. That ends the epoch if all its
-    batches were read and settled, and leaves the epoch as `break` does if not.
+    A save counts the batches that were handed out before the last `settle`: a save inside a window resumes at
+    the window's start. Reading takes as much from the data as a plain loop takes for the same number of
+    batches. The loader is the run's active loader from the first batch that is read until `close`. `close`
+    ends the epoch if all its batches were read and settled; otherwise it leaves the epoch as `break` does.
 
-    A batch that is handed out after `close` is placed, and no place of the loader's: one that a program has
-    held back is not in a plain loop either.
+    After `close`, `hand_out()` still moves the batch to the device but no longer changes the loader's
+    position.
 
-    Batches are on the device already where the device's plugin reads the loader itself (`wrap_dataloader`).
+    Batches are on the device already if the device's plugin reads the loader itself (`wrap_dataloader`).
 
-    place: a batch to the device. enter, hold, leave: the loader's own, as a plain loop calls them.
+    Attributes:
+        _place: moves a batch to the device; None if batches stay as they were read.
+        _enter: the loader's own method, called as a plain loop calls it; likewise `_hold` and `_leave`.
     """
 
     _run: Run
@@ -52,14 +54,14 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
     _hold: Callable[[Progress], None]
     _leave: Callable[..., None]
     _is_entered: bool = field(default=False, init=False)
-    """True from the first batch that is read until the end."""
+    """True from the first batch that is read until `close`."""
     _read: int = field(default=0, init=False)
     _is_exhausted: bool = field(default=False, init=False)
     _checks: ExitStack = field(factory=ExitStack, init=False)
 
     @property
     def is_whole(self) -> bool:
-        """True if batches are as they were read: no plugin has taken this rank's part of them yet."""
+        """True if `hand_out` places batches, so that plugins have not yet taken this rank's part of them."""
         return self._place is not None
 
     def __next__(self) -> tuple[Any, Callable[[], Any]]:
@@ -75,7 +77,7 @@ class HostBatches(Iterator[tuple[Any, Callable[[], Any]]]):
         return batch, partial(self._hand_out, self._read, batch)
 
     def settle(self) -> None:
-        """Have saves from now on count the batches up to the one handed out last."""
+        """Make saves from now on count the batches up to the one handed out last."""
         if self._is_entered:
             self._progress.settle()
 

@@ -1,7 +1,4 @@
-"""The loader that `prepare` returns: a reader's share of one global order.
-
-It has a position that can be saved.
-"""
+"""The loader that `prepare` returns: a reader's share of one global order, with a position to save."""
 
 from __future__ import annotations
 
@@ -40,8 +37,8 @@ _orders = count(1)
 class PreparedLoader(DataLoader[Any]):
     """A DataLoader whose batches are this reader's share, on the run's device.
 
-    Everything else is the user's own loader's: attributes, workers, collate function. It is iterated
-    by all ranks alike. Epochs reshuffle by themselves; the position counts what was handed out.
+    Attributes, workers and collate function are the user's loader's. All ranks iterate over it alike. Epochs
+    reshuffle by themselves; the position counts the batches that were handed out.
     """
 
     _run: Run
@@ -54,9 +51,9 @@ class PreparedLoader(DataLoader[Any]):
     _placement: Placement | None
 
     def __init__(self, loader: DataLoader[Any], run: Run, device_placement: bool = True) -> None:
-        # Reading ahead in this very process would draw random numbers before their time.
+        # Without workers, reading ahead would draw random numbers of this process too early.
         ahead, pinned = loader.num_workers > 0, bool(loader.pin_memory) and can_pin(run.device)
-        # Not DataLoader.__init__: it would check, and draw defaults for, what the user's loader settled.
+        # Not DataLoader.__init__, which would check arguments and draw defaults a second time.
         self.__dict__.update(
             loader.__dict__,
             _iterator=None,
@@ -65,12 +62,12 @@ class PreparedLoader(DataLoader[Any]):
             _cursor=Cursor(),
             _skip=0,
             _skipped=0,
-            _has_begun=False,  # any epoch: workers that persist have drawn their only seed
-            _is_told=False,  # of data without a state
+            _has_begun=False,  # True after the first epoch began: persistent workers draw one seed only
+            _is_told=False,  # True after the warning that the dataset has no state
             _placement=placement_of(run, moves=device_placement, ahead=ahead, pinned=pinned),
         )
 
-    # -- what the user and core ask ---------------------------------------------------------------
+    # -- its batches, length and position ---------------------------------------------------------
 
     @property
     def last(self) -> bool:
@@ -91,14 +88,14 @@ class PreparedLoader(DataLoader[Any]):
     def real_readers(self) -> int:
         """Number of readers whose sample of the current round is not padding.
 
-        -1 if the round has no padding, or gives a reader several samples. A sample may be a whole batch that
-        the dataset makes.
+        -1 if the round has no padding, or if it gives a reader several samples. A sample may be a whole batch
+        that the dataset makes.
         """
         return self.remainder if self._plan.sharding.samples == self._plan.sharding.readers else -1
 
     @property
     def place(self) -> str:
-        """The batch that the user holds, for messages."""
+        """Text that names the batch that the user holds, for messages."""
         progress = self._cursor.progress
         return f" in batch {progress.count} of epoch {progress.epoch}"
 
@@ -109,14 +106,14 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def epoch(self) -> int:
-        """Number of iterations that were begun before the current one, or the next."""
+        """Number of the current iteration, or between loops of the next one; the first has number 0."""
         return self._cursor.epoch
 
     @property
     def batches_done(self) -> int:
-        """Batches of this epoch that this reader was handed, by the runs before a resume too.
+        """Number of batches of this epoch that this reader was handed, in runs before a resume too.
 
-        Before a loop it is where the loop begins: `enumerate(loader, loader.batches_done)`.
+        Before a loop, the value numbers the loop's first batch: `enumerate(loader, loader.batches_done)`.
         """
         cursor = self._cursor
         progress = cursor.progress if cursor.running else cursor.planned or Progress()
@@ -124,7 +121,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def is_held(self) -> bool:
-        """True if the program draws from this loader beside the batches of a loop around it."""
+        """True if the program draws by turns from this loader and from the loader of a loop around it."""
         return all(each.is_held for each in self._cursor.running)
 
     def hands_out(self, batch: Any) -> bool:
@@ -133,17 +130,17 @@ class PreparedLoader(DataLoader[Any]):
 
     @property
     def total_batch_size(self) -> int | None:
-        """Samples that all readers take together, where batches have a size."""
+        """Number of samples that all readers take per round; None if batches have no fixed size."""
         return self._plan.sharding.samples
 
     @property
     def total_dataset_length(self) -> int:
-        """Samples of the whole dataset."""
+        """Number of samples of the whole dataset."""
         return len(self.dataset)  # type: ignore[arg-type]
 
     @property
     def data_in_words(self) -> str:
-        """Data that all ranks must have alike, to read shares of it; "" if unknown."""
+        """Fingerprint of the dataset, equal on all ranks that read shares of it; "" if unknown."""
         if self._plan.dispatches or self._plan.sampler is None:
             return ""
         return fingerprint(self.dataset)
@@ -160,26 +157,26 @@ class PreparedLoader(DataLoader[Any]):
         return sharding.length(batches, samples)
 
     def __getattr__(self, name: str) -> Any:
-        # A subclass of the user's own may offer more. Python asks here only for names that this class lacks.
+        # The user's loader may be a subclass with more attributes. Python calls this for missing names only.
         if name.startswith("__") or "_plan" not in self.__dict__:
             raise AttributeError(name)
         return getattr(self._plan.inner, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)  # torch's: refuses what cannot be changed any more
+        super().__setattr__(name, value)  # torch refuses attributes that are fixed after __init__
         if name.startswith("_") or (plan := self.__dict__.get("_plan")) is None:
-            return  # the user's loader has no use for it
+            return  # not an attribute of the user's loader
         if hasattr(type(plan.inner), name) or not hasattr(type(self), name):
             batches = self.batch_size is not None
             setattr(plan.inner, name, plan.adapted(name, value, batches=batches))
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the number of the next iteration.
+        """Set the number of the next iteration. Optional, since epochs count and reshuffle by themselves.
 
-        Not needed: epochs count, and reshuffle, by themselves. An epoch other than the one to be resumed
-        starts at its beginning.
+        If `epoch` is not that iteration's number already, the epoch starts at its beginning, also after a
+        resume.
         """
-        number = operator.index(epoch)  # a position holds it as JSON
+        number = operator.index(epoch)  # an int, since a position is saved as JSON
         if number != self.epoch:
             self._cursor.plan(Progress(epoch=number))
 
@@ -198,18 +195,19 @@ class PreparedLoader(DataLoader[Any]):
         return position.to_json()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position at the next iteration. All ranks.
+        """Continue from a saved position at the next iteration. Call it on all ranks.
 
-        A loop over this loader that is running goes on as it is.
+        A loop over this loader that is already running is not affected.
 
         Raises:
-            CheckpointError: the loader has changed, and the error names how. Nothing is changed then.
+            CheckpointError: the loader has changed since the save; the message names the change. Nothing is
+                changed.
         """
         saved, cursor = self.check_state_dict(state), self._cursor
         for role, generator in self._plan.generators.items():
             if role in saved.generators:
                 generator.set_state(decode(saved.generators[role]))
-        if saved.is_over(self._plan.sharding):  # the next loop is that of the next epoch
+        if saved.is_over(self._plan.sharding):  # the next loop reads the next epoch
             cursor.plan(Progress(epoch=saved.following))
         else:
             cursor.plan(Progress(saved.epoch, saved.consumed, saved.begun, saved.drawn, saved.state))
@@ -218,10 +216,10 @@ class PreparedLoader(DataLoader[Any]):
         self._has_begun = saved.begun or saved.epoch > 0
 
     def check_state_dict(self, state: Mapping[str, Any]) -> Position:
-        """Return the position that was saved. Nothing is changed.
+        """Return the saved position if this loader can continue from it. Nothing is changed.
 
         Raises:
-            CheckpointError: the loader cannot go on there; the error names what has changed.
+            CheckpointError: the loader cannot continue from the position; the message names the change.
         """
         here = self._position()
         position = Position(**{**state, "dealt": tuple(state["dealt"])})
@@ -236,7 +234,7 @@ class PreparedLoader(DataLoader[Any]):
 
     @contextmanager
     def padding(self, *, even: bool) -> Iterator[None]:
-        """Have iterations begun inside pad their last round, or not. Map-style data only."""
+        """Return a context; iterations begun inside pad their last round if `even`. Map-style data only."""
         sampler = self._plan.sampler
         if sampler is None:
             yield
@@ -256,7 +254,7 @@ class PreparedLoader(DataLoader[Any]):
         return self._hand_out(self._timed(batches, progress), progress)
 
     def host_batches(self) -> HostBatches:
-        """Begin an iteration whose batches stay on the host until they are placed one by one.
+        """Begin an iteration whose batches stay on the host until each is handed out.
 
         For loops that must look at several batches before they train on the first one.
         """
@@ -270,7 +268,7 @@ class PreparedLoader(DataLoader[Any]):
         return HostBatches(self._run, progress, self._timed(batches, progress), place, *own)
 
     def _begin(self) -> tuple[Progress, Iterator[Any]]:
-        """Begin the next iteration. Return its progress, and this reader's batches on the host."""
+        """Begin the next iteration; return its progress and this reader's batches on the host."""
         plan, cursor = self._plan, self._cursor
         skipped, self._skip = self._skip, 0
         self._skipped = skipped
@@ -294,9 +292,9 @@ class PreparedLoader(DataLoader[Any]):
         return observe(batches, self, progress.start // self._plan.units_per_round - self._skipped)
 
     def _read(self, progress: Progress, skipped: int) -> Iterator[Any] | None:
-        """Return this reader's batches, rounds if it reads for all, None if it does not read.
+        """Return this reader's batches, rounds if this rank reads for all, None if it does not read.
 
-        An epoch that does not start at its beginning leaves batches out, by the kind of the plan:
+        An epoch that resumes or skips leaves batches out, depending on the plan's kind:
 
             kind      position counts          units per round  batches are left out
             indexed   samples of the order     its samples      before they are read: the order starts later
@@ -309,7 +307,7 @@ class PreparedLoader(DataLoader[Any]):
         dataset: Any = inner.dataset
         draws = not (progress.begun or (plan.persists and self._has_begun))
         progress.begun = self._has_begun = True
-        if not plan.reads:  # draw as the process that reads does: streams seeded alike stay alike
+        if not plan.reads:  # draw as the process that reads does, so that random streams stay equal
             if draws:
                 drawn_seed(inner.generator)
             if plan.sampler is not None:
@@ -331,10 +329,10 @@ class PreparedLoader(DataLoader[Any]):
         return rounds_of_iterable(stated, progress) if plan.dispatches else self._own_share(stated, progress)
 
     def _iterate_inner(self, draws: bool) -> Iterator[Any]:
-        """Begin an epoch of the inner loader. draws: the seed of its workers is drawn now."""
+        """Begin an epoch of the inner loader; draw the seed of its workers if `draws`."""
         inner, seed_workers = self._plan.inner, self._plan.seed_workers
         if draws and seed_workers is None:
-            return iterate(inner)  # draws it
+            return iterate(inner)  # torch draws the seed
         own, private = inner.generator, torch.Generator()
         if draws and seed_workers is not None:
             private.manual_seed(seed_workers(drawn_seed(own)))
@@ -347,14 +345,14 @@ class PreparedLoader(DataLoader[Any]):
             inner.generator = own
 
     def _inner_state(self) -> Any:
-        """Return the own state of a stateful loader."""
+        """Return the state of a stateful loader, None for other loaders."""
         inner: Any = self._plan.inner
         return inner.state_dict() if self._plan.kind == "stateful" else None
 
     def _own_share(self, stated: Iterator[tuple[Any, Any]], progress: Progress) -> Iterator[Any]:
-        """Yield an iterable dataset's batches; reading one ahead finds the end.
+        """Yield an iterable dataset's batches, reading one item ahead to find the end.
 
-        stated: (item of the inner loader, the loader's state after that).
+        `stated` has pairs (item of the inner loader, the loader's state after the item).
         """
         sharded = self._plan.is_sharded_iterable
         for number, ((item, state), last) in enumerate(with_last(stated), start=1):
@@ -378,7 +376,7 @@ class PreparedLoader(DataLoader[Any]):
                 if progress.states:
                     progress.state = progress.states.pop(progress.count)
                 if active[-1] is not self or cursor.progress is not progress:
-                    self._hold(progress)  # the user holds several iterators, and others went on meanwhile
+                    self._hold(progress)  # the user holds several iterators, and another one was used last
                 if progress.padded and progress.is_unshared:
                     with checking_forwards(self._run):
                         yield batch
@@ -389,14 +387,14 @@ class PreparedLoader(DataLoader[Any]):
             self._leave(progress, finished=finished)
 
     def _enter(self, progress: Progress) -> None:
-        """Begin to hand out batches."""
+        """Make this loader and iteration the active ones, before the first batch."""
         progress.order = next(_orders)
         progress.is_inner = self._is_inside_a_loop()
         self._run.active_loaders.append(self)
         self._cursor.hold(progress)
 
     def _hold(self, progress: Progress) -> None:
-        """Make this the loader, and the iteration, that has handed out the latest batch."""
+        """Record that this loader and iteration handed out the latest batch."""
         active = self._run.active_loaders
         if active[-1] is not self:
             self._note_held(progress)
@@ -405,7 +403,7 @@ class PreparedLoader(DataLoader[Any]):
         self._cursor.hold(progress)
 
     def _others(self) -> Iterator[Progress]:
-        """Yield the iterations of other loaders that go on."""
+        """Yield the running iterations of other loaders."""
         for loader in self._run.active_loaders:
             if loader is not self:
                 yield from loader._cursor.running
@@ -414,23 +412,24 @@ class PreparedLoader(DataLoader[Any]):
         return any(not each.is_held for each in self._others())
 
     def _note_held(self, progress: Progress) -> None:
-        """Note the iterations that outlive a batch of this one, which was begun before.
+        """Mark the iterations of other loaders that began after this one and still run at its next batch.
 
-        A `for` inside its body would have ended: the program holds iterators, and draws from them by turns.
+        A `for` loop inside this loop's body would have ended: the program holds iterators, and draws from
+        them by turns.
         """
         for each in () if progress.is_held else self._others():
             if each.order > progress.order:
                 each.is_held, each.is_inner = True, False
 
     def _leave(self, progress: Progress, *, finished: bool) -> None:
-        """End what `_enter` has begun. No globals: they are gone at the interpreter's end."""
+        """Undo `_enter`. Uses no globals, which are gone when the interpreter ends."""
         self._remove()
         self._note_held(progress)
         self.__dict__["_skipped"] = 0
         self._cursor.leave(progress, finished=finished)
 
     def _remove(self) -> None:
-        """Take the last mention of this loader out of the active ones."""
+        """Remove this loader's last entry from the run's active loaders."""
         active = self._run.active_loaders
         for index in reversed(range(len(active))):
             if active[index] is self:
@@ -443,7 +442,8 @@ class PreparedLoader(DataLoader[Any]):
         plan, cursor = self._plan, self._cursor
         progress, length, sharding = cursor.progress, plan.length, plan.sharding
         if cursor.planned is None and not cursor.running and self._is_inside_a_loop():
-            progress = Progress(epoch=cursor.following)  # left before that loop: only looked at
+            # An iteration that was left before another loader's loop began only looked at the data.
+            progress = Progress(epoch=cursor.following)
         consumed = progress.start + progress.counted * plan.units_per_round
         return Position(
             kind=plan.kind,
@@ -467,7 +467,7 @@ class PreparedLoader(DataLoader[Any]):
 
 
 def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = True) -> PreparedLoader:
-    """Return this rank's loader: its reader's share, on the run's device. All ranks.
+    """Return this rank's loader: its reader's share, on the run's device. Call it on all ranks.
 
     Raises:
         ConfigError: a `data` setting does not work with this loader; the message names the setting.
@@ -476,7 +476,7 @@ def prepare_loader(loader: DataLoader[Any], run: Run, device_placement: bool = T
 
 
 def _set_epoch(epoch: int, *holders: Any) -> None:
-    """Tell datasets and samplers that shuffle by epoch which one begins."""
+    """Call `set_epoch(epoch)` of the holders and their samplers that have it, once per object."""
     told: list[Any] = []
     for holder in (*holders, *(getattr(holder, "sampler", None) for holder in holders)):
         if hasattr(holder, "set_epoch") and not any(holder is other for other in told):

@@ -29,18 +29,21 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, eq=False)
 class LoaderPlan:
-    """The way in which one of the user's loaders is read.
+    """The plan by which one of the user's loaders is read.
 
-    kind: the way in which its position is told (see `Position`).
-    inner: a loader of the user's class, with our order in place of its own.
-    sharding: the way in which its batches are shared out. shuffle: the source of their order.
-    sampler: what took the place of its (batch) sampler, for map-style data. One for the loader's life:
-        workers that persist keep the first that they were given.
-    dispatches: one process reads for all. reads: this process reads, for itself or for all.
-    seed_workers: returns this rank's seed of an epoch's workers, given the one that it has drawn; None where
-        the drawn one is taken. Collective where ranks read the same samples.
-    synchronized: the random streams that the beginning of an epoch makes alike on all ranks.
-    epoch: in shared memory, for workers that persist and read a dataset with `set_epoch`; else None.
+    Attributes:
+        kind: the unit in which its position counts (see `Position`).
+        inner: a loader of the user's class, whose order is replaced by the run's.
+        shuffle: the source of the order.
+        sampler: replaces the loader's (batch) sampler, for map-style data. Never replaced itself: persistent
+            workers keep the first one that they got.
+        dispatches: one process reads for all.
+        reads: this process reads, for itself or for all.
+        seed_workers: returns this rank's seed for the workers of an epoch, given the seed that the rank has
+            drawn; None if the drawn seed is used. Collective if several ranks read the same samples.
+        synchronized: names of the random streams that are made equal on all ranks when an epoch begins.
+        epoch: number in shared memory, for persistent workers that read a dataset with `set_epoch`; else
+            None.
     """
 
     kind: Kind
@@ -56,7 +59,7 @@ class LoaderPlan:
 
     @property
     def sharding(self) -> Sharding:
-        """The plan, with the padding that `PreparedLoader.padding` has now."""
+        """The sharding of rounds, with the padding that `PreparedLoader.padding` has set."""
         return self._sharding if self.sampler is None else self.sampler.sharding
 
     @property
@@ -78,17 +81,20 @@ class LoaderPlan:
 
     @property
     def generators(self) -> dict[str, torch.Generator]:
-        """The generators that the user gave, by role."""
+        """The generators that the user passed, by role ("loader", "order")."""
         roles = {"loader": self.inner.generator, "order": self.shuffle.generator}
         return {role: given for role, given in roles.items() if isinstance(given, torch.Generator)}
 
     @property
     def length(self) -> int | None:
-        """Items of the order per epoch, where known."""
+        """Number of items of the order per epoch, None if unknown."""
         return None if self.sampler is None else self.shuffle.length
 
     def adapted(self, name: str, value: Any, *, batches: bool) -> Any:
-        """Return an attribute of the user's loader; `batches`: the loader makes batches."""
+        """Return an attribute of the user's loader as the inner loader needs it.
+
+        `batches` says whether the user's loader makes batches.
+        """
         if self.is_sharded_iterable and name == "collate_fn":
             return ShareCollate(value, single=not batches)
         if self.epoch is not None and name == "worker_init_fn":
@@ -97,14 +103,14 @@ class LoaderPlan:
 
 
 def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
-    """Return the plan by which this rank reads the loader. All ranks.
+    """Return the plan by which this rank reads the loader. Call it on all ranks.
 
     Raises:
         ConfigError: a setting does not work with this loader; the message names the setting.
     """
     data, topology, control = run.config.data, run.topology, run.collectives("control")
     iterable = isinstance(loader.dataset, IterableDataset)
-    # Iterables by default: each process might read another random one.
+    # Iterable datasets by default: their random order may differ between processes.
     wanted = iterable if data.dispatch_batches is None else data.dispatch_batches
     dispatches = wanted and control.size > 1
     batches = _batch_sampler(loader)
@@ -116,7 +122,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
     inner.__dict__["_iterator"] = None
     kind, epoch = _kind(inner, batches), _shared_epoch(inner)
     shuffle = Shuffle(
-        # A batch sampler of the user's own ignores the sampler.
+        # A user's own batch sampler makes the order itself: the loader's sampler is not used.
         items=loader.sampler if batches is None else batches.sampler if is_cut else batches,
         agree=None if dispatches or control.size == 1 else _agreement(run, loader),
         seedable=data.use_seedable_sampler,
@@ -131,6 +137,7 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
             single=batches is None,
             everyone=dispatches,
         )
+        # Through __dict__: DataLoader.__setattr__ refuses to replace a sampler.
         inner.__dict__["sampler" if loader.batch_sampler is None else "batch_sampler"] = sampler
     elif sharding.readers > 1 or dispatches:
         inner.__dict__.update(_shards(inner, sharding, everyone=dispatches, stateful=kind == "stateful"))
@@ -145,14 +152,14 @@ def plan_loader(loader: DataLoader[Any], run: Run) -> LoaderPlan:
         seed_workers=None
         if shuffle.agree is None
         else _worker_seeds(loader, shuffle, topology, control.size),
-        # On what the order is drawn from ("generator") the readers agree anyway.
+        # Without "generator": readers agree on the source of the order in any case (`Shuffle`).
         synchronized=tuple(name for name in run.config.rng_types if name != "generator"),
         epoch=epoch,
     )
 
 
 def _shared_epoch(inner: DataLoader[Any]) -> Tensor | None:
-    """Return the epoch that workers which persist tell their dataset; None if it does not need it."""
+    """Return the epoch number that persistent workers pass to their dataset; None if no dataset needs it."""
     if not (inner.num_workers and inner.persistent_workers and hasattr(inner.dataset, "set_epoch")):
         return None
     epoch: Tensor = torch.zeros((), dtype=torch.int64, device="cpu").share_memory_()
@@ -161,7 +168,7 @@ def _shared_epoch(inner: DataLoader[Any]) -> Tensor | None:
 
 
 def _kind(inner: DataLoader[Any], batches: Any) -> Kind:
-    """Return what the position of the loader counts or keeps. batches: the sampler of batches."""
+    """Return the kind of the loader's position, given its sampler of batches."""
     if isinstance(inner.dataset, IterableDataset):
         return "stateful" if is_stateful(inner) else "replay"
     return "indexed" if batches is None or _cuts(batches) else "batches"
@@ -170,22 +177,22 @@ def _kind(inner: DataLoader[Any], batches: Any) -> Kind:
 def _batch_sampler(loader: DataLoader[Any]) -> Any:
     """Return the sampler of batches, if any.
 
-    One in the place of a sampler, with batch_size=None, has the dataset make the batches.
+    With batch_size=None, a batch sampler may be given as the sampler: then the dataset makes the batches.
     """
     single = loader.batch_sampler is None
     return loader.sampler if single and isinstance(loader.sampler, BatchSampler) else loader.batch_sampler
 
 
 def _cuts(batches: Any) -> bool:
-    """Return whether this is torch's BatchSampler, or torchdata's copy, which cuts batches."""
+    """Return whether this is a BatchSampler of torch or torchdata, which cuts an order into batches."""
     made_by = type(batches).__module__.partition(".")[0]
     return isinstance(batches, BatchSampler) and made_by in ("torch", "torchdata")
 
 
 def _sharding(batches: Any, data: DataLoaderConfiguration, topology: Topology, *, iterable: bool) -> Sharding:
-    """Return the way in which rounds are shared out.
+    """Return the sharding of rounds between readers.
 
-    batches: what has the size of a batch: the sampler of batches, or the loader of an iterable dataset.
+    `batches` has the batch size: the sampler of batches, or the loader of an iterable dataset.
     """
     size = 1 if batches is None else getattr(batches, "batch_size", None)
     return Sharding(
@@ -199,8 +206,8 @@ def _sharding(batches: Any, data: DataLoaderConfiguration, topology: Topology, *
 
 
 def _agreement(run: Run, loader: DataLoader[Any]) -> Any:
-    """Return a function that gives the bytes of the world's first rank."""
-    leads = run.collectives("control").rank == 0  # not the object: it would keep the process group alive
+    """Return a function that returns the bytes of the world's first rank. Its calls are collective."""
+    leads = run.collectives("control").rank == 0  # a bool: the closure must not keep the process group alive
     doing = f"the order of the next epoch (dataloader of {type(loader.dataset).__name__})"
 
     def agree(state: Tensor) -> Tensor:
@@ -217,7 +224,7 @@ def _worker_seeds(
     """Return `LoaderPlan.seed_workers` of a loader that several ranks read."""
     if not loader.num_workers:
         return None
-    if isinstance(loader.dataset, IterableDataset):  # each rank reads all of it, in an order of the workers
+    if isinstance(loader.dataset, IterableDataset):  # ranks read the whole dataset, in the same random order
         return shuffle.agreed
     reader = topology.reader
     is_shared = ranks > topology.readers

@@ -15,32 +15,31 @@ from accel_core.errors import CheckpointError
 
 Kind = Literal["indexed", "batches", "replay", "stateful"]
 Drawn = int | str | None
-"""Source of an epoch's order: a seed, a generator's state (base64), or nothing."""
+"""Source of an epoch's order: a seed, a generator's state (base64), or None."""
 
 
 @frozen(kw_only=True)
 class Position:
-    """A loader's position, JSON-able.
+    """A loader's position, JSON-able. It counts batches handed to the user, not prefetched batches.
 
-    It counts batches that the user was given, not those that were prefetched.
-
-    kind: `indexed` counts samples of the order: any number of readers and workers goes on from it.
-        `batches` counts the user's own batch sampler's batches: any number of readers and workers.
-        `replay` counts batches of an iterable dataset, which is read again from its start and skipped:
-        the same batch size; any number of readers, unless there are several workers.
-        `stateful` counts rounds of an iterable dataset, and holds what the loader says itself: the same
-        `dealt`.
-    epoch: iterations over the loader that were begun before this one.
-    following: number of the next epoch.
-    consumed: samples, batches or rounds of this epoch, without padding.
-    length: samples (or batches) of an epoch, where known.
-    dealt: (batches per round, batch size, workers, whether one process reads for all where that matters).
-    sampler: name of what orders samples or batches; "" where nothing orders them.
-    drawn: what this epoch's order was drawn from; None before it was, or where nothing is random.
-    generators: states of the generators that the loader was given, by role, as they are now.
-    state: of a `stateful` loader; None where an epoch begins, and where another process reads.
-    begun: the seeds of this epoch were drawn.
-    ended: the epoch's last batch was handed out, of all readers.
+    Attributes:
+        kind: `indexed` counts samples of the order: any number of readers and workers can continue. `batches`
+            counts batches of the user's own batch sampler: any number of readers and workers. `replay` counts
+            batches of an iterable dataset, which is read again from its start and skipped: the same batch
+            size; any number of readers, unless there are several workers. `stateful` counts rounds of an
+            iterable dataset, and holds the loader's own state: the same `dealt`.
+        epoch: number of iterations over the loader that were begun before this one.
+        following: number of the next epoch.
+        consumed: samples, batches or rounds of this epoch, without padding.
+        length: samples (or batches) per epoch; None if unknown.
+        dealt: (batches per round, batch size, workers, True if one process reads a `stateful` loader for
+            all).
+        sampler: name of the sampler of samples or batches; "" if there is no sampler.
+        drawn: source of this epoch's order; None before the order is drawn, or if nothing is random.
+        generators: current states of the generators that the user passed to the loader, by role.
+        state: state of a `stateful` loader; None at the start of an epoch, and if another process reads.
+        begun: the seeds of this epoch were drawn.
+        ended: the last batch of the epoch was handed out to all readers.
     """
 
     kind: Kind
@@ -57,11 +56,11 @@ class Position:
     ended: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Return a dict of values that JSON can hold; `state` is as its loader gave it."""
+        """Return a dict of values that JSON can hold; `state` is unchanged."""
         return {**asdict(self, recurse=False), "dealt": list(self.dealt)}
 
     def require_same(self, current: Position) -> None:
-        """Raise CheckpointError if a loader at `current` cannot go on in the middle of this epoch."""
+        """Raise CheckpointError if a loader at `current` cannot continue in the middle of this epoch."""
         changes = []
         if self.length != current.length:
             changes.append(f"{self.length} samples or batches, here {current.length}")
@@ -77,7 +76,7 @@ class Position:
             )
 
     def is_over(self, deal: Sharding) -> bool:
-        """Return whether the epoch has no round left, with rounds shared out like this."""
+        """Return whether the epoch has no round left if rounds are shared out by `deal`."""
         if self.ended or self.length is None or not self.consumed or self.kind == "stateful":
             return self.ended
         left = self.length - self.consumed
@@ -94,22 +93,27 @@ def _goes_on(saved: Position, current: Position) -> bool:
 
 @define(eq=False)
 class Progress:
-    """One iteration over a loader, while it happens. Mutable, and cheap to advance.
+    """One iteration over a loader while it runs. Mutable, and cheap to advance.
 
-    start: what was consumed before it began.
-    begun, drawn, state: as in `Position`.
-    count: batches handed to the user. total: how many there are, -1 until known.
-    settled: batches that a position counts, where those are not all that were handed out.
-    ends: batches handed out once no reader has another; -1 until known. Only where one process reads for all.
-    padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND; NO_PADDING is left
-        out.
-    states: number of a batch that was read, and not counted yet -> state of a `stateful` loader after it.
-    readers_with_batch: number of a round -> readers that have a batch in it, where not all do and this
-        process reads for all.
-    order: number of the iteration in the process, in the order of their first batches.
-    is_inner: the iteration was begun inside another loader's loop, and that loop has not drawn a batch since.
-    is_held: a loop around the iteration has drawn a batch since: the program draws from both by turns.
-    batch: returns the batch that the user holds; None where no loop of this process hands it out.
+    Attributes:
+        epoch: number of the iteration.
+        start: units of the position that were consumed before the iteration began.
+        begun: as in `Position`; likewise `drawn` and `state`.
+        count: number of batches handed to the user.
+        total: number of batches of the iteration; -1 until known.
+        settled: number of batches that a position counts; None: all that were handed out.
+        ends: this reader's number of batches when no reader has another; -1 until known. Only if one process
+            reads for all.
+        padded: number of a batch -> real samples in its round, PARTIAL_ROUND or LAST_ROUND. Batches of rounds
+            with the mark NO_PADDING are absent.
+        states: number of a batch that was read but not counted yet -> state of a `stateful` loader after it.
+        readers_with_batch: number of a round -> readers that have a batch in it. Only rounds that lack some,
+            and only if this process reads for all.
+        order: number of the iteration in the process, by the order of first batches.
+        is_inner: the iteration was begun inside another loader's loop, and that loop has not drawn a batch
+            since.
+        is_held: a loop around the iteration has drawn a batch since: the program draws from both by turns.
+        batch: returns the batch that the user holds; None if no loop of this process hands batches out.
     """
 
     epoch: int = 0
@@ -131,7 +135,7 @@ class Progress:
 
     @property
     def counted(self) -> int:
-        """Batches that a position counts."""
+        """Number of batches that a position counts."""
         return self.count if self.settled is None else self.settled
 
     @property
@@ -140,17 +144,17 @@ class Progress:
         return bool(self.padded) and self.padded.get(self.count) == PARTIAL_ROUND
 
     def is_last_of_all(self, deal: Sharding, workers: int) -> bool:
-        """Return whether no reader gets another batch after those that are counted, as far as known here."""
+        """Return whether no reader gets a batch after the counted batches, as far as this process knows."""
         if self.ends >= 0 or not self.counted:
             return self.ends == self.counted > 0
         mark = self.padded.get(self.counted)
         alike = deal.even or deal.drop_last or deal.readers == 1 or mark == PARTIAL_ROUND
-        # Each of several workers shares out its own stream, and knows the end of that stream only.
+        # Each worker shares out a stream of its own: with several, the end of one stream is not the last.
         alike = alike or (mark == LAST_ROUND and workers <= 1)
         return alike and self.counted == self.total
 
     def settle(self) -> None:
-        """Have positions count the batches that are handed out by now."""
+        """Make positions count the batches that are handed out by now."""
         self.settled = self.count
         for number in [number for number in self.states if number <= self.count]:
             self.state = self.states.pop(number)
@@ -158,14 +162,14 @@ class Progress:
 
 @define(eq=False)
 class Cursor:
-    """Position of a loader and its views while iterations run.
+    """Position of a loader and its views while iterations run: tells which batch the user holds.
 
-    It is the only source of which batch the user holds.
-
-    progress: the iteration that handed out the last batch of those that go on; else the one broken off
-        last, or the planned one. planned: the iteration that begins next, if it is known.
-    running: iterations that go on, the one that handed out the last batch at the end.
-    following: number of the next epoch.
+    Attributes:
+        progress: the running iteration that handed out the last batch; if none runs, the iteration that was
+            left last, or the planned one.
+        planned: the iteration that begins next, if known.
+        running: the running iterations; the last one has handed out the last batch.
+        following: number of the next epoch.
     """
 
     progress: Progress = field(factory=Progress)
@@ -175,7 +179,7 @@ class Cursor:
 
     @property
     def epoch(self) -> int:
-        """The number of the iteration that goes on, else of the next one."""
+        """Number of the running iteration; if none runs, of the next one."""
         if self.running:
             return self.progress.epoch
         return self.following if self.planned is None else self.planned.epoch
@@ -186,7 +190,7 @@ class Cursor:
         self.following = progress.epoch
 
     def begin(self, skip: int) -> Progress:
-        """Begin the next iteration, from its unit `skip` on if that is not 0."""
+        """Begin the next iteration, at unit `skip` of its epoch unless that is 0."""
         progress, self.planned = self.planned or Progress(epoch=self.following), None
         progress.start = skip or progress.start
         self.following = max(self.following, progress.epoch + 1)
@@ -194,16 +198,17 @@ class Cursor:
         return progress
 
     def hold(self, progress: Progress) -> None:
-        """Note that the user is handed a batch of this iteration."""
+        """Record that the user is handed a batch of this iteration."""
         if progress in self.running:
             self.running.remove(progress)
         self.running.append(progress)
         self.progress = progress
 
     def leave(self, progress: Progress, *, finished: bool) -> None:
-        """Note that this iteration is over, or was left early.
+        """Record that this iteration is over (`finished`), or was left early.
 
-        One that was left inside another loader's loop is over too: a validation that was cut short, say.
+        An iteration that was left inside another loader's loop is over too, such as a validation that was cut
+        short.
         """
         progress.batch = None
         if progress in self.running:

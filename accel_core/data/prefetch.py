@@ -1,4 +1,4 @@
-"""Place batches on the device: the next one moves while the user holds this one."""
+"""Placement of batches on the device: the next batch moves while the user holds this one."""
 
 from __future__ import annotations
 
@@ -24,9 +24,12 @@ Mover = Callable[[Iterator[Any]], Iterator[Any]]
 class Placement:
     """The way in which a loader's batches get to the run's device.
 
-    move: a batch to the device. start: a loop's batches to the device, perhaps before they are asked for;
-    None if they stay. reads: the device's plugin reads the loop's batches itself. refine, mark: the plugins'
-    `place_batch` and `mark_step`.
+    Attributes:
+        move: moves a batch to the device; None if batches stay on the host.
+        start: moves a loop's batches to the device, perhaps before they are asked for; None if they stay.
+        reads: the device's plugin reads the loop's batches itself (`wrap_dataloader`).
+        refine: the plugins' `place_batch`.
+        mark: the plugins' `mark_step`.
     """
 
     run: Run
@@ -45,7 +48,7 @@ class Placement:
         return map(partial(self._finish, mark), moved)
 
     def one(self, batch: Any) -> Any:
-        """Return a batch, placed now. The caller keeps the batch."""
+        """Return a batch, placed now. The caller keeps a reference to the original batch."""
         return self._finish(self.mark, batch if self.move is None else self.move(batch))
 
     def _finish(self, mark: Callable[[str], None] | None, batch: Any) -> Any:
@@ -58,10 +61,14 @@ class Placement:
 
 
 def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) -> Placement | None:
-    """Return the placement of a loader's batches; None if nothing is done with them.
+    """Return the placement of a loader's batches; None if batches are used as they are.
 
-    moves: put them on the run's device. ahead: start moving a batch before it is asked for. pinned: batches
-    are in pinned memory, so that nothing waits for a copy (torch reuses that memory only after the copy).
+    Args:
+        run: the run of the loader.
+        moves: put batches on the run's device.
+        ahead: start moving a batch before it is asked for.
+        pinned: batches are in pinned memory, so that nothing waits for a copy (torch reuses the memory only
+            after the copy).
     """
     device, mark, refine = run.device, run.mark_step, run.hooks.step("place_batch")
     moves = moves and device.type != "cpu"
@@ -69,7 +76,7 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
         return None
     non_blocking = run.config.data.non_blocking or pinned
     move = partial(send_to_device, device=device, non_blocking=non_blocking) if moves else None
-    # A device that records its work lazily must not find the next batch in the middle of this one's graph.
+    # A lazily recorded device must not find the next batch's copy in the middle of this batch's graph.
     stream = _stream(device) if moves and ahead and mark is None else None
     wrap, topology = run.hooks.step("wrap_dataloader") if moves and ahead else None, run.topology
     start: Mover | None = None
@@ -83,27 +90,28 @@ def placement_of(run: Run, *, moves: bool, ahead: bool, pinned: bool = False) ->
 def _wrapped(
     wrap: Callable[..., Any], topology: Topology, usual: Mover, batches: Iterator[Any]
 ) -> Iterator[Any]:
-    """Return the batches, moved by a plugin, or in the usual way where its answer is the same iterable."""
+    """Return the batches as moved by a plugin, or in the usual way if the plugin returns `batches` itself."""
     made: Iterator[Any] = wrap(batches, topology)
     return usual(batches) if made is batches else made
 
 
 def _stream(device: torch.device) -> torch.Stream | None:
-    """Return a stream beside the computing one; None if the device has none."""
+    """Return a stream beside the computing stream; None if the device has no streams."""
     if torch.accelerator.current_accelerator() != torch.device(device.type):
         return None
     try:
         return torch.Stream(device)
-    except RuntimeError:  # also NotImplementedError: devices without streams say it in either way
+    except RuntimeError:  # or its subclass NotImplementedError: devices without streams raise either
         return None
 
 
 def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[Any]) -> Iterator[Any]:
+    """Yield moved batches; the next batch moves on `stream` while the user holds this one."""
     readers: set[torch.Stream] = set()
     current_stream = torch.accelerator.current_stream  # globals are gone at the interpreter's end
 
     def wait_for_readers() -> None:
-        """Have this stream wait for all that reads batches by now."""
+        """Make `stream` wait for all streams that have read batches so far."""
         readers.add(current_stream(stream.device))
         for each in readers:
             stream.wait_stream(each)
@@ -121,6 +129,6 @@ def _ahead(move: Callable[[Any], Any], stream: torch.Stream, batches: Iterator[A
             reader.wait_event(moved)
             yield batch
     finally:
-        # The next loop may run on another stream, and an emptied cache gives memory back without asking the
-        # readers: both ask this stream only, whose memory it is.
+        # The next loop may use another stream, and emptying the cache frees memory without waiting for
+        # readers: both wait for `stream` only, which owns the memory.
         wait_for_readers()

@@ -1,4 +1,4 @@
-"""Replacements of a DataLoader's sampler, collate function, worker initializer."""
+"""Replacements for a DataLoader's sampler, collate function and worker initializer."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ if TYPE_CHECKING:
 
 @define(eq=False, kw_only=True)
 class ShardedSampler:
-    """This reader's index batches, in the place of a DataLoader's (batch) sampler.
+    """This reader's batches of indices, in place of a DataLoader's (batch) sampler.
 
-    It reads one round of indices ahead, and so knows the last batch before that is fetched.
-    batch_size: samples to cut the order into; None where the order is one of batches already.
+    Reads one round of indices ahead, so that the last batch is known before it is fetched.
+
+    Attributes:
+        shuffle: the source of the order.
+        sharding: the division of rounds between readers.
+        batch_size: number of samples per batch; None if the order consists of batches already.
     """
 
     shuffle: Shuffle
@@ -32,9 +36,9 @@ class ShardedSampler:
     single: bool = False
     """True if the loader does not batch: it takes an index, not a list of indices."""
     everyone: bool = False
-    """True in a process that reads for all: a round gives the batches of all readers."""
+    """True in a process that reads for all: a round has the batches of all readers."""
     progress: Progress = field(factory=Progress, init=False)
-    """The next iteration starts where it says, and writes to it."""
+    """The next iteration: its start is read here, and its counts are written here."""
 
     def __iter__(self) -> Iterator[Any]:
         return self._batches(self.progress, self.sharding)
@@ -75,7 +79,7 @@ class ShardedSampler:
 
 @frozen
 class ShareCollate:
-    """Collate function for shares: the user's own, applied to each batch of a share.
+    """Collate function for shares: applies the user's own to each batch of a share.
 
     The number of real samples is passed on.
     """
@@ -90,7 +94,7 @@ class ShareCollate:
 
 @frozen
 class ShareWorker:
-    """Initializer of a worker: the user's own, which sees the user's own dataset."""
+    """Worker initializer that calls the user's own, which sees the user's dataset and not the share."""
 
     initialize: Callable[[int], None] | None
 
@@ -98,7 +102,7 @@ class ShareWorker:
         """Initialize the worker. Called in the worker, before it reads."""
         info = get_worker_info()
         assert info is not None
-        # A WorkerInfo refuses plain assignments.
+        # WorkerInfo.__setattr__ refuses assignments.
         object.__setattr__(info, "dataset", info.dataset.dataset)  # type: ignore[attr-defined]
         if self.initialize is not None:
             self.initialize(worker)
@@ -106,9 +110,11 @@ class ShareWorker:
 
 @frozen(eq=False)
 class EpochWorker:
-    """Initializer of a worker that persists: its copy of the dataset is told each new epoch before it reads.
+    """Initializer of a persistent worker: its copy of the dataset gets each new epoch before it reads.
 
-    epoch: the loader's, in shared memory. initialize: the user's own.
+    Attributes:
+        epoch: the loader's epoch, in shared memory.
+        initialize: the user's own initializer.
     """
 
     epoch: Tensor
@@ -127,7 +133,7 @@ class EpochWorker:
 
 
 def _told_before(read: Callable[..., Any], epoch: Tensor) -> Callable[..., Any]:
-    """Return this method of a dataset, which calls `set_epoch` first if the epoch is another than before."""
+    """Return a dataset's method that calls `set_epoch` first if the epoch has changed since its last call."""
     told: int | None = None
 
     def tell_and_read(dataset: Any, *arguments: Any) -> Any:

@@ -1,8 +1,8 @@
-"""The global order and how it is shared out to readers: pure functions, no torch.
+"""The global order and its division between readers: pure functions, no torch.
 
-One epoch is one order of samples, cut into batches. A *round* is what all readers take together:
-`readers` batches, or one batch that they split. Reader r takes batch (or slice) r of each round, so
-the order never depends on how many readers there are.
+One epoch is one order of samples, cut into batches. A *round* is the data that all readers take together:
+`readers` batches, or one batch that they split. Reader r takes batch (or slice) r of each round, so the order
+never depends on the number of readers.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ NO_PADDING: Final = -1
 PARTIAL_ROUND: Final = -2
 """Mark of a round in which some readers have no batch."""
 LAST_ROUND: Final = -3
-"""Mark of a complete last round, where readers may run out at different times."""
+"""Mark of a last round that is not padded and gives every reader a batch."""
 
 
 @frozen(kw_only=True)
 class Sharding:
-    """The way in which rounds are shared out.
+    """The division of rounds between readers. Picklable, so that DataLoader workers can divide rounds too.
 
-    Picklable, so that DataLoader workers can share rounds out too.
-
-    reader, readers: whose share, of how many (the topology's).
-    batch_size: samples of a batch; None where batches vary (a batch sampler of the user's own).
-    split: a round is one batch, split between the readers, instead of a batch for each.
-    even: pad the last round with samples from the start of the order, so that each reader has one.
-    drop_last: leave out a last round that is not complete.
+    Attributes:
+        reader: number of the reader that takes the share (from the topology).
+        readers: number of readers.
+        batch_size: samples per batch; None if batches vary (a batch sampler of the user's own).
+        split: a round is one batch, split between the readers, instead of a batch for each reader.
+        even: pad the last round with samples from the start of the order, so that each reader has a batch.
+        drop_last: leave out a last round that is not complete.
     """
 
     reader: int = 0
@@ -45,19 +45,19 @@ class Sharding:
 
     @property
     def batches(self) -> int:
-        """Batches in a round."""
+        """Number of batches in a round."""
         return 1 if self.split else self.readers
 
     @property
     def samples(self) -> int | None:
-        """Samples in a complete round, where batches have a size."""
+        """Number of samples in a complete round; None if batches have no fixed size."""
         return None if self.batch_size is None else self.batches * self.batch_size
 
     @property
     def wanted(self) -> int:
         """Number of samples from the start of the order that padding may need.
 
-        Where batches have no size, it is a number of batches.
+        If batches have no fixed size, it is a number of batches.
         """
         if self.readers == 1 or self.drop_last or not self.even:
             return 0
@@ -70,13 +70,16 @@ class Sharding:
         *,
         everyone: bool = False,
     ) -> Iterator[tuple[Sequence[Sequence[T]], int]]:
-        """Return ([this reader's batch], real samples in its round), round by round.
+        """Return pairs ([this reader's batch], real samples in its round), one per round.
 
-        everyone: the batches of all readers that take part, instead.
-        head: the first `wanted` samples of the order (without a batch size: batches).
-        The second is NO_PADDING, PARTIAL_ROUND or LAST_ROUND, unless the round is padded.
+        The number is NO_PADDING, PARTIAL_ROUND or LAST_ROUND unless the round is padded.
+
+        Args:
+            batches: the batches of the order.
+            head: the first `wanted` samples of the order (batches, if they have no fixed size).
+            everyone: return the batches of all readers that have a batch in the round.
         """
-        if self.readers == 1:  # the way of each batch: no frame of ours is on it
+        if self.readers == 1:  # fast path: with one reader, batches pass through without a Python frame
             return zip(zip(batches, strict=True), repeat(NO_PADDING), strict=False)
         own = slice(None) if everyone else slice(self.reader, self.reader + 1)
         return self._shares(batched(batches, self.batches), head, own)
@@ -101,9 +104,10 @@ class Sharding:
                 yield share, real_samples
 
     def length(self, batches: int, samples: int | None = None) -> int:
-        """Count this reader's shares of so many batches (of samples, where known)."""
+        """Return the number of this reader's shares of so many batches (and samples, if known)."""
         rounds, over = divmod(batches, self.batches)
         if self.split:
+            # A short last batch may have too few samples to give each reader a slice.
             short = samples is not None and self.batch_size is not None and samples % self.batch_size
             misses_out = short and not (self.even or self.drop_last) and short <= self.reader * self._slice
             return batches - bool(misses_out)
@@ -113,7 +117,7 @@ class Sharding:
 
     @property
     def _slice(self) -> int:
-        """Samples that one reader takes of a complete round."""
+        """Number of samples that one reader takes of a complete round."""
         assert self.batch_size is not None
         return self.batch_size // self.readers if self.split else self.batch_size
 
@@ -124,10 +128,11 @@ class Sharding:
         return [samples[start : start + self._slice] for start in range(0, len(samples), self._slice)]
 
     def _padded(self, group: list[Sequence[T]], head: Sequence[T]) -> list[Sequence[T]]:
-        """Return a batch for each reader, out of a round that is not complete.
+        """Return a batch for each reader from a round that is not complete.
 
-        Where batches have a size, samples are added; else whole batches, from the start of the order, or
-        (where batches are larger than their sampler states, and without a head) from the round itself.
+        If batches have a size, samples are added: from the start of the order, or from the round itself
+        without a head. Otherwise whole batches are added from the start of the order. Batches larger than
+        their sampler states are filled up with whole batches of the round.
         """
         samples, size = list(chain(*group)), self.batch_size
         if size is not None and len(samples) <= size * self.batches:
@@ -138,7 +143,7 @@ class Sharding:
 
 
 def batched(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterator[list[T]]:
-    """Yield runs of `size` items; the last may be shorter, unless dropped."""
+    """Yield lists of `size` items; the last list may be shorter, or is left out if `drop_last`."""
     iterator = iter(items)
     while len(run := [*islice(iterator, size)]) == size:
         yield run
@@ -147,7 +152,7 @@ def batched(items: Iterable[T], size: int, *, drop_last: bool = False) -> Iterat
 
 
 def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
-    """Each item, and whether it is the last: known by reading one item ahead."""
+    """Yield each item and whether it is the last one, which is known by reading one item ahead."""
     iterator = iter(items)
     try:
         item = next(iterator)
@@ -162,7 +167,7 @@ def with_last(items: Iterable[T]) -> Iterator[tuple[T, bool]]:
 def split_head(items: Iterable[T], count: int, skip: int) -> tuple[list[T], Iterator[T]]:
     """Return (the first `count` items, all items but the first `skip`).
 
-    Reads at least one item here and now: that is when samplers draw. A range is never read through.
+    At least one item is read at once, so that samplers draw their order now. A range is never read through.
     """
     if isinstance(items, range):
         return [*items[:count]], iter(items[skip:])  # type: ignore[arg-type]  # of T, since items are

@@ -1,9 +1,9 @@
 """Source of an epoch's order, on which all readers agree.
 
-The source is recorded, and the order is drawn again on resume.
+The source is recorded, and the order is drawn from it again on resume.
 
-Seeds and states are drawn where plain PyTorch draws them, so that one process sees the same order. An order
-is read as a whole when its epoch begins, so that nothing else draws between its items.
+Seeds and states are drawn at the points at which plain PyTorch draws them, so that one process sees the same
+order. An order is read as a whole when its epoch begins, so that nothing else draws between its items.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ MODULUS = 2**63  # seeds travel as int64
 
 @frozen(kw_only=True)
 class Shuffle:
-    """The way in which the epochs of one loader get their orders.
+    """Makes the orders of one loader's epochs.
 
-    items: the sampler (or the user's batch sampler) that the order comes from.
-    agree: gives the bytes (uint8, on the CPU) of the world's first rank; None where one process reads.
-    seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
+    Attributes:
+        items: the sampler (or the user's batch sampler) that gives the order.
+        agree: returns the bytes (uint8, on the CPU) of the world's first rank; None if one process reads.
+        seedable: derive each epoch's seed from (data_seed, epoch) instead of drawing it.
+        data_seed: seed of `seedable`; None: torch's initial seed.
     """
 
     items: Any
@@ -41,21 +43,21 @@ class Shuffle:
     _initial: list[int] = field(factory=list, init=False)
 
     def open(self, progress: Progress, wanted: int) -> tuple[list[Any], Iterator[Any]]:
-        """Return (`wanted` first items of the order, those from `progress.start`).
+        """Return (the first `wanted` items of the order, the items from `progress.start` on).
 
-        Collective where the order is random. Sets `progress.drawn`.
+        Sets `progress.drawn`. Collective if the order is random.
         """
         return split_head(self._order(progress), wanted, progress.start)
 
     @property
     def name(self) -> str:
-        """The sampler's class, and whether it draws with replacement."""
+        """The sampler's class name, and whether it draws with replacement."""
         replaces = " with replacement" if getattr(self.items, "replacement", False) else ""
         return f"{type(self.items).__qualname__}{replaces}"
 
     @property
     def length(self) -> int | None:
-        """Items of an epoch, where the sampler says so."""
+        """Number of items per epoch; None if the sampler has no length."""
         try:
             return len(self.items)
         except (TypeError, NotImplementedError):
@@ -63,7 +65,7 @@ class Shuffle:
 
     @property
     def generator(self) -> torch.Generator | None:
-        """The user's own generator that the order is drawn from, if any."""
+        """The user's own generator from which the order is drawn, if any."""
         for holder in (self.items, getattr(self.items, "sampler", None)):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
@@ -86,7 +88,7 @@ class Shuffle:
             return self._read()
 
     def _read(self) -> Iterable[Any]:
-        """Read as many items as the sampler says that it has, and one more to find its end.
+        """Read at once as many items as the sampler's length, and one more to find its end.
 
         A sampler may have no length, or no end.
         """
@@ -98,7 +100,7 @@ class Shuffle:
             progress.drawn = self._seed(progress.epoch)
         sampler = copy.copy(self.items)
         sampler.generator = torch.Generator()
-        if isinstance(progress.drawn, str):  # by a generator that this loader is not given any more
+        if isinstance(progress.drawn, str):  # saved with a generator that this loader does not have now
             sampler.generator.set_state(decode(progress.drawn))
         else:
             sampler.generator.manual_seed(progress.drawn)
@@ -110,16 +112,16 @@ class Shuffle:
                 given = torch.initial_seed() if self.data_seed is None else self.data_seed
                 self._initial.append(self.agreed(given % MODULUS))
             return (self._initial[0] + epoch) % MODULUS
-        # The very draw of RandomSampler.__iter__: every rank makes it, the first one's counts.
+        # The same draw as in RandomSampler.__iter__. Every rank draws; the first rank's seed is used.
         return self.agreed(drawn_seed(None))
 
     @contextmanager
     def _drawing(self, progress: Progress) -> Iterator[None]:
-        """Inside, the sampler draws from the epoch's own state.
+        """Return a context in which the sampler draws from the epoch's own state.
 
-        Afterwards its generator is where drawing has moved it, as in plain PyTorch. It is put back where the
-        order was drawn from elsewhere: from a seed, again on resume, or (of torch's default generator, from
-        which a rank also draws its dropout) from the state of another rank.
+        Afterwards its generator has advanced, as in plain PyTorch. The generator's state is restored if the
+        order was drawn from another state: from a seed, on resume, or (for torch's default generator, from
+        which a rank also draws its dropout) from another rank's state.
         """
         own = self.generator
         generator = own or torch.default_generator
@@ -141,7 +143,7 @@ class Shuffle:
 
 
 def drawn_seed(generator: torch.Generator | None) -> int:
-    """Return a seed, drawn as torch's loaders and samplers draw theirs."""
+    """Return a seed, drawn as torch's loaders and samplers draw their seeds."""
     return int(torch.empty((), dtype=torch.int64, device="cpu").random_(generator=generator).item())
 
 

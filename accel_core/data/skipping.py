@@ -17,11 +17,14 @@ L = TypeVar("L", bound=DataLoader[Any])
 
 
 def skip_first_batches(loader: L, num_batches: int = 0) -> L:
-    """Return the same loader; only its next iteration leaves out first batches.
+    """Return the loader, whose next iteration (only) leaves out the first `num_batches` batches.
 
-    Counts from the start of the epoch: on a loader that is to resume mid-epoch it says where, and
-    does not skip on top. Of a loader that skips already, more are left out. A prepared loader of map-style
-    data does not read what it skips.
+    The number counts from the start of the epoch: on a loader that resumes within an epoch, it replaces the
+    position. On a loader that skips already, the numbers add up. A prepared loader of map-style data does not
+    read the batches that it skips.
+
+    Raises:
+        ConfigError: `num_batches` is not a whole number of 0 or more.
     """
     number = whole_number(num_batches)
     if number is None:
@@ -45,7 +48,7 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
 
 
 class _SkipsOnce:
-    """Mixed into the class of a loader that is not prepared."""
+    """Base class that `skip_first_batches` adds to the class of a loader that is not prepared."""
 
     _batches_to_skip: int
     _skipped_batches: int

@@ -1,7 +1,4 @@
-"""Loaders and datasets that know their own position.
-
-These are torchdata's, and others with the same two methods.
-"""
+"""Loaders and datasets that know their own position: torchdata's, and others with the same two methods."""
 
 from __future__ import annotations
 
@@ -18,15 +15,15 @@ from accel_core.plugins.catalog import install_hint
 
 
 def is_stateful(thing: object) -> bool:
-    """Return whether the object can tell its position, and go on from one."""
+    """Return whether the object has `state_dict` and `load_state_dict`."""
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
 
 
 def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
-    """torchdata's loader with the options of this one.
+    """Return torchdata's loader with the options of this loader.
 
     Raises:
-        ConfigError: it cannot be made of this loader, or torchdata is not installed.
+        ConfigError: the loader's class is not torch's DataLoader, or torchdata is not installed.
     """
     if type(loader) is not DataLoader:
         raise ConfigError(
@@ -48,8 +45,7 @@ def stateful(loader: DataLoader[Any]) -> DataLoader[Any]:
 class StatefulShares(Iterator["Shares"]):
     """Shares of an iterable dataset that knows its position, or whose iterator does.
 
-    A share is handed out after the next round was read, unless one reader reads all; its state is from
-    before that.
+    With several readers, a share is returned after the next round was read; its state is from before that.
     """
 
     def __init__(self, sharded: ShardedIterable, source: Iterator[Any]) -> None:
@@ -71,7 +67,7 @@ class StatefulShares(Iterator["Shares"]):
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there."""
+        """Continue from a state that `state_dict` returned."""
         dataset, iterator = state["dataset"], state["iterator"]
         if dataset is not None:
             self._sharded.dataset.load_state_dict(dataset)  # type: ignore[attr-defined]
@@ -103,7 +99,7 @@ class StatefulShares(Iterator["Shares"]):
 
 
 def state_of(thing: Any) -> Any:
-    """Return the object's own position, None if it cannot tell one."""
+    """Return a copy of the object's state, None if it is not stateful."""
     return copy.deepcopy(thing.state_dict()) if is_stateful(thing) else None
 
 
@@ -112,13 +108,13 @@ Shares: TypeAlias = tuple[Sequence[Any], int]
 
 
 class ShardedIterable(IterableDataset[Any]):
-    """A reader's share of an iterable dataset.
+    """A reader's share of an iterable dataset: the reader reads all of it, and keeps every readers-th batch.
 
-    The reader reads all of the dataset, and keeps every readers-th batch.
+    Yields ([samples of a batch], real samples in its round), to be collated by `ShareCollate`. In a process
+    that reads for all, the first item holds the batches of all readers of the round.
 
-    Yields ([samples of a batch], real samples in its round), or the batches of all readers of the
-    round for a process that reads for all; collated by `ShareCollate`.
-    skip: batches that the next iteration leaves out, of all readers.
+    Attributes:
+        skip: number of batches, of all readers, that the next iteration leaves out.
     """
 
     def __init__(

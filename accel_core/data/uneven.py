@@ -1,4 +1,4 @@
-"""Raise instead of waiting forever where only some readers have a batch."""
+"""Checks that raise instead of waiting forever if only some readers have a batch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, trains: bool) -> None:
-    """Refuse a call that would wait for readers without the innermost loop's batch.
+    """Refuse a call that would wait for readers that do not have the innermost loop's batch.
 
-    trains: gradients are computed.
+    `trains` says whether gradients are computed.
 
     Raises:
         AccelError: names loader, batch and strategy.
@@ -40,7 +40,7 @@ def check_unit(run: Run, unit: Unit, what: Literal["forward", "backward"], *, tr
 
 
 def refuse_items(units: Iterable[Unit]) -> None:
-    """Refuse to count items where ranks have no gradients together."""
+    """Refuse to count items in units whose ranks do not reduce gradients together."""
     for unit in units:
         state = unit.step_state
         if unit.run.world.size > 1 and (state.uneven or state.quiet):
@@ -53,10 +53,10 @@ def refuse_items(units: Iterable[Unit]) -> None:
 
 
 def _waits_in_training(run: Run, unit: Unit) -> bool:
-    """Return True if training the unit waits for ranks without this batch.
+    """Return True if training the unit waits for ranks that do not have this batch.
 
-    A strategy that reduces at a window's end waits there, each rank with its own last batch. So only a
-    window that the others have not begun is one too many.
+    A strategy that reduces at a window's end waits there, each rank with its own last batch. So only a window
+    that the other ranks have not begun would hang.
     """
     if not unit.optimizers or unit.is_in_no_sync:
         return False
@@ -68,9 +68,9 @@ def _waits_in_training(run: Run, unit: Unit) -> bool:
 
 @contextmanager
 def checking_forwards(run: Run) -> Iterator[None]:
-    """Check each forward of a prepared model in a context.
+    """Return a context that checks each forward of a prepared model.
 
-    Enter it while this rank holds a batch that others lack.
+    Enter it while this rank holds a batch that other ranks do not have.
     """
     with ExitStack() as hooks:
         if run.world.size > 1:
@@ -86,8 +86,8 @@ def checking_forwards(run: Run) -> Iterator[None]:
 
 def _check_forward(run: Run, unit: Unit) -> Callable[[nn.Module], None]:
     def before(module: nn.Module) -> None:
-        # Strategies may make buffers alike in any forward that could be trained on.
+        # Strategies may synchronize buffers between ranks in any forward with gradients enabled.
         trains = module.training or next(module.buffers(), None) is not None
         check_unit(run, unit, "forward", trains=torch.is_grad_enabled() and trains)
 
-    return before  # a closure: copies of the model share it, where they could not copy the run
+    return before  # a closure: a deep copy of the model shares it, since a run cannot be copied

@@ -1,7 +1,7 @@
-"""Worker processes of prepared loaders: they leave stop signals to their rank, which ends them.
+"""Worker processes of prepared loaders: they ignore stop signals, and their rank ends them.
 
-Schedulers signal all processes of a job. A worker that such a signal ended would take the rank along before
-the rank has saved.
+Schedulers signal all processes of a job. If such a signal ended a worker, its rank would fail before it has
+saved.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def iterate(loader: DataLoader[Any]) -> Iterator[Any]:
 class LeavesStops:
     """Initializer of a worker, which leaves stop signals to its rank.
 
-    initialize: the user's own initializer.
+    Attributes:
+        initialize: the user's own initializer.
     """
 
     initialize: Callable[[int], None] | None
@@ -72,16 +73,15 @@ class LeavesStops:
 
 
 def _leave(number: int, frame: object) -> None:
-    """Do nothing: the rank was told too, or does not have to stop."""
+    """Do nothing: the rank got the signal too, or does not have to stop."""
 
 
 @cache
 def _end_at_exit(process: int) -> None:
-    """Kill workers that are left when this process ends.
+    """Kill the remaining workers when `process`, the id of this process, ends.
 
-    multiprocessing sends them SIGTERM then, and waits for them.
-
-    process: this one, as a fork has workers of its own.
+    multiprocessing would send SIGTERM, which workers ignore, and wait for them. The id is the key of the
+    cache: a fork has workers of its own.
     """
     del process
     Finalize(None, _end_workers, exitpriority=0)
@@ -89,7 +89,7 @@ def _end_at_exit(process: int) -> None:
 
 def _end_workers() -> None:
     if threading.current_thread() is threading.main_thread():
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler calls a killed worker a failure
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises for a killed worker
     for worker in multiprocessing.active_children():
         if worker in _workers:
             worker.kill()

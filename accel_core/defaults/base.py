@@ -179,7 +179,7 @@ class Base(BaseState):
                 part = unit.window.part_of(loss)
                 if not forward_only:
                     unit.hooks.backward(unit, part, last, {})
-            if copy_gradients is not None and not last:  # the next replay of a graph takes the memory
+            if copy_gradients is not None and not last:  # the next replay of a graph overwrites its outputs
                 copy_gradients(unit)
                 part, output = part.clone(), recursively_apply(torch.clone, output)
             losses.append(part.detach())
@@ -257,12 +257,13 @@ class Base(BaseState):
         }
         if hasattr(module, "mem_get_info"):
             free, stats["total"] = map(int, module.mem_get_info(device))
+            # torch's allocator keeps freed memory, which the driver counts as used.
             cached = stats["reserved"] - stats["allocated"] if "reserved" in stats else 0
             stats["free"] = free + cached
         return stats
 
 
 def _placing_hook(module: nn.Module) -> str | None:
-    """Return what moves a module's weights: a forward hook's `places_weights`."""
+    """Return `places_weights` of a module's forward hooks: the name of the hook that moves its weights."""
     marks = (getattr(hook, "places_weights", None) for hook in module._forward_pre_hooks.values())
     return next(filter(None, marks), None)

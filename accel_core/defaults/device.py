@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 AGENT: Final = "TORCHELASTIC_RUN_ID"
-"""Variable of a process that an agent of torch started."""
+"""Variable that torch's elastic agent sets in the processes that it starts."""
 
 
 class NativeDevice:
-    """Device of the type that the config names. The base layer does the rest."""
+    """The device of the type that the config names. The base layer does the rest."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
@@ -47,10 +47,10 @@ class NativeDevice:
 def local_device(kind: str, world: World, index: int | None = None) -> torch.device:
     """Make this process's torch device of type `kind` current, and return it.
 
-    index: of the device; by default the local rank, or where one process is alone the current device.
+    `index` defaults to the local rank, or in a world of one process to the current device.
 
     Raises:
-        LaunchError: this machine has no such device, or fewer than processes.
+        LaunchError: this machine has no such device, or fewer devices than processes.
     """
     if kind == "cpu":
         return torch.device("cpu")
@@ -58,9 +58,9 @@ def local_device(kind: str, world: World, index: int | None = None) -> torch.dev
     if index is None:
         index = _current(module, world)
     count = module.device_count()
-    # Workers of an agent all see the same devices.
+    # An engine may show each task its own device only. Workers of an agent all see the same devices.
     if count == 1 and index == world.local_rank and world.is_task and AGENT not in os.environ:
-        index = 0  # the engine shows each task its own device
+        index = 0
     if index >= count:
         raise LaunchError(
             f"local rank {index} needs {kind}:{index}, but this machine has {count} {kind} device(s)\n"

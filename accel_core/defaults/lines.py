@@ -1,4 +1,4 @@
-"""Files of JSON lines, of which a kill cuts the last one at most."""
+"""Files of JSON lines, of which a kill damages the last line at most."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from torch import Tensor
 
 
 class LineFile:
-    """Append lines to a file, which is made with its folder if it does not exist.
+    """Append lines to a file, which is created with its folder if it does not exist.
 
-    Each line is one write of the operating system. A kill, or a full disk, may cut the last one between two
-    pages of memory; the next run begins a line of its own. What is not finite is "NaN", "Infinity" or
-    "-Infinity", as JSON has no such numbers.
+    Each line is one write of the operating system. A kill or a full disk may cut the last line between two
+    pages of memory; the next run begins a new line. Numbers that are not finite become "NaN", "Infinity" or
+    "-Infinity", since JSON has no such numbers.
 
-    Raises OSError where the file cannot be written.
+    Raises:
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
@@ -33,7 +34,7 @@ class LineFile:
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0)
         self._file = os.open(path, flags, 0o666)
         self.close = weakref.finalize(self, os.close, self._file)
-        """Close the file; it closes by itself with the last reference."""
+        """Close the file. Also called when the last reference to this object is gone."""
         size = os.fstat(self._file).st_size
         if size and self._byte(size - 1) != b"\n":  # a kill or a full disk cut the last run's line
             os.write(self._file, b"\n")
@@ -45,7 +46,8 @@ class LineFile:
     def write(self, **fields: Any) -> None:
         """Append a line: the seconds since 1970 under "time", and any values by name.
 
-        Raises ValueError once the file is closed: its number may be another file's by then.
+        Raises:
+            ValueError: the file is closed: its number may belong to another file by now.
         """
         if not self.close.alive:
             raise ValueError(f"{self.path} is closed")
@@ -62,7 +64,7 @@ class LineFile:
 
 
 def _plain(value: Any) -> Any:
-    """Convert a value to JSON's: tensors to nested lists, unknown objects to text."""
+    """Convert a value to JSON's types: tensors to nested lists, unknown objects to text."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if value is None or isinstance(value, (str, int, float)):
@@ -71,7 +73,7 @@ def _plain(value: Any) -> Any:
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
-    # Numbers of numpy that are longer than Python's stay what they are in `tolist`.
+    # `tolist` does not convert numpy's long doubles: they become text.
     if isinstance(value, (Tensor, np.ndarray, np.generic)) and not isinstance(
         value, (np.longdouble, np.clongdouble)
     ):

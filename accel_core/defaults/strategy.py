@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Single:
-    """The base layer as it is; in a larger world for units that do not train."""
+    """The base layer unchanged. In a world of several processes, for units that do not train."""
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run

@@ -22,15 +22,15 @@ if TYPE_CHECKING:
 class JsonLines:
     """Write `logging_dir/PROJECT.jsonl`: one line per run and per `log`.
 
-    A run that is resumed appends, and so do two at once; each line names its run. A run that takes another's
-    id, by `load_state`, begins again under it. See `LineFile`.
+    A run that is resumed appends, as do two runs at once; each line names its run. A run that takes another
+    run's id, by `load_state`, writes its first line again under that id. See `LineFile`.
     """
 
     def __init__(self, config: Any, run: Run) -> None:
         self.run = run
         self._file: LineFile | None = None
         self._begun: tuple[str, Mapping[str, Any]] | None = None
-        """The id of the run whose first line is written, and what else is in it."""
+        """The id of the run whose first line is written, and the other values of that line."""
         self._warned = False
 
     @property
@@ -71,7 +71,7 @@ class JsonLines:
             if known != self.run.run_id:
                 self._begin(settings)
             self._file.write(run=self.run.run_id, step=step, values=values)
-        except OSError as error:  # a full disk, say: it costs what was to be logged, and not the training
+        except OSError as error:  # such as a full disk: values are lost, and the training goes on
             if not self._warned:
                 self._warned = True
                 text = f"tracker jsonl loses values, and training goes on: {self._file.path}: {error}"

@@ -28,15 +28,16 @@ _users: Counter[str] = Counter()
 
 
 def apply_launch_environment(run: Run) -> list[str]:
-    """Set variables that vendor libraries read at import, until the run ends.
+    """Set the variables that vendor libraries read at import, until the run ends.
 
-    Settings that exist already win, but for a launcher's; the result lists them.
+    Existing variables keep their values, unless a launcher guessed them. The result lists each difference.
     """
     notes, guesses = [], json.loads(os.environ.get(GUESSES_VARIABLE, "{}"))
     for chosen in run.stack.members():
         if chosen.card.launch_environment is None:
             continue
         for name, value in environment_of(chosen.record, run.config, run.world).items():
+            # A launcher guesses values before the world is known: the run's values replace them.
             if not _users[name] and name in guesses and os.environ.get(name) == guesses[name]:
                 del os.environ[name]
             if _users[name] or name not in os.environ:
@@ -49,7 +50,7 @@ def apply_launch_environment(run: Run) -> list[str]:
 
 
 def restore_environment(run: Run) -> None:
-    """Unset what `apply_launch_environment` set, unless another run uses it."""
+    """Unset the variables that `apply_launch_environment` set, unless another run uses them."""
     while run.environment:
         name = run.environment.pop()
         _users[name] -= 1
@@ -60,11 +61,11 @@ def restore_environment(run: Run) -> None:
 class Assembly:
     """The instances of a run's plugins, by name or alias: one per (plugin, config).
 
-    They are made with it; strategies on first use.
+    They are created with the assembly; strategies on first use.
 
     Raises:
-        ConfigError: two have the same name.
-        PluginError: a plugin cannot be used here, or cannot be made.
+        ConfigError: two plugins have the same name.
+        PluginError: a plugin cannot be used here, or cannot be created.
     """
 
     def __init__(self, run: Run, trackers: Sequence[GeneralTracker]) -> None:
@@ -87,7 +88,7 @@ class Assembly:
         self._common = tuple(self._manager.layers)
 
     def hooks_of(self, alias: str) -> Hooks:
-        """Return the hooks with strategy `alias`, which is made on first use."""
+        """Return the hooks of the stack with strategy `alias`, whose plugin is created on first use."""
         if alias not in self._hooks:
             self._make(self._run.stack.strategies.get(alias) or _late_strategy(self._run, alias), alias)
             self._manager.check_package_hooks(self._origins)
@@ -95,7 +96,7 @@ class Assembly:
         return self._hooks[alias]
 
     def _make(self, chosen: Chosen, alias: str) -> None:
-        """Make a plugin's instance, and add the hooks that its package declares."""
+        """Create a plugin's instance, and add the hooks that its package declares."""
         card, record = chosen.card, chosen.record
         self._origins[card.name] = record.origin
         if card.hookspecs is not None:
@@ -134,7 +135,7 @@ def _late_strategy(run: Run, alias: str) -> Chosen:
 
 
 def check_refusals(run: Run) -> None:
-    """Refuse a stack or config that one of its plugins refuses."""
+    """Raise ConfigError if a plugin refuses the stack or the config."""
     reasons = run.hooks.refuse(run.config)
     if reasons:
         raise ConfigError(
@@ -143,7 +144,7 @@ def check_refusals(run: Run) -> None:
 
 
 def check_capabilities(run: Run, hooks: Hooks, strategy: str) -> None:
-    """Raise ConfigError if a plugin needs what this device or strategy cannot do."""
+    """Raise ConfigError if a plugin needs a capability that this device or strategy does not have."""
     able = hooks.capabilities(run.device)
     on_the_device = hooks.below_layer(LAYERS["strategy"]).capabilities(run.device)
     for chosen in run.stack.members():
@@ -159,7 +160,7 @@ def check_capabilities(run: Run, hooks: Hooks, strategy: str) -> None:
 
 
 def check_device(run: Run) -> None:
-    """Raise ConfigError if a plugin or `rng_types` needs what this device lacks."""
+    """Raise ConfigError if a plugin or `rng_types` needs something that this device does not have."""
     check_capabilities(run, run.hooks, run.stack.default)
     for stream in run.config.rng_types:
         if stream != "generator" and stream not in (streams := run.hooks.random_streams()):

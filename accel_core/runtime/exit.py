@@ -27,17 +27,17 @@ def end_at_exit(run: Run) -> None:
 
 
 def finish_dropped() -> None:
-    """Finish the trackers of runs that their program has dropped: else a sweep runs out of files.
+    """Finish the trackers of runs that their program has dropped, so that a sweep keeps few files open.
 
-    The rest of these runs stays until `end_runs`. Ranks collect garbage at different times, and have to leave
-    their process group alike; and the loss of a save that a thread still writes is told at exit.
+    The rest of these runs stays until `end_runs`: ranks collect garbage at different times but must leave
+    their process group together, and the loss of a save that a thread still writes is reported at exit.
     """
-    if has_groups():  # runs and groups are in cycles, which Python would keep for long
+    if has_groups():  # runs and groups are in reference cycles, which Python collects late
         gc.collect()
-    for run in [run for run in _dropped if run.process == os.getpid()]:  # else its parent's, in a fork
+    for run in [run for run in _dropped if run.process == os.getpid()]:  # not the parent's runs, in a fork
         try:
             run.trackers.finish()
-        except Exception:  # of a tracker: the run that is being made is not to blame
+        except Exception:  # a tracker may raise anything, and must not fail the run that is being made
             traceback.print_exc()
 
 
@@ -48,26 +48,26 @@ def end_runs() -> None:
     # After an exception the group is left alone: ending it might wait for ranks that never come.
     failed, lost = uncaught_error() is not None, False
     for run in (*_dropped, *live_runs):
-        if run.process != os.getpid():  # a fork's: the run, and its save, are its parent's
+        if run.process != os.getpid():  # this process is a fork: the run and its save belong to the parent
             continue
         try:
             run.end(failed=failed)
-        except BaseException as error:  # of a save, of a plugin, or Ctrl-C; the other runs must end too
+        except BaseException as error:  # a save, a plugin or Ctrl-C may raise; the other runs must end too
             failure = _failed_save(error)
             if failure is error:
                 tell(f"accel: {error}\n")
             else:
                 traceback.print_exc()
-            # Ctrl-C cuts the wait for a save short. Anything else that cannot be closed loses no training.
+            # Ctrl-C interrupts the wait for a save. Other errors, such as a tracker's, lose no training.
             lost = lost or failure is not None or isinstance(error, KeyboardInterrupt)
-    if lost:  # raised here it would be printed and forgotten: the job would count as done
-        with suppress(AttributeError, OSError, ValueError):  # none, full, or closed
+    if lost:  # an exception raised at exit would only be printed, and the job would count as done
+        with suppress(AttributeError, OSError, ValueError):  # stdout is None, full or closed
             sys.stdout.flush()
         os._exit(1)
 
 
 def _failed_save(error: BaseException | None) -> CheckpointError | None:
-    """Return the failure of a save: this error, or one that came before it."""
+    """Return the failure of a save: this error, or an error in its chain of contexts; else None."""
     while error is not None and not isinstance(error, CheckpointError):
         error = error.__context__
     return error

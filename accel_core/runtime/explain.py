@@ -1,7 +1,4 @@
-"""A run in words: the reasons for its stack, and its steps and epochs.
-
-Steps and epochs are known once objects are prepared.
-"""
+"""Text about a run: the reasons for its stack, and its steps and epochs once objects are prepared."""
 
 from __future__ import annotations
 
@@ -17,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def explain(run: Run, scheduler_steps: int = 1) -> str:
-    """Describe the stack with reasons, changed settings with origins, units, loaders.
+    """Return text about the stack with reasons, changed settings with origins, units and loaders.
 
-    scheduler_steps: of each scheduler per optimizer step.
+    `scheduler_steps` is the number of steps of each scheduler per optimizer step.
     """
     return "\n".join(_lines(run, scheduler_steps))
 

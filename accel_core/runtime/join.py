@@ -1,4 +1,4 @@
-"""The joining of a run's processes: one process group, one stack, one config."""
+"""Joining a run's processes: one process group, one stack, one config."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 _FOLDERS: Final = ("project_dir", "logging_dir")
-"""Options of `project` that scripts name by the time: those of rank 0 hold for all."""
+"""Options of `project` that scripts often name by the time: rank 0's values hold for all ranks."""
 
 
 def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
-    """Join the process group, which is made if there is none. Collective.
+    """Join the process group, which is created if none exists. Collective.
 
-    Returns the group, and the world with the runs' store.
+    Returns:
+        The group, and the world with the runs' store.
 
     Raises:
-        LaunchError: the group cannot be made.
-        AccelError: this process is a child of a rank, not one.
+        LaunchError: the group cannot be created.
+        AccelError: this process is a child of a rank, such as a DataLoader worker.
     """
     ranks = (each for each in live() if each.process != os.getpid() and each.world.size > 1)
-    if get_worker_info() is not None or any(ranks):  # a notebook's run of one process is not a rank
+    if get_worker_info() is not None or any(ranks):  # runs of one process do not count, as in a notebook
         raise AccelError(
             f"an Accelerator of {run.world.size} processes cannot be made in a child of one of them, such as"
             " a DataLoader's worker: the others would wait for it\n"
@@ -57,7 +58,11 @@ def join_world(run: Run) -> tuple[dist.ProcessGroup, World]:
 
 
 def backends_of(run: Run) -> dict[str, str]:
-    """Return torch device type -> torch.distributed backend, of the run's device and the CPU."""
+    """Return torch device type -> torch.distributed backend, for the run's device and the CPU.
+
+    Raises:
+        ConfigError: torch.distributed has no backend for the run's device type.
+    """
     card, kind, usual = run.stack.device.card, run.device.type, dist.Backend.default_device_backend_map
     own = None if "collectives.own" in card.offers else card.communication_backend or usual.get(kind)
     backend = run.config.process_group.backend or own
@@ -70,7 +75,7 @@ def backends_of(run: Run) -> dict[str, str]:
 
 
 def agree_on_run(run: Run) -> tuple[str, ProjectConfiguration]:
-    """Return the id of the run and its folders, the same on all ranks: rank 0's. Collective.
+    """Return rank 0's run id and project folders on all ranks. Collective.
 
     Raises:
         ConfigError: the ranks differ in stack or config.

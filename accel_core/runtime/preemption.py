@@ -1,4 +1,4 @@
-"""Stop all ranks after the same step, once any of them is told to stop."""
+"""Stop all ranks after the same step, once any of them gets a stop signal."""
 
 from __future__ import annotations
 
@@ -19,23 +19,26 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
 
 LOOK_SECONDS: Final = 0.25
-"""Seconds until a rank notices that it was told, and in a small job that another rank was."""
+"""Seconds until a rank notices its own signal and, in a small job, another rank's signal."""
 FEW_RANKS: Final = 64
-"""Ranks that all look in the store so often. More ranks look less often, as one process serves them all."""
-MOST_SECONDS: Final = 4.0
-"""Seconds until a rank of a large job notices that another was told."""
-STOP_FILE: Final = "ACCEL_STOP_FILE"
-"""Variable by which a scheduler's job names a file of its node, empty at first.
+"""Number of ranks up to which all look in the store every LOOK_SECONDS.
 
-It reads there how ranks ended that it told to stop: `watching` if by themselves, `stopped` if they have to
-go on later. The file stays empty if they never look for signals.
+More ranks look less often, since one process serves all requests.
+"""
+MOST_SECONDS: Final = 4.0
+"""Seconds until a rank of a large job notices another rank's signal."""
+STOP_FILE: Final = "ACCEL_STOP_FILE"
+"""Variable that names a file of the node, from which a scheduler's job learns how its ranks ended.
+
+The file is empty at first, and stays empty if ranks never watch for signals. After a stop signal, `watching`
+means that they ended by themselves, and `stopped` that they have to continue later.
 """
 _made: Final = count()
-"""All ranks make them in one order, and each has keys of its own."""
+"""Numbers the `Preemption`s, so that each has its own keys. All ranks create them in the same order."""
 
 
 class StopSignals:
-    """The signals that tell a run to stop, once it watches for them."""
+    """The signals that tell a run to stop, once the run watches for them."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -43,9 +46,10 @@ class StopSignals:
         self._is_stopping = False
 
     def is_told(self, signals: Sequence[int], check: Callable[[], None]) -> bool:
-        """Ask whether all ranks stop now, because one was told to.
+        """Return whether all ranks stop now, because a rank was told to stop.
 
-        All ask, after each step. The first call begins to watch for these signals, if `check` does not raise.
+        Call it on all ranks after each step. The first call begins to watch for these signals, unless `check`
+        raises.
 
         Raises:
             CheckpointError: a rank does not answer.
@@ -53,17 +57,17 @@ class StopSignals:
         if self._preemption is None:
             check()
             self._preemption = Preemption(self._run, signals)
-        # A checkpoint holds no gradients: within a window there is nothing to ask yet.
+        # A checkpoint holds no gradients, so ranks never stop within a window.
         self._is_stopping = all(unit.window.boundary for unit in self._run.units) and self._preemption.due()
         return self._is_stopping
 
     def hear(self) -> None:
-        """Let a signal end the process again, unless it saves because of one: that comes more than once."""
+        """Let signals end the process again, except during a save that a signal caused: signals repeat."""
         if self._preemption is not None and not self._is_stopping:
             self._preemption.end()
 
     def end(self) -> None:
-        """Watch for signals no more."""
+        """Stop watching for signals."""
         if self._preemption is not None:
             self._preemption.end()
 
@@ -71,12 +75,12 @@ class StopSignals:
 class Preemption:
     """Watch for signals on any rank until `end`, or until the run is gone.
 
-    Made in the main thread. To forked children the signals do what they did before.
+    Created in the main thread. Forked children keep the earlier handlers of the signals.
 
-    A rank that was told says so in the store, where a thread of each rank looks: a step costs nothing.
-    On hearing, each thread says after which step its rank could stop at the earliest, and all stop after
-    the latest of these. Threads agree, not ranks: one of these may stand in a collective that waits for
-    another, which must know first that it has to go on.
+    A rank that gets a signal writes to the store, in which a thread of each rank looks: a step costs nothing.
+    Each thread then writes the earliest step after which its rank could stop, and all ranks stop after the
+    latest of these steps. Threads agree, not ranks: a rank may be waiting in a collective for another rank,
+    which must know first that it has to go on.
     """
 
     def __init__(self, run: Run, signals: Iterable[int]) -> None:
@@ -97,7 +101,7 @@ class Preemption:
         _note("watching")
 
     def due(self) -> bool:
-        """Ask whether all ranks stop now. Every rank asks, after each step.
+        """Return whether all ranks stop now. Call it on all ranks after each step.
 
         Raises:
             CheckpointError: a rank does not answer.
@@ -115,18 +119,18 @@ class Preemption:
         return True
 
     def end(self) -> None:
-        """Leave the signals to whom they belonged. From any thread, any number of times."""
+        """Restore the earlier signal handlers. Callable from any thread, any number of times."""
         with self._lock:
             first = not self._ended.is_set()
             self._ended.set()
         if threading.current_thread() is not self._thread:
-            self._thread.join(4 * LOOK_SECONDS)  # it may stand in a store whose process is gone
-        with suppress(ValueError):  # only the main thread may; `_tell` hands them on until then
+            self._thread.join(4 * LOOK_SECONDS)  # not forever: the store's process may be gone
+        with suppress(ValueError):  # only the main thread sets handlers; else `_tell` passes signals on
             for number in [*self._before]:
                 self._give_back(number)
         if first and not self._heard:
-            with suppress(RuntimeError):  # the store may have ended already; then no rank asks
-                # Others may hear yet: this rank does not keep them from stopping.
+            with suppress(RuntimeError):  # the store may have ended already: then no rank needs an answer
+                # Other ranks may still get a signal, and stop only once all ranks have answered.
                 self._answer(self._steps + 1)
 
     def _give_back(self, number: int) -> None:
@@ -140,17 +144,17 @@ class Preemption:
             try:
                 signal.raise_signal(number)
             finally:
-                if handler != self._tell:  # a later one, which has called this one
+                if handler != self._tell:  # a handler that was installed later, and has called `_tell`
                     signal.signal(number, handler)
             return
-        self._told = True  # again and again, if launcher and scheduler both tell us
+        self._told = True  # several times, if launcher and scheduler both send a signal
 
     def _watch(self) -> None:
         try:
             if not self._wait_until_told():
                 return
             with self._lock:
-                if self._ended.is_set():  # `end` answers
+                if self._ended.is_set():  # `end` answers for this rank
                     return
                 self._heard, earliest = True, self._steps + 1
             self._answer(earliest)
@@ -162,7 +166,7 @@ class Preemption:
                     silent = [rank for rank in range(self._ranks) if not self._votes.has(f"{rank}")]
                     raise RuntimeError(f"no answer from rank(s) {', '.join(map(str, silent))}")
             self._last = self._votes.read("last")["step"]
-        except Exception as error:  # of the store, whose process has ended, for example: `due` raises it
+        except Exception as error:  # such as the store's, whose process has ended: `due` raises it
             self._failure = (
                 f"this job was told to stop, but its ranks cannot agree when: {error}\nit cannot save"
             )
@@ -170,7 +174,7 @@ class Preemption:
         self._agreed.set()
 
     def _wait_until_told(self) -> bool:
-        """Return True once this rank or another was told, False if the run has ended before."""
+        """Return True once this rank or another gets a signal, False if the run ends first."""
         next_look = 0.0
         while not self._told:
             if time.monotonic() >= next_look:
@@ -183,7 +187,7 @@ class Preemption:
         return True
 
     def _answer(self, earliest: int) -> None:
-        """Say after which step this rank could stop. The last rank to answer says after which all do."""
+        """Write after which step this rank could stop; the last rank to answer writes the step for all."""
         self._votes.put(f"{self._rank}", {"step": earliest})
         if self._votes.count("answers") == self._ranks:
             last = max(self._votes.read(f"{rank}")["step"] for rank in range(self._ranks))
@@ -191,7 +195,7 @@ class Preemption:
 
 
 def _note(word: str) -> None:
-    """Tell the scheduler's job. A later loop does not undo `stopped`."""
+    """Write to the scheduler's STOP_FILE. `stopped` is never overwritten by a later loop."""
     file = Path(os.environ.get(STOP_FILE, ""))
     if file.is_file() and (word == "stopped" or not file.stat().st_size):
         file.write_text(word, encoding="utf-8")

@@ -1,7 +1,7 @@
 """A run: everything that one `Accelerator` owns, from its config to its units.
 
-A run is not global: several, with different stacks, may live in one process. What is global to
-the process (torch's process group) is shared between them and counted.
+Several runs, with different stacks, may live in one process. They share torch's process group, which is
+global, and count its users.
 """
 
 from __future__ import annotations
@@ -57,18 +57,18 @@ if TYPE_CHECKING:
     from accel_core.training.accumulation import Accumulation
 
 PATIENCE_SECONDS: Final = 60.0
-"""Seconds that a process that failed waits for its last save."""
+"""Seconds that a process waits for its last save after a failure."""
 
 
 class Run:
     """Config, stack, device, world and units of one `Accelerator`.
 
-    Building one is collective: all ranks of the world must.
+    Creating a run is collective: all ranks of the world must create it.
 
     Raises:
-        ConfigError: what was asked cannot be, or differs between ranks.
+        ConfigError: the settings are impossible here, or differ between ranks.
         PluginError: a chosen plugin cannot be used.
-        LaunchError: the process group cannot be made.
+        LaunchError: the process group cannot be created.
     """
 
     run_id: str
@@ -77,9 +77,9 @@ class Run:
     cards: Mapping[str, Card]
     mesh: Mesh | None = None
     group: ProcessGroup | None = None
-    """The process group that it uses."""
+    """The process group that the run uses; None in a world of one process."""
     ended: bool = True
-    """Also of a run that could not be made."""
+    """True after `end`, and for a run that could not be created."""
 
     def __init__(
         self,
@@ -92,14 +92,14 @@ class Run:
         self.process = os.getpid()
         self.prepared = PreparedObjects()
         self.windows: Sequence[Window] = ()
-        """The windows of the innermost `accumulate`, or of the one entered last."""
+        """The windows of the innermost `accumulate`, or of the last one if none is entered."""
         self._no_window = Window()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
         self.apart: list[nn.Module] = []
-        """Prepared models whose weights are in no saved state: their program keeps them."""
+        """Prepared models whose weights are left out of saved states: the program saves them itself."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
         discovery = discover()
@@ -112,7 +112,7 @@ class Run:
         )
         self.config: RunConfig = self.resolved.config
         self.accumulation_steps = self.config.accumulation_steps
-        """Micro-batches of the windows of units made from now on."""
+        """Micro-batches per window, of units created from now on."""
         self.checkpoints = CheckpointSession(self)
         self.stop_signals = StopSignals(self)
         self.environment: list[str] = []
@@ -120,14 +120,14 @@ class Run:
         try:
             self.environment_notes = apply_launch_environment(self)
             self._join(trackers)
-        except BaseException:  # a plugin may raise anything, and the caller may make another run
+        except BaseException:  # a plugin may raise anything, and the caller may create another run
             self.ended = True
             self._leave_world()
             restore_environment(self)
             raise
 
     def _join(self, trackers: Sequence[GeneralTracker]) -> None:
-        """Plugins, the device and the process group."""
+        """Set up plugins, device, process group, mesh and trackers. Collective."""
         self.run_id = self.world.run_id or uuid.uuid4().hex
         self._assembly = assembly = Assembly(self, trackers)
         self.plugins, self.configs, self.cards = assembly.plugins, assembly.configs, assembly.cards
@@ -156,7 +156,7 @@ class Run:
         live_runs.add(self)
 
     def __del__(self) -> None:
-        # Nobody can end this run any more, but its threads and its process group are there.
+        # The program cannot end this run any more, but its threads and its process group still exist.
         if not self.ended:
             live_runs.discard(self)
             self.prepared, self.accumulation = PreparedObjects(), None
@@ -164,48 +164,48 @@ class Run:
             self.checkpoints.free_memory()
             end_at_exit(self)
 
-    # -- what others ask -------------------------------------------------------------------------
+    # -- its units, windows and settings ---------------------------------------------------------
 
     @property
     def units(self) -> list[Unit]:
-        """The units of what is prepared."""
+        """The units of all prepared objects."""
         return self.prepared.units
 
     @property
     def window(self) -> Window:
-        """The innermost current window, or the one used last."""
+        """The innermost current window, or the last window used."""
         return self.windows[-1] if self.windows else self._no_window
 
     @property
     def communication_backends(self) -> Mapping[str, str]:
-        """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
+        """Torch device type -> torch.distributed backend, for the run's device and the CPU."""
         return backends_of(self)
 
     def set_accumulation_steps(self, steps: int, *, inside: bool = False) -> None:
-        """Set the micro-batches per window: of every unit, from its next window on.
+        """Set the micro-batches per window of every unit, from its next window on.
 
-        inside: of the windows that are entered as well.
+        With `inside`, windows that are entered now change too.
         """
         self.accumulation_steps = steps
         for window in {self.window, *(unit.window for unit in self.units)}:
             window.resize(steps, current=inside or (self.accumulation is None and window.boundary))
 
     def drop_accumulations(self) -> None:
-        """End every `accumulate`: Ctrl-C may have kept one from ending."""
+        """End every `accumulate` context: Ctrl-C may have kept a context from ending."""
         while self.accumulation is not None:
             self.accumulation.drop()
 
     def collectives(self, dim: str = "world") -> Collectives:
-        """Return collectives over a dimension. The first call for one is collective."""
+        """Return collectives over a dimension. The first call for each dimension is collective."""
         if dim not in self._dims:
             self.require_alive()
             self._dims[dim] = self.hooks.collectives(dim)
         return self._dims[dim]
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
-        """Return a unit without objects, its strategy's hooks resolved.
+        """Return a unit without objects, with the hooks of its strategy.
 
-        made: other units that the run does not have yet.
+        `made` are other new units, whose names are taken too.
         """
         from accel_core.training.step_state import StepState  # late: start-up need not wait for it
 
@@ -229,9 +229,10 @@ class Run:
         )
 
     def hooks_of(self, strategy: str | None, name: str | None = None) -> Hooks:
-        """Return a strategy's hooks, for a unit that is made later.
+        """Return the hooks of a strategy (None: the run's default), for a unit `name` that is created later.
 
-        strategy: an alias; None stands for the run's default. name: of that unit, which must be new.
+        Raises:
+            ConfigError: the run has a unit of this name already, or the strategy cannot be used.
         """
         _require_new(name, {unit.name for unit in self.units})
         alias = strategy or self.stack.default
@@ -241,16 +242,16 @@ class Run:
         return hooks
 
     def reconfigure(self, **changes: Any) -> None:
-        """Change the config from now on: of steps and of objects prepared later."""
+        """Change the config from now on, for steps and for objects prepared later."""
         self.config = evolve(self.config, **changes)
-        self.prepared.renew_trained()  # each `accumulate` that was made before reads the config anew
+        self.prepared.renew_trained()  # existing `accumulate` contexts read the config again
 
     def use_device(self, device: torch.device) -> None:
-        """Put what is prepared from now on onto this device."""
+        """Use this device for objects prepared from now on."""
         self.device = device
 
     def use_strategy(self, alias: str) -> None:
-        """Have later calls of `prepare` that name no strategy use this one."""
+        """Use this strategy in later calls of `prepare` that do not name a strategy."""
         self.stack = evolve(self.stack, default=alias)
 
     def keep_apart(self, models: Iterable[nn.Module]) -> None:
@@ -261,18 +262,18 @@ class Run:
         """Release units and process group; the run cannot be used afterwards. Idempotent.
 
         Waits for a save that is under way. After a failure other ranks may be gone: the wait is then short,
-        and the process group is kept.
+        and the process group is kept. Ctrl-C ends the wait only.
 
         Raises:
-            CheckpointError: that save failed. The last error is raised, after all has been released; the
-                errors before it are its context.
+            CheckpointError: the save failed. If several steps of the end fail, all are tried; the last error
+                is raised, and earlier errors are its context.
         """
         if self.ended:
             return
         self.stop_signals.hear()
         finished = self.trackers.names if self.trackers.has_finished else ()
         observers = [each for each in self.hooks.implementations("run_ended") if each.plugin not in finished]
-        with ExitStack() as closing:  # makes each call, the last one first, whatever others raise
+        with ExitStack() as closing:  # makes all calls, the last one first, even if some raise
             closing.callback(restore_environment, self)
             if not failed:
                 closing.callback(self._leave_world)
@@ -284,12 +285,12 @@ class Run:
             closing.callback(self._refuse_use)
             try:
                 self.checkpoints.wait(PATIENCE_SECONDS if failed else None)
-            except KeyboardInterrupt:  # ends the wait only: the run and its save are still there
+            except KeyboardInterrupt:  # the run and its save go on
                 closing.pop_all()
                 raise
 
     def _close(self, observer: Implementation) -> None:
-        """Let a plugin close what is open. A tracker that cannot does not fail a training that is done."""
+        """Let a plugin close its resources; a tracker's error is printed, since the training is complete."""
         try:
             observer.call()
         except Exception:  # a tracker may raise anything
@@ -303,9 +304,9 @@ class Run:
         live_runs.discard(self)
 
     def release_units(self) -> None:
-        """Let each plugin drop what binds units to devices and groups.
+        """Let each plugin drop the ties of units to devices and groups (hook `release`).
 
-        No unit is in a step any more afterwards. The end of the run has done so already.
+        Afterwards no unit is in a step. The end of the run has released its units already.
         """
         self.drop_accumulations()
         for unit in () if self.ended else self.units:
@@ -314,7 +315,7 @@ class Run:
         self.prepared.refuse_steps(_forgotten)
 
     def _leave_world(self) -> None:
-        """Drop what holds the process group, which its last user ends."""
+        """Drop the references to the process group, which its last user ends."""
         self.checkpoints.forget_groups()
         self._dims.clear()
         self._meshes.clear()
@@ -345,7 +346,7 @@ class Run:
         return mesh.topology() if mesh else Topology(reader=self.world.rank, readers=self.world.size)
 
     def _mesh_for(self, alias: str, hooks: Hooks) -> Mesh | None:
-        """Return a unit's mesh: that of its strategy, over the data that the run reads."""
+        """Return a unit's mesh: its strategy's mesh, over the data that the run reads."""
         if alias == self.stack.default:
             return self.mesh
         if alias not in self._meshes:

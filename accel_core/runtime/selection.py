@@ -1,6 +1,6 @@
 """The choice of a run's plugins.
 
-A plugin that is asked for by name is taken, or fails loudly. `auto` gives reasons for its choice.
+A plugin that is asked for by name is used, or an error is raised. `auto` gives reasons for its choice.
 """
 
 from __future__ import annotations
@@ -27,16 +27,14 @@ def decide(
     *,
     discovery: Discovery,
 ) -> tuple[Resolved, Stack]:
-    """Resolve the config, and choose its stack.
-
-    Plugins of the stack may propose values of the config.
-    """
+    """Resolve the config and choose its stack, whose plugins may propose values of the config."""
     resolved = load(python=python, objects=objects, presets=presets, discovery=discovery)
     stack = choose(resolved, processes, discovery)
     others = {it.name: it for it in stack.members() if it.record.slot != "strategy"}
     decided = resolved.with_proposals(
         {name: it.record for name, it in {**others, **stack.strategies}.items()}
     )
+    # A plugin may propose a precision, which is a plugin of the stack itself.
     if decided.config.mixed_precision != resolved.config.mixed_precision:
         stack = choose(decided, processes, discovery)
     return decided, stack
@@ -46,8 +44,8 @@ def choose(resolved: Resolved, processes: int, discovery: Discovery) -> Stack:
     """Return the stack that the config asks for, for a world of `processes`.
 
     Raises:
-        ConfigError: a name that is not installed, or a combination that cannot be.
-        PluginError: a named plugin cannot be used, or `auto` cannot decide between two.
+        ConfigError: a plugin is not installed, or the combination is impossible.
+        PluginError: a named plugin cannot be used, or `auto` cannot decide between two plugins.
     """
     config = resolved.config
     chooser = _Chooser(resolved, discovery)
@@ -106,7 +104,7 @@ class _Chooser(NamedTuple):
 
     def device(self, asked: str) -> Chosen:
         if asked == "auto":
-            # native is always usable, unless an installation is broken; `named` then says how.
+            # native is always usable, unless an installation is broken: then `named` raises the reason.
             return self._best("device") or self.named("device", "native", "device")
         kind = asked.partition(":")[0]
         record = self.discovery.get(kind)
@@ -141,7 +139,7 @@ class _Chooser(NamedTuple):
             return self.named("strategy", asked, "strategy")
         if processes == 1:
             return Chosen(self.named("strategy", "single", "strategy").record, "auto: one process")
-        # Where the device carries none, the best of all is refused by the words that it lacks.
+        # If no strategy supports this device, take the best one: `_refuse_unmet_needs` lists missing words.
         best = self._best("strategy", offered) or self._best("strategy")
         if best is None:
             raise ConfigError(
@@ -157,14 +155,14 @@ class _Chooser(NamedTuple):
             yield from (self.named("tracker", name, "log_with") for name in dict.fromkeys(names))
 
     def joining(self, others: Iterable[str]) -> list[Chosen]:
-        """Extensions with a priority, which join each run where they are installed."""
+        """Return the extensions with a priority, which join each run if they are installed."""
         usable, taken = self.discovery.usable("extension"), {*others}
         return [
             Chosen(record, "auto: it joins every run") for _, record in usable if record.name not in taken
         ]
 
     def by_object(self, slot: Slot) -> list[Chosen]:
-        """Plugins that are asked for by a config object given in Python."""
+        """Return the plugins of a slot whose config objects were given in Python."""
         records = [self.discovery.get(name) for name in self.resolved.objects]
         return [
             Chosen(record, "its config object was given in Python")
@@ -173,9 +171,9 @@ class _Chooser(NamedTuple):
         ]
 
     def _best(self, slot: Slot, offered: frozenset[str] = frozenset(CAPABILITIES)) -> Chosen | None:
-        """Return the usable plugin of highest priority that gets what it needs.
+        """Return the usable plugin of highest priority whose needs are offered.
 
-        A plugin that another one shadows does not count.
+        A plugin that another usable plugin shadows does not count.
         """
         usable = [
             (card, record)
@@ -188,7 +186,7 @@ class _Chooser(NamedTuple):
         return Chosen(best, f"auto: usable, and of the highest priority ({usable[0][0].priority})")
 
     def _first(self, usable: Sequence[tuple[Card, Record]], asked: str, path: str) -> Record:
-        """Return the first plugin, or raise PluginError if others have its priority."""
+        """Return the first plugin; raise PluginError if another plugin has the same priority."""
         top = [record for card, record in usable if card.priority == usable[0][0].priority]
         if len(top) > 1:
             rivals = " and ".join(f"{record.name} ({record.origin})" for record in top)
@@ -212,7 +210,7 @@ def _require_torch_device(kind: str, origin: str, discovery: Discovery) -> None:
 
 
 def _refuse_unused(resolved: Resolved, stack: Stack, discovery: Discovery) -> Iterator[str]:
-    """Yield notes on a file's unused sections; of flags and variables: raise."""
+    """Yield notes on unused sections of files and Python; raise ConfigError for flags and variables."""
     used = {chosen.name for chosen in stack.members()} | {resolved.config.launch.launcher}
     used -= {chosen.name for alias, chosen in stack.strategies.items() if alias != chosen.name}
     problems = []

@@ -1,7 +1,4 @@
-"""Experiment trackers of a run, and the values logged to each.
-
-A tracker gets values on the ranks where it logs.
-"""
+"""Experiment trackers of a run. A tracker gets values on the ranks on which it logs."""
 
 from __future__ import annotations
 
@@ -27,11 +24,12 @@ Options = Mapping[str, Mapping[str, Any]]
 
 
 class GeneralTracker:
-    """Base of a tracker of the user's own: `Accelerator(log_with=[MyTracker()])`.
+    """Base class of a user's own tracker: `Accelerator(log_with=[MyTracker()])`.
 
-    name: what `get_tracker`, `init_kwargs` and `log_kwargs` call it.
-    main_process_only: False to be called on every rank.
-    project: what `init_trackers` calls it.
+    Attributes:
+        name: its name in `get_tracker`, `init_kwargs` and `log_kwargs`.
+        main_process_only: False: methods are called on every rank.
+        project: the project name given to `init_trackers`.
     """
 
     name: str
@@ -40,20 +38,17 @@ class GeneralTracker:
     _accel_started = False  # a name that subclasses do not have
 
     def start(self, **options: Any) -> None:
-        """Begin, when `init_trackers` is called.
-
-        options: its `init_kwargs` for this tracker.
-        """
+        """Begin when `init_trackers` is called; `options` are its `init_kwargs` for this tracker."""
 
     def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Note the configuration that `init_trackers` was given."""
+        """Store the configuration given to `init_trackers`."""
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
-        """Log these values. `options`: `log_kwargs` for this tracker."""
+        """Log these values; `options` are the `log_kwargs` for this tracker."""
         raise AccelError(f"{type(self).__name__} cannot log anything\ngive it a method `log(values, step)`")
 
     def finish(self) -> None:
-        """Close what is open, as the run has ended. Called after `start` only."""
+        """Close the tracker when the run has ended. Called only after `start`."""
 
     @implements(hooks.tracking_started)
     def _start(self, project: str, config: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -76,9 +71,9 @@ class GeneralTracker:
 def split_trackers(
     log_with: str | GeneralTracker | Iterable[str | GeneralTracker] | None,
 ) -> tuple[list[str] | None, list[GeneralTracker]]:
-    """Split `log_with` into names and trackers of the user's own.
+    """Split `log_with` into names and the user's own trackers.
 
-    The names are None if `log_with` is None or has trackers only.
+    The names are None if `log_with` is None or has the user's own trackers only.
     """
     given = [log_with] if isinstance(log_with, str | GeneralTracker) else list(log_with or ())
     own = [tracker for tracker in given if isinstance(tracker, GeneralTracker)]
@@ -87,10 +82,7 @@ def split_trackers(
 
 
 class Trackers:
-    """The trackers of a run, as this rank sees them.
-
-    On a rank where none logs, calls do nothing.
-    """
+    """The trackers of a run on this rank. If none of them logs on this rank, calls do nothing."""
 
     def __init__(self, run: Run, names: Sequence[str]) -> None:
         self.run = run
@@ -115,6 +107,7 @@ class Trackers:
             hook.call(project, _read(settings), options.get(hook.plugin, {}))
         loggers = self._here("log")
         self._loggers = [(hook.plugin, hook.call) for hook in loggers if hook.plugin in self.names]
+        # Extensions get tensors as they are, without waiting for the device.
         self._observers = [hook.call for hook in loggers if hook.plugin not in self.names]
 
     def log(self, values: Mapping[str, Any], step: int | None, options: Options) -> None:
@@ -134,7 +127,7 @@ class Trackers:
         if self.run.mark_step is not None:
             self.run.mark_step("host_read")
         read = _read(values)  # once, since reading a tensor waits for the device
-        with ExitStack() as calls:  # the others keep what one refuses
+        with ExitStack() as calls:  # calls all trackers, even if some raise
             for name, log in reversed(self._loggers):
                 calls.callback(log, _read(read), step, options.get(name, {}))
 
@@ -153,7 +146,7 @@ class Trackers:
                     closing.callback(hook.call)
 
     def get(self, name: str, *, unwrap: bool) -> Any:
-        """Return a tracker or its wrapped object; on other ranks one that ignores calls."""
+        """Return a tracker or its wrapped object; on ranks without it, an object that ignores calls."""
         self._check([name], "get_tracker")
         self._require_start()
         tracker = self.run.plugins[name]
@@ -198,13 +191,10 @@ class Trackers:
 
 
 class _Silence:
-    """Replacement of a tracker on a rank where it does not log.
-
-    With it, scripts need not ask for the rank.
-    """
+    """Replacement of a tracker on a rank on which it does not log: scripts need not check the rank."""
 
     def __getattr__(self, name: str) -> _Silence:
-        if name.startswith("__"):  # Python's own questions to an object
+        if name.startswith("__"):  # Python looks up such names itself, as `copy` does
             raise AttributeError(name)
         return self
 
@@ -232,10 +222,7 @@ def _read(value: Any) -> Any:
 
 
 def _require_whole(value: Tensor) -> None:
-    """Raise AccelError for a DTensor of which other ranks have more.
-
-    Its `item` is that of this rank's part.
-    """
+    """Raise AccelError for a DTensor of which this rank has a part only: its `item` is the part's value."""
     split: Any = getattr(value, "placements", ())
     ranks = value.device_mesh.shape if split else ()  # type: ignore[attr-defined]
     if any(size > 1 and not each.is_replicate() for each, size in zip(split, ranks, strict=True)):

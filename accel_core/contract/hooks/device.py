@@ -21,15 +21,15 @@ Point = Literal["batch", "backward", "step", "host_read", "state"]
 
 @spec("owner")
 def select_device(world: World) -> torch.device:
-    """Return the device of this process, made current.
+    """Return the device of this process, after making it current.
 
-    Raises if `local_rank` has none. base: the card's torch device type, index `local_rank`.
+    Raises if `local_rank` has no device. base: the card's torch device type, index `local_rank`.
     """
 
 
 @spec("owner")
 def capabilities(device: torch.device) -> frozenset[str]:
-    """Capability words of this chip under this stack; at most the card's `offers`.
+    """Return the capability words of this chip under this stack, at most the card's `offers`.
 
     A strategy narrows the device's answer: `self.below.capabilities(device) - {"fp16"}`. If a plugin of the
     stack needs a missing word, core refuses the stack, and names the layer that removed the word.
@@ -41,10 +41,10 @@ def capabilities(device: torch.device) -> frozenset[str]:
 
 @spec("owner")
 def memory_stats(device: torch.device) -> Mapping[str, int]:
-    """Bytes: allocated, reserved, peak, total, free; without those that are unknown.
+    """Return bytes by name: allocated, reserved, peak, total, free; unknown values are left out.
 
-    Of any device of the kind, not only of the run's. free: what can still be allocated, cached memory
-    included.
+    `device` is any device of the type, not only the run's. `free` is the memory that can still be allocated,
+    cached memory included.
     """
 
 

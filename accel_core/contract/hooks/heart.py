@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The hooks that carry a run: what a strategy or a precision implements first.
+"""The hooks that a strategy or a precision implements first.
 
 The order of a step (only core counts; a window is the micro-batches of one optimizer step):
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 def init_process_group(
     world: World, backends: Mapping[str, str], options: InitProcessGroupKwargs
 ) -> Callable[[], None]:
-    """Make the default process group; return the function that ends it, after the last run that uses it.
+    """Create the default process group; return the function that ends it after the last run that uses it.
 
     Collective. Called in a world of two or more ranks that has no group yet; core adopts an existing group.
     base: torch's rendezvous, with a store prefix per restart attempt and per group made in this process.
@@ -45,7 +45,7 @@ def init_process_group(
 
 @spec("owner")
 def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
-    """Return the module the user trains with. base: the user's own object, unwrapped.
+    """Return the module that the user trains with. base: the user's own object, unwrapped.
 
     A plugin whose forward alone needs all ranks calls `unit.set_forward_is_collective()`: a rank that has
     more batches than others then raises instead of waiting for them, in evaluation too.
@@ -54,11 +54,10 @@ def wrap_model(unit: Unit, model: nn.Module) -> nn.Module:
 
 @spec("wrapper")
 def wrap_optimizer(unit: Unit, optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer for per-step hooks: this one, changed or not, or a wrapper.
+    """Return the optimizer for per-step hooks: this optimizer, changed or not, or a wrapper.
 
-    Its groups hold final parameters.
-    A wrapper shares `param_groups` and `state` with the optimizer inside, so that a new rate reaches both.
-    Replacing an engine's optimizer (`prepare_unit`) is an error.
+    Its groups hold final parameters. A wrapper shares `param_groups` and `state` with the optimizer inside,
+    so that a new learning rate reaches both. Replacing an engine's optimizer (`prepare_unit`) is an error.
     """
 
 
@@ -80,10 +79,10 @@ def save_state(unit: Unit) -> Mapping[str, Entry]:
 
 @spec("everyone")
 def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
-    """Take back what this plugin's `save_state` gave, and refresh masters, scales and graphs.
+    """Restore the state that this plugin's `save_state` returned; refresh masters, scales and graphs.
 
-    Called on each plugin after the unit's weights and optimizers were overwritten in place. `entries` are
-    empty where a checkpoint has none, as of an extension that joins later: begin anew then.
+    Called on each plugin after the unit's weights and optimizers were overwritten in place. `entries` is
+    empty if the checkpoint has no state of the plugin, as for an extension that joins later: begin anew then.
     """
 
 
@@ -94,8 +93,8 @@ def load_state(unit: Unit, entries: Mapping[str, Entry]) -> None:
 def backward(unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
     """Compute gradients of `loss` (0-dim, already divided by the window's size).
 
-    `boundary`: whether this is the window's last micro-batch. `options` go to torch: retain_graph,
-    create_graph, inputs. base: `loss.backward(**options)`.
+    `boundary` is True for the window's last micro-batch. `options` are arguments of torch's backward:
+    retain_graph, create_graph, inputs. base: `loss.backward(**options)`.
     """
 
 
@@ -112,21 +111,21 @@ def forward_backward(
     microbatches: int | None,
     forward_only: bool,
 ) -> StepOutput:
-    """Forward and backward of one window of `microbatches`. base: the plain loop.
+    """Run forward and backward of one window of `microbatches`. base: the plain loop.
 
-    None means `unit.window.size`, or an option of the strategy. A strategy that owns the schedule trains by
-    this hook only, and takes `unit.whole_window`. Each loss is divided by `unit.window.divisor`. Core calls
-    it under `torch.no_grad()` where `forward_only` is True.
+    If `microbatches` is None, it is `unit.window.size`, or an option of the strategy. A strategy that owns
+    the schedule trains by this hook only, and takes `unit.whole_window`. Each loss is divided by
+    `unit.window.divisor`. Core calls the hook under `torch.no_grad()` if `forward_only` is True.
     """
 
 
 @spec("owner", per_step=True)
 def reduce_gradients(unit: Unit) -> None:
-    """Average over ranks what backward left unreduced, once per window, at its boundary.
+    """Average over ranks the gradients that backward left unreduced, once per window, at its boundary.
 
-    Losses are divided before backward, also where they are sums over items. A unit without optimizers never
-    calls it, so core refuses to train one. Of gradients that a loss's own `backward()` made, clip and step
-    ask for it each: an average of averages is the average.
+    Losses are divided before backward, also if they are sums over items. Core never calls the hook for a unit
+    without optimizers, and refuses to train such a unit. For gradients of a loss's own `backward()`, clip and
+    step both call the hook: an average of averages is the average.
     """
 
 
@@ -134,15 +133,15 @@ def reduce_gradients(unit: Unit) -> None:
 def grad_scaler(unit: Unit) -> GradScaler | None:
     """Return the unit's loss scaler, or None.
 
-    A precision that scales the loss answers: with the device's own scaler, if it has one.
+    A precision that scales the loss returns the scaler: the device's own, if the device has one.
     """
 
 
 @spec("owner", per_step=True)
 def unscale(unit: Unit, optimizer: Optimizer) -> None:
-    """Divide the optimizer's gradients by the loss scale, unless they are already.
+    """Divide the optimizer's gradients by the loss scale, unless they are unscaled already.
 
-    Core asks before each clip, and each time the user does.
+    Called before each clip, and each time the user asks.
     """
 
 
@@ -152,13 +151,13 @@ def clip_gradients(
 ) -> Tensor | None:
     """Clip gradients to exactly this norm, or raise; return the total norm before (0-dim).
 
-    norm_type None: clamp each gradient to [-limit, limit] instead, or raise; there is no norm then.
+    If `norm_type` is None, clamp each gradient to [-limit, limit] and return None, or raise.
     """
 
 
 @spec("owner", per_step=True)
 def optimizer_step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-    """Apply the optimizer; False if the step was skipped, as after an overflow."""
+    """Apply the optimizer; return False if the step was skipped, as after an overflow."""
 
 
 @spec("owner", per_step=True)
@@ -171,10 +170,10 @@ def zero_grad(unit: Unit, optimizer: Optimizer, set_to_none: bool) -> None:
 
 @spec("owner")
 def model_state(unit: Unit) -> Mapping[str, Leaf]:
-    """Canonical name of parameter or persistent buffer -> leaf.
+    """Return canonical name -> leaf, for each parameter and persistent buffer.
 
-    Tensors are views of the live storage, of the most precise copy there is. Every name is on every rank: a
-    leaf without shards if the tensor lives elsewhere. Tied weights appear once (`unit.aliases`).
+    Tensors are views of the live storage, of the most precise copy that exists. Every name is on every rank:
+    a leaf without shards if the tensor lives on other ranks. Tied weights appear once (`unit.aliases`).
     """
 
 
@@ -182,7 +181,8 @@ def model_state(unit: Unit) -> Mapping[str, Leaf]:
 def optimizer_state(unit: Unit, optimizer: Optimizer) -> OptimizerState:
     """Return the optimizer's state by canonical parameter name.
 
-    A rank without a part of a parameter's state offers a leaf without shards, `replicated` as elsewhere.
+    A rank that has no part of a parameter's state returns a leaf without shards, with `replicated` as on
+    other ranks.
     """
 
 
@@ -193,11 +193,11 @@ def refuse_optimizer_state(
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> Sequence[str]:
-    """Reasons why `materialize_optimizer_state` could not take this state.
+    """Return reasons why `materialize_optimizer_state` could not take this state.
 
-    Asked on every rank before a load touches anything; not collective. A parameter that the checkpoint
-    does not know, or that was never stepped, is in neither argument; a strategy that steps several
-    parameters as one completes such a parameter, or refuses. base: none.
+    Called on every rank before a load changes anything; not collective. A parameter that the checkpoint does
+    not know, or that was never stepped, is in neither argument; a strategy that steps several parameters as
+    one completes such a parameter, or refuses. base: no reasons.
     """
 
 
@@ -208,10 +208,10 @@ def materialize_optimizer_state(
     template: Mapping[str, Mapping[str, TensorTemplate]],
     plain: Mapping[str, Mapping[str, Json]],
 ) -> None:
-    """Allocate state that does not exist yet, and take back plain values.
+    """Allocate optimizer state that does not exist yet, and set plain values.
 
-    Both by name and key. Afterwards `optimizer_state` must offer all of the template's leaves, without
-    shards for state that other ranks hold; core copies into this rank's shards.
+    `template` and `plain` are by parameter name and key. Afterwards `optimizer_state` must return all of the
+    template's leaves, without shards for state that other ranks hold; core copies into this rank's shards.
     """
 
 
@@ -219,7 +219,7 @@ def materialize_optimizer_state(
 def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> AbstractContextManager[Any]:
     """Return a context in which the user's modules hold these parameters whole.
 
-    Collective. `writeback`: keep changes made to them inside. base: they are whole already.
+    Collective. If `writeback` is True, changes made inside are kept. base: the parameters are whole already.
     """
 
 
@@ -227,9 +227,9 @@ def full_parameters(unit: Unit, names: Sequence[str], writeback: bool) -> Abstra
 def iter_weights(
     unit: Unit, dtype: torch.dtype | None, to: torch.device | None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(canonical name, whole parameter or persistent buffer), tied weights once.
+    """Yield (canonical name, whole parameter or persistent buffer); tied weights once.
 
-    Collective: all ranks read it to its end. Holds a few weights at a time, never the model. `dtype`: of
-    floating-point ones. `to`: a device, which may differ from rank to rank; None: the cheapest one. base: the
-    model's own tensors.
+    Collective: all ranks iterate to the end. Holds a few weights in memory, never the model. `dtype` applies
+    to floating-point weights. `to` is a device, which may differ from rank to rank; None: the cheapest
+    device. base: the model's own tensors.
     """

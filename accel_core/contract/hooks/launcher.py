@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 def launch(job: Job) -> int:
     """Start the job's workers, wait, and return the exit code.
 
-    Launchers only. The code is that of the first rank that fails, which is reported once. Workers' output
-    appears as it comes, in whole lines. SIGINT and SIGTERM end all workers. `accel launch` runs on each node,
-    unless the launcher starts it there.
+    Launchers only. The exit code is the code of the first rank that fails, which is reported once. Workers'
+    output appears as it comes, in whole lines. SIGINT and SIGTERM end all workers. `accel launch` runs on
+    each node, unless the launcher starts it there.
     """
 
 
 @spec("owner")
 def allocation(launch: LaunchConfig) -> Allocation | None:
-    """Return the machines that the launcher's engine has given to this process.
+    """Return the machines that the launcher's engine has given to this process; None outside of a job.
 
-    None outside of a job. Launchers only; `launcher: auto` takes the first that answers. A launcher that
-    is named, and starts workers on other machines, answers with `elsewhere=True`. Raises LaunchError if
-    `launch` asks for other machines.
+    Launchers only; `launcher: auto` takes the first launcher that returns an allocation. A launcher that is
+    named, and starts workers on other machines, returns an allocation with `elsewhere=True`. Raises
+    LaunchError if `launch` asks for other machines.
     """
 
 

@@ -1,5 +1,5 @@
 # mypy: disable-error-code="empty-body"
-"""The hooks that `Accelerator()` and `prepare` call: what else a strategy or an extension may decide."""
+"""The hooks that `Accelerator()` and `prepare` call: further decisions of a strategy or an extension."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ PHASES: Final = ("quantize", "convert", "parallelize", "checkpoint", "compile", 
 
 @spec("observer", concatenate)
 def refuse(config: RunConfig) -> Sequence[str]:
-    """Reasons why this stack cannot run with this config, each saying what to change."""
+    """Return reasons why this stack cannot run with this config; each reason names a remedy."""
 
 
 @spec("everyone", concatenate)
 def mesh_dims(config: RunConfig, world: World) -> Sequence[MeshDim]:
-    """Dimensions that this plugin divides the ranks along. The same on all ranks."""
+    """Return the dimensions along which this plugin divides the ranks. The same on all ranks."""
 
 
 @spec("owner")
@@ -45,7 +45,7 @@ def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
 
     base: None without dimensions and in a world of one (sizes that do not fit it are refused); else torch's
     `init_device_mesh` over all ranks, in the order and sizes that `arrange` gives. A plugin that drives
-    several devices per process builds the mesh over those devices. `Mesh.topology()` divides data and losses
+    several devices per process builds the mesh over its devices. `Mesh.topology()` divides data and losses
     over ranks; without a mesh each rank reads.
     """
 
@@ -54,8 +54,8 @@ def build_mesh(dims: Sequence[MeshDim], world: World) -> Mesh | None:
 def collectives(dim: str) -> Collectives:
     """Return collectives over `dim`; `group` is torch's process group. Cached.
 
-    `dim`: "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
-    several joined by "+", outermost first. Called on all ranks in the same order.
+    `dim` is "world", "control" (always CPU tensors), "alone" (this rank), a dimension of the run's mesh, or
+    several dimensions joined by "+", outermost first. Called on all ranks in the same order.
     """
 
 
@@ -64,9 +64,9 @@ def collectives(dim: str) -> Collectives:
 
 @spec("everyone", concatenate)
 def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]) -> Sequence[str]:
-    """Reasons why the unit, which may be new and empty, cannot take in these objects.
+    """Return reasons why the unit, which may be new and empty, cannot take in these objects.
 
-    Asked about all objects of a `prepare` before anything is changed; each reason says what to change.
+    Called with all objects of a `prepare` before anything is changed; each reason names a remedy.
     """
 
 
@@ -74,8 +74,9 @@ def refuse_unit(unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Op
 def model_init_context(unit_name: str | None) -> AbstractContextManager[Any] | None:
     """Return a context for building large models: on the meta device, or in parts.
 
-    Entered by `accelerator.model_init_context` before the unit (None: not named yet) is prepared, on all
-    ranks; may be collective. `wrap_model` fills in the weights that the context leaves out.
+    Entered on all ranks by `accelerator.model_init_context`, before the unit is prepared; may be collective.
+    `unit_name` is None if the unit has no name yet. `wrap_model` fills in the weights that the context leaves
+    out.
     """
 
 
@@ -99,27 +100,27 @@ def place_model(unit: Unit, model: nn.Module, device: torch.device) -> nn.Module
 def wrap_dataloader(loader: Iterable[Any], topology: Topology) -> Iterable[Any]:
     """Return an iterable that moves a loader's batches to the device.
 
-    Called for each iteration of a loader with workers, with this reader's batches on the host. `mark_step`
-    leaves out the points in the iterable's attribute `marks`. Core moves the batches itself if the answer is
-    `loader` (base).
+    Called for each iteration of a loader with workers, with this reader's batches on the host. Core does not
+    call `mark_step` at the points in the iterable's attribute `marks`. Core moves the batches itself if the
+    plugin returns `loader` (base).
     """
 
 
 @spec("owner")
 def prepare_unit(unit: Unit, loaders: Sequence[Any]) -> None:
-    """Make an engine of all objects of the unit.
+    """Build an engine from all objects of the unit.
 
-    Replaces `place_model`, `wrap_model` and `wrap_optimizer`, in each `prepare` that adds to the unit, after
-    the phases up to `compile`. The user's objects, new ones last, are in `unit.models`, `optimizers` (which
-    hold the final parameters) and `schedulers`. Afterwards `unit.wrapped` has an entry per model; optimizers
-    are replaced by those that per-step hooks get, and schedulers by those that are stepped and saved. Raise
-    for late objects. base: each by its own hooks.
+    Called instead of `place_model`, `wrap_model` and `wrap_optimizer`, in each `prepare` that adds to the
+    unit, after the phases up to `compile`. The user's objects, new objects last, are in `unit.models`,
+    `optimizers` (which hold the final parameters) and `schedulers`. Afterwards `unit.wrapped` has an entry
+    per model; optimizers are replaced by the objects that per-step hooks get, and schedulers by the objects
+    that are stepped and saved. Raise for late objects. base: each object by its own hooks.
     """
 
 
 @spec("owner")
 def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module:
-    """Return the user's module inside what `wrap_model` returned, or a copy of it.
+    """Return the user's module inside the module that `wrap_model` returned, or inside a copy of it.
 
     Any other module, which the unit may not have, is returned as it is.
     """
@@ -127,7 +128,7 @@ def unwrap_model(unit: Unit, model: nn.Module, keep_compiled: bool) -> nn.Module
 
 @spec("everyone")
 def release(unit: Unit) -> None:
-    """Drop ties to devices and process groups. Also from `atexit`; must not raise."""
+    """Drop ties to devices and process groups. Called also from `atexit`; must not raise."""
 
 
 # -- around a forward --------------------------------------------------------------------------------
@@ -135,10 +136,10 @@ def release(unit: Unit) -> None:
 
 @spec("wrapper", per_step=True)
 def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
-    """Return the user's batch: a rank's part, padded, in the device's dtypes.
+    """Return the user's batch as this rank needs it: the rank's part, padded, in the device's dtypes.
 
-    Called for each batch of a prepared loader, after it was moved to the device, on the stream that
-    computes, by all ranks alike. `unit`: the run's only one; None if it has several.
+    Called for each batch of a prepared loader, after it was moved to the device, on the stream that computes,
+    by all ranks alike. `unit` is the run's only unit; None if the run has several.
     """
 
 
@@ -146,8 +147,8 @@ def place_batch(unit: Unit | None, batch: Any, device: torch.device) -> Any:
 def step_context(unit: Unit, batch: Any) -> AbstractContextManager[Any] | None:
     """Return a context around forward and backward of one micro-batch.
 
-    Entered where the batch is known: in `forward_backward`, evaluation included, and in
-    `accumulate(model, batch=...)`. A plugin that relies on it must raise if a forward runs outside it.
+    Entered by calls that know the batch: `forward_backward`, evaluation included, and `accumulate` with
+    `batch=`. A plugin that relies on it must raise if a forward runs outside it.
     """
 
 
@@ -158,17 +159,17 @@ def share_sequences(
     """Return a context in which each tensor is this rank's part along its `dims`.
 
     Entered by `accelerator.maybe_context_parallel` around forward and backward of one micro-batch that no
-    loader has split. Afterwards the tensors are whole again, except those in `kept`.
+    loader has split. Afterwards the tensors are whole again, except tensors in `kept`.
     """
 
 
 @spec("owner")
 def checkpoint_function(unit: Unit) -> Callable[..., Any]:
-    """Return a function that calls another, and calls it again in backward.
+    """Return a function that calls another function, and calls it again in backward.
 
-    It is called as `torch.utils.checkpoint.checkpoint` is, with a function and its arguments. For plugins
-    that keep few activations. A precision whose contexts torch does not restore in backward returns its
-    own. base: torch's, not reentrant.
+    The signature is `torch.utils.checkpoint.checkpoint`'s: a function and its arguments. For plugins that
+    keep few activations. A precision whose contexts torch does not restore in backward returns a function of
+    its own. base: torch's, not reentrant.
     """
 
 
@@ -177,12 +178,13 @@ def checkpoint_function(unit: Unit) -> Callable[..., Any]:
 
 @spec("owner")
 def join(units: Sequence[Unit], even_batches: bool | None) -> AbstractContextManager[Any]:
-    """Return a context in which ranks may have unequally many batches, or raise."""
+    """Return a context in which ranks may have different numbers of batches, or raise."""
 
 
 @spec("everyone")
 def average_parameters(unit: Unit) -> None:
-    """Average over the topology's `loss_dim` what ranks that have stepped alone hold differently. Collective.
+    """Average over the topology's `loss_dim` the values of ranks that have stepped alone. Collective.
 
-    For `LocalSGD`, between steps, of strategies whose card offers `local_sgd`. base: trainable parameters.
+    Called by `LocalSGD` between steps, for strategies whose card offers `local_sgd`. base: trainable
+    parameters.
     """
