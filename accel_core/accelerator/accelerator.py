@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
+
 class Accelerator(Ranks, Training, States):
     """Run an ordinary training loop on the chosen devices and strategy.
 
@@ -310,6 +311,7 @@ class Accelerator(Ranks, Training, States):
         run.release_units()
         run.prepared.forget()
         run.registered.clear()
+        run.trained_from.clear()
         run.checkpoints.free_memory()
         self._accumulations.clear()
         # Sharded and compiled models hold each other in cycles, which Python would keep for long.

@@ -413,6 +413,11 @@ class PreparedLoader(DataLoader[Any]):
     def _is_inside_a_loop(self) -> bool:
         return any(not each.is_held for each in self._others())
 
+    def _only_others_train(self) -> bool:
+        """Return whether optimizers have stepped in loops of other loaders, and in none of this one."""
+        cursors = [loader._cursor for loader in self._run.trained_from]
+        return bool(cursors) and all(each is not self._cursor for each in cursors)
+
     def _note_held(self, progress: Progress) -> None:
         """Note the iterations that outlive a batch of this one, which was begun before.
 
@@ -442,8 +447,9 @@ class PreparedLoader(DataLoader[Any]):
     def _position(self) -> Position:
         plan, cursor = self._plan, self._cursor
         progress, length, sharding = cursor.progress, plan.length, plan.sharding
-        if cursor.planned is None and not cursor.running and self._is_inside_a_loop():
-            progress = Progress(epoch=cursor.following)  # left before that loop: only looked at
+        was_left = cursor.planned is None and not cursor.running
+        if was_left and (self._is_inside_a_loop() or self._only_others_train()):
+            progress = Progress(epoch=cursor.following)  # a validation that was cut short, say
         consumed = progress.start + progress.counted * plan.units_per_round
         return Position(
             kind=plan.kind,
