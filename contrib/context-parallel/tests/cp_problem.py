@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from accel_context_parallel import ContextParallelPlugin
-from accel_core import AccelError, Accelerator, InitProcessGroupKwargs
+from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
 from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, SAMPLES = 17, 16, 32

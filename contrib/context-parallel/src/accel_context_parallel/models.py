@@ -115,9 +115,10 @@ def refuse_unshifted_labels(model: nn.Module, kwargs: dict[str, Any]) -> None:
         return
     if any(getattr(module, "loss_type", None) == "ForCausalLM" for module in model.modules()):
         raise AccelError(
-            f"cp: {type(model).__name__} is given labels without shift_labels, and would shift the labels of this"
-            " rank's part of each sequence, which loses the token after each piece\nlet batches have labels, and"
-            " pass what the loader adds to them: model(**batch), or shift_labels=batch['shift_labels']"
+            f"cp: {type(model).__name__} is given labels without shift_labels, and would shift the labels of"
+            " this rank's part of each sequence, which loses the token after each piece\nlet batches have"
+            " labels, and pass the entry that the loader adds: model(**batch), or"
+            " shift_labels=batch['shift_labels']"
         )
 
 
