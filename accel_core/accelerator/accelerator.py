@@ -35,21 +35,6 @@ if TYPE_CHECKING:
     from accel_core.runtime.tracking import GeneralTracker
     from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
-PATHS: Final = {
-    "device": "device",
-    "device_placement": "device_placement",
-    "dynamo_backend": "compile.backend",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "log_with": "log_with",
-    "mixed_precision": "mixed_precision",
-    "project_dir": "project.project_dir",
-    "rng_types": "rng_types",
-    "split_batches": "data.split_batches",
-    "step_scheduler_with_optimizer": "step_scheduler_with_optimizer",
-    "strategy": "strategy",
-}
-"""Argument of the constructor -> path of its option. An argument that is None does not set its option."""
-
 
 class Accelerator(Ranks, Training, States):
     """Run an ordinary training loop on the chosen devices and strategy.
@@ -114,15 +99,25 @@ class Accelerator(Ranks, Training, States):
         plugins: Sequence[object] = (),
         presets: Mapping[str, tuple[object, str]] | None = None,
     ) -> None:
-        given = dict(locals())  # first, while the arguments are the only locals
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
                 f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
             )
-        given["log_with"], own_trackers = split_trackers(log_with)
-        given["device"] = "cpu" if cpu else device
-        settings = {path: given.get(name) for name, path in PATHS.items()}
-        settings["strategies"] = strategies
+        log_with, own_trackers = split_trackers(log_with)
+        settings = {
+            "device": "cpu" if cpu else device,
+            "device_placement": device_placement,
+            "compile.backend": dynamo_backend,
+            "gradient_accumulation_steps": gradient_accumulation_steps,
+            "log_with": log_with,
+            "mixed_precision": mixed_precision,
+            "project.project_dir": project_dir,
+            "rng_types": rng_types,
+            "data.split_batches": split_batches,
+            "step_scheduler_with_optimizer": step_scheduler_with_optimizer,
+            "strategy": strategy,
+            "strategies": strategies,
+        }
         python = {path: value for path, value in settings.items() if value is not None}
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         more = (*(kwargs_handlers or ()), *plugins)
@@ -312,6 +307,7 @@ class Accelerator(Ranks, Training, States):
         run.release_units()
         run.prepared.forget()
         run.registered.clear()
+        run.trained_from.clear()
         run.checkpoints.free_memory()
         self._accumulations.clear()
         # Sharded and compiled models form reference cycles, which Python would collect much later.

@@ -95,6 +95,7 @@ class Run(Protocol):
     windows: Sequence[Window]
     """Windows of the innermost `accumulate`, or of the one entered last."""
     active_loaders: list[Any]
+    trained_from: set[Any]
     """The prepared loaders that are being iterated, the innermost last."""
     trackers: Any
     checkpoints: Any

@@ -411,6 +411,11 @@ class PreparedLoader(DataLoader[Any]):
     def _is_inside_a_loop(self) -> bool:
         return any(not each.is_held for each in self._others())
 
+    def _only_others_train(self) -> bool:
+        """Return whether optimizers have stepped in loops of other loaders, and in none of this one."""
+        cursors = [loader._cursor for loader in self._run.trained_from]
+        return bool(cursors) and all(each is not self._cursor for each in cursors)
+
     def _note_held(self, progress: Progress) -> None:
         """Mark the iterations of other loaders that began after this one and still run at its next batch.
 
@@ -441,9 +446,9 @@ class PreparedLoader(DataLoader[Any]):
     def _position(self) -> Position:
         plan, cursor = self._plan, self._cursor
         progress, length, sharding = cursor.progress, plan.length, plan.sharding
-        if cursor.planned is None and not cursor.running and self._is_inside_a_loop():
-            # An iteration that was left before another loader's loop began only looked at the data.
-            progress = Progress(epoch=cursor.following)
+        was_left = cursor.planned is None and not cursor.running
+        if was_left and (self._is_inside_a_loop() or self._only_others_train()):
+            progress = Progress(epoch=cursor.following)  # a validation that was cut short, say
         consumed = progress.start + progress.counted * plan.units_per_round
         return Position(
             kind=plan.kind,

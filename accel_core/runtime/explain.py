@@ -98,7 +98,8 @@ def _loader(run: Run, number: int, loader: PreparedLoader, scheduler_steps: int)
     for scheduler in (each for unit in run.units for each in unit.schedulers):
         for name, length in lengths(scheduler):
             if (count := epochs(run, length, batches, scheduler_steps)) is not None:
-                yield f"  {name} of {length:g} steps, stepped in the loop, ends after {count:.4g} epoch(s)"
+                ends = f"ends after {count:.4g} epoch(s), if it steps with the optimizer"
+                yield f"  {name} of {length:g} steps {ends}"
 
 
 def _count(number: int, what: str, plural: str = "s") -> str:

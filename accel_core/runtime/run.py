@@ -97,6 +97,8 @@ class Run:
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
         self.active_loaders: list[PreparedLoader] = []
+        self.trained_from: set[PreparedLoader] = set()
+        """Loaders that were being iterated in an optimizer step."""
         self.registered: list[Any] = []
         self.apart: list[nn.Module] = []
         """Prepared models whose weights are left out of saved states: the program saves them itself."""
@@ -160,7 +162,7 @@ class Run:
         if not self.ended:
             live_runs.discard(self)
             self.prepared, self.accumulation = PreparedObjects(), None
-            self.registered, self.apart, self.active_loaders = [], [], []
+            self.registered, self.apart, self.active_loaders, self.trained_from = [], [], [], set()
             self.checkpoints.free_memory()
             end_at_exit(self)
 

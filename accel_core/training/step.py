@@ -276,6 +276,8 @@ def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) ->
     state.phases.pop(optimizer, None)  # after the step: a closure computes gradients
     if steps.after_step is not None:
         steps.after_step(unit, optimizer, applied)
-    if unit.run.mark_step is not None:
-        unit.run.mark_step("step")
+    run = unit.run
+    run.trained_from.update(run.active_loaders)
+    if run.mark_step is not None:
+        run.mark_step("step")
     return applied

@@ -86,6 +86,7 @@ def world(readers=1, *, device="cpu", wrap=None, mark_step=None, rng_types=("gen
             mark_step=mark_step,
             units=[],
             active_loaders=[],
+            trained_from=set(),
             observe_collective=None,
             collectives=lambda dim="world": control,
         )

@@ -185,6 +185,29 @@ def test_a_loader_that_was_looked_at_before_anothers_loop_begins_anew_if_saved_t
     assert resumed(saved(train), before)[1] == WHOLE[2:]  # nothing else ran: as documented
 
 
+@pytest.mark.parametrize("kind", ["map", "stream"])
+@pytest.mark.parametrize("cut", [None, 2])
+def test_a_validation_that_is_cut_short_after_the_training_loop_begins_anew(kind, cut):
+    train, validation = training_and_validation(kind)
+    run = train._run
+    for number, _ in enumerate(train):
+        run.trained_from.update(run.active_loaders)  # as an optimizer step does
+        if number == cut:
+            break
+    first_two(validation)
+    rest = [[0, 1], [2, 3], [4, 5], [6, 7]] if cut is None else [[6, 7]]
+    assert resumed(saved(train), saved(validation)) == [rest, WHOLE]
+
+
+def test_loaders_that_train_together_go_on_where_they_were_left_after_a_validation():
+    train, other = training_and_validation()
+    for number, _ in enumerate(zip(train, other, strict=False)):
+        train._run.trained_from.update(train._run.active_loaders)
+        if number == 1:
+            break
+    assert resumed(saved(train), saved(other)) == [[[4, 5], [6, 7]], WHOLE[2:]]
+
+
 def test_loaders_that_are_read_together_both_go_on_where_they_were_left():
     train, validation = training_and_validation()
     for number, _ in enumerate(zip(train, validation, strict=False)):

@@ -73,7 +73,7 @@ def of_two_epochs(split):
 def test_a_schedule_made_before_prepare_keeps_its_epochs_in_silence(run_processes, split):
     for warned, epochs in run_processes(of_two_epochs, split):
         assert warned == []
-        assert epochs == ["  OneCycleLR of 20 steps, stepped in the loop, ends after 2 epoch(s)"]
+        assert epochs == ["  OneCycleLR of 20 steps ends after 2 epoch(s), if it steps with the optimizer"]
 
 
 def test_an_optimizer_may_come_before_its_model(capsys):

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 from accel_context_parallel import ContextParallelPlugin
-from accel_core import Accelerator, InitProcessGroupKwargs
+from accel_core import Accelerator, AccelError, InitProcessGroupKwargs
 from accel_testing.patience import patience
 
 VOCABULARY, LENGTH, SAMPLES = 17, 16, 32
@@ -199,7 +199,6 @@ def first_logits(model, derive, *names):
 
 
 def complaint(function, *args):
-    from accel_core import AccelError
 
     try:
         function(*args)
@@ -399,6 +398,34 @@ def llama(shared, left_out=()):
         losses.append(accelerator.reduce(torch.stack([loss.detach(), tokens(batch).float()]), "sum"))
     accelerator.end_training()
     return [(loss / items).item() for loss, items in losses]
+
+
+def llama_that_shifts(form):
+    """Train a step of a transformers model that is to shift its labels by itself; return what it raises."""
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what transformers imports
+        from transformers import BertConfig, BertForMaskedLM, LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": VOCABULARY}
+    if form == "masked":
+        config = BertConfig(**sizes, num_attention_heads=2, attn_implementation="sdpa")
+        model = BertForMaskedLM(config)
+    else:
+        model = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1))
+    accelerator = accelerator_of(buffers={"input_ids": 1})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)
+    rows = [{"input_ids": row["input_ids"]} for row in samples()]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, 4))
+    try:
+        batch = next(iter(loader))
+        with accelerator.accumulate(model, batch=batch):
+            accelerator.backward(model(input_ids=batch["input_ids"], labels=batch["input_ids"]).loss)
+    except AccelError as error:
+        return str(error)
+    finally:
+        accelerator.end_training()
 
 
 def tokens(batch):

@@ -14,7 +14,12 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakIdKeyDictionary
 
 from accel_context_parallel.attention import attending
-from accel_context_parallel.models import Asked, PositionArgument, attend_causally
+from accel_context_parallel.models import (
+    Asked,
+    PositionArgument,
+    attend_causally,
+    refuse_unshifted_labels,
+)
 from accel_context_parallel.sequence import length_of, part, places, positions
 from accel_core import AccelError, MeshDim, get_logger, hooks, implements
 
@@ -69,6 +74,7 @@ class ContextParallel:
     def _note(self, argument: PositionArgument, module: nn.Module, args: Any, kwargs: Any) -> Any:
         self._given = given = self._length_in((args, kwargs))
         if length := self._shared or given:
+            refuse_unshifted_labels(module, kwargs)
             return self._with_positions(argument, args, kwargs, length, has_parts=given > 0)
         return None
 

@@ -18,7 +18,7 @@ from accel_core import AccelError
 if TYPE_CHECKING:
     from torch import nn
 
-__all__ = ["Asked", "PositionArgument", "attend_causally"]
+__all__ = ["Asked", "PositionArgument", "attend_causally", "refuse_unshifted_labels"]
 
 _BY_NAME = sys.maxsize
 """Index of an argument that is never passed by position."""
@@ -101,6 +101,25 @@ def _index_of_positions(model: nn.Module) -> int | None:
     if hands_on and any(_index_of_positions(each) is not None for each in model.children()):
         return _BY_NAME
     return None
+
+
+def refuse_unshifted_labels(model: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Refuse a forward on a part of each sequence whose loss shifts the labels of that part by itself.
+
+    The loss would lose the token after each piece. Causal losses of transformers take `shift_labels` instead.
+
+    Raises:
+        AccelError: the model has such a loss, and is given `labels` without `shift_labels`.
+    """
+    if kwargs.get("labels") is None or kwargs.get("shift_labels") is not None:
+        return
+    if any(getattr(module, "loss_type", None) == "ForCausalLM" for module in model.modules()):
+        raise AccelError(
+            f"cp: {type(model).__name__} is given labels without shift_labels, and would shift the labels of"
+            " this rank's part of each sequence, which loses the token after each piece\nlet batches have"
+            " labels, and pass the entry that the loader adds: model(**batch), or"
+            " shift_labels=batch['shift_labels']"
+        )
 
 
 def attend_causally(model: nn.Module, is_shared: Callable[[], bool]) -> None:
