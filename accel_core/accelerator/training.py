@@ -313,7 +313,7 @@ class Training:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.run.ended:
             self.run.require_alive()
-        units = self.run.prepared.parameters.units_of(listed)
+        units = self.run.prepared.units_of(listed)
         if len(units) == 1:
             (unit,) = units
             if unit is not None:

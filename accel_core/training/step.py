@@ -123,7 +123,7 @@ def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
 def _refuse_unprepared(unit: Unit) -> None:
     """Refuse to train a unit without optimizers where its gradients stay unreduced, or miss the optimizer."""
     trained = {name for name, each in unit.named_parameters().items() if each.requires_grad}
-    if trained and trained <= unit.run.prepared.parameters.outlived(unit):
+    if trained and trained <= unit.names.outlived():
         raise AccelError(
             f"backward: prepare has replaced the parameters of unit {unit.name!r}, and something still holds"
             " those from before, such as an optimizer that is not prepared: they get no gradients\n"
@@ -231,7 +231,7 @@ def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: floa
 
     if norm_type != 2:
         cause = f"by the 2-norm, not by norm_type={norm_type}"
-    elif unit.run.prepared.parameters.has_more(unit, parameters):
+    elif unit.names.trains_more_than(parameters):
         cause = f"all parameters of a unit together, and {unit.name!r} has more than were given"
     else:
         return
