@@ -80,7 +80,7 @@ class Training:
             accumulation = None
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
-        return accumulation if batch is None else accumulation.of(batch)
+        return accumulation if batch is None else accumulation.for_batch(batch)
 
     def windows(
         self,
@@ -229,7 +229,7 @@ class Training:
                 )
             units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
         for unit in units:
-            if unit.window.boundary and unit.step_state.needs_finish:  # a step is more than torch's
+            if unit.window.boundary and unit.step_state.has_custom_step:  # a step is more than torch's
                 step.finish(unit)
 
     @property
@@ -264,9 +264,9 @@ class Training:
             AccelError: the model is not prepared.
             StopIteration: there are fewer batches. None of them is computed then: they are dropped.
         """
-        extent = None
+        window_size = None
         if (whole := getattr(batches, "whole", None)) is not None:
-            batches, microbatches, extent = whole()
+            batches, microbatches, window_size = whole()
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
         self.run.windows = (unit.window,)
@@ -278,7 +278,7 @@ class Training:
             _for_model(unit, model, forward_loss),
             microbatches=microbatches,
             forward_only=forward_only,
-            extent=extent,
+            window_size=window_size,
         )
 
     @contextmanager

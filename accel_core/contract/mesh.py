@@ -41,11 +41,11 @@ class MeshDim:
     splits: what ranks along it have different parts of. `samples`: each reads other samples. `tokens`:
         they read the same samples, and each has a part of them and of their loss. `model`: they read
         the same samples and have the same loss.
-    alike: its ranks hold the same activations between layers, and so must draw the same random numbers
+    same_activations: its ranks hold the same activations between layers, and so must draw the same random
         for them (dropout); along all other dimensions they draw different ones.
 
     The reserved names have both: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples, cp 400
-    tokens, tp 500 model (alike), ep 600 samples. Any other name must say both.
+    tokens, tp 500 model (same activations), ep 600 samples. Any other name must say both.
     """
 
     name: str
@@ -53,7 +53,7 @@ class MeshDim:
     position: int = field(default=Factory(lambda self: self._reserved()[0], takes_self=True))
     splits: Splits = field(default=Factory(lambda self: self._reserved()[1], takes_self=True))
 
-    alike: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
+    same_activations: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("world", "control", "alone"):
@@ -150,13 +150,13 @@ class Mesh:
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
 
     def stream(self) -> int | None:
-        """Return the number of this rank's forward stream; `alike` ranks share one.
+        """Return the number of this rank's forward stream; ranks of `same_activations` share one.
 
         None where only the samples are split: then the process's own streams will do.
         """
         if all(dim.splits == "samples" or dim.size == 1 for dim in self.dims):
             return None
-        return self.index(*(dim.name for dim in self.dims if not dim.alike))
+        return self.index(*(dim.name for dim in self.dims if not dim.same_activations))
 
     def topology(self) -> Topology:
         """Return the topology: `tokens` and `model` dimensions share their data."""

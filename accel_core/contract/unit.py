@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
-    from accel_core.contract.stack import Stack
     from accel_core.contract.window import Window
     from accel_core.contract.world import Collectives, Topology, World
 
@@ -54,8 +53,8 @@ class Run(Protocol):
     config: RunConfig
     resolved: Any
     """The config with the origin of each value."""
-    stack: Stack
-    """The chosen plugins."""
+    stack: Any
+    """The chosen plugins (`runtime/selection`)."""
     plugins: Mapping[str, object]
     """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
     configs: Mapping[str, object]
@@ -187,7 +186,7 @@ class Unit:
         window, state = self.window, self.step_state
         if window.is_begun or state.shares_losses:
             return window.is_begun
-        dropped = () if window.awaits_backward else window.put_off
+        dropped = () if window.awaits_backward else window.deferred_zero_grads
         held = [each for each in state.phases if each is not None and each not in dropped]
         # Their strategy may keep gradients elsewhere than in the parameters, some until they are reduced.
         kept = self.steps.zero_grad is not None and (self.strategy_owns_backward or state.is_partial)
@@ -206,7 +205,7 @@ class Unit:
     @property
     def is_in_no_sync(self) -> bool:
         """True inside a context in which gradients are not reduced, `accumulate` aside."""
-        return bool(self.step_state.quiet)
+        return bool(self.step_state.no_sync_depth)
 
     @contextmanager
     def without_reduction(self, models: Sequence[nn.Module] | None = None) -> Iterator[None]:
@@ -238,7 +237,7 @@ class Unit:
         """Check these as each window opens, if there is something that the strategy cannot follow."""
         self.changes = changes or None
         if changes:
-            self.step_state.require_finish()
+            self.step_state.require_custom_step()
 
     def note_unreduced(self) -> None:
         """Say, in a backward, that its gradients stay unreduced: none may step before another."""

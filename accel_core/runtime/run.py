@@ -152,7 +152,8 @@ class Run:
         )
         if self.world.rank == 0:
             notes = (*self.resolved.notes, *self.stack.notes)
-            tell("".join(f"accel: {note}\n" for note in notes))
+            if notes:
+                tell("".join(f"accel: {note}\n" for note in notes))
         self.hooks.run_started(self.run_id, self.config)
         live_runs.add(self)
 

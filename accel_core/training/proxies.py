@@ -55,7 +55,7 @@ class PreparedOptimizer(Optimizer):
         clean_from = unit.window.cleared(self.clean_from)
         if clean_from is None:
             if unit.window.boundary:
-                unit.window.clear_later(optimizer, partial(self.zero_grad, set_to_none))
+                unit.window.defer_zero_grad(optimizer, partial(self.zero_grad, set_to_none))
             return
         clear = unit.steps.zero_grad
         optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
