@@ -18,7 +18,7 @@ _PUBLIC: Final = {
     "checkpoint.undeclared": "refuse_own_state",
     "checkpoint.weight_files": "weights_in write_weights",
     "contract": "hooks",
-    "contract.bound": "no_op",
+    "contract.bound": "merge no_op",
     "contract.card": "API_VERSION CAPABILITIES Card check_name",
     "contract.config": (
         "AutocastKwargs DataLoaderConfiguration GradScalerKwargs GradientAccumulationPlugin "
@@ -29,7 +29,7 @@ _PUBLIC: Final = {
     "contract.job": "Allocation Job SubmittedJob",
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "masked option",
-    "contract.spec": "merge spec",
+    "contract.spec": "spec",
     "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
     "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",

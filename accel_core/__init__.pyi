@@ -15,6 +15,7 @@ from accel_core.checkpoint.undeclared import refuse_own_state as refuse_own_stat
 from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
 from accel_core.contract import hooks as hooks
+from accel_core.contract.bound import merge as merge
 from accel_core.contract.bound import no_op as no_op
 from accel_core.contract.card import API_VERSION as API_VERSION
 from accel_core.contract.card import CAPABILITIES as CAPABILITIES
@@ -41,7 +42,6 @@ from accel_core.contract.mesh import MeshDim as MeshDim
 from accel_core.contract.mesh import arrange as arrange
 from accel_core.contract.options import masked as masked
 from accel_core.contract.options import option as option
-from accel_core.contract.spec import merge as merge
 from accel_core.contract.spec import spec as spec
 from accel_core.contract.state import Entry as Entry
 from accel_core.contract.state import Leaf as Leaf

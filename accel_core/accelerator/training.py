@@ -78,7 +78,7 @@ class Training:
             accumulation = None
         if accumulation is None:
             accumulation = self._accumulations[models] = Accumulation(self.run, models)
-        return accumulation if batch is None else accumulation.of(batch)
+        return accumulation if batch is None else accumulation.for_batch(batch)
 
     def windows(
         self,
@@ -229,7 +229,7 @@ class Training:
                 )
             units = [unit for unit in units if any(proxy.unit is unit for proxy in proxies)]
         for unit in units:
-            if unit.window.boundary and unit.step_state.needs_finish:  # torch's own step needs nothing
+            if unit.window.boundary and unit.step_state.has_custom_step:  # torch's own step needs nothing
                 step.finish(unit)
 
     @property
@@ -265,9 +265,9 @@ class Training:
             AccelError: the model is not prepared.
             StopIteration: there are too few batches; the batches taken are dropped without being computed.
         """
-        extent = None
+        window_size = None
         if (whole := getattr(batches, "whole", None)) is not None:
-            batches, microbatches, extent = whole()
+            batches, microbatches, window_size = whole()
         self.run.require_alive()
         (unit,) = units_of(self.run, [model])
         self.run.windows = (unit.window,)
@@ -279,7 +279,7 @@ class Training:
             _for_model(unit, model, forward_loss),
             microbatches=microbatches,
             forward_only=forward_only,
-            extent=extent,
+            window_size=window_size,
         )
 
     @contextmanager
@@ -312,7 +312,7 @@ class Training:
         listed = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         if self.run.ended:
             self.run.require_alive()
-        units = self.run.prepared.parameters.units_of(listed)
+        units = self.run.prepared.units_of(listed)
         if len(units) == 1:
             (unit,) = units
             if unit is not None:

@@ -50,7 +50,7 @@ def collect(
     if run.mark_step is not None:
         run.mark_step("state")
     for unit in run.units:
-        unit.drop_cut_ties()
+        unit.names.drop_cut_ties()
     state, path = State(), f"rank[{run.world.rank}]"
     plugins = {unit.name: _plugins(state, unit, alone=alone) for unit in run.units}
     loaders = [loader.state_dict() for loader in run.prepared.loaders]

@@ -137,7 +137,7 @@ class Restoration:
                 self._problems.warn(f"{what}, which is not in this stack, is left out")
 
     def _unit(self, unit: Unit, saved: Mapping[str, Any]) -> None:
-        unit.drop_cut_ties()
+        unit.names.drop_cut_ties()
         for alias, owner in saved["aliases"].items():
             if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
                 untied = f"{alias} was tied to {owner}, and is not tied to it here"

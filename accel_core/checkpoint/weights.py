@@ -164,7 +164,7 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
         unit.wrapped.append(inner)
         place = unit, 0
     owner, number = place
-    owner.drop_cut_ties()
+    owner.names.drop_cut_ties()
     return owner, number
 
 

@@ -1,24 +1,9 @@
-"""Arguments of callers: whole numbers of any library, misspelt words, and values in messages."""
+"""Misspelt words, and values in messages."""
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
-
-
-def whole_number(given: Any, least: float = 0) -> int | None:
-    """Return Python's number for a whole one of any library.
-
-    None for another value, True and what numpy has masked among them, and for a number below `least`.
-    """
-    is_flag = isinstance(given, bool) or str(getattr(given, "dtype", "")) in ("bool", "torch.bool")
-    is_masked = str(getattr(given, "mask", "")) == "True"
-    try:
-        number = None if is_flag or is_masked else operator.index(given)
-    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
-        return None
-    return number if number is not None and number >= least else None
 
 
 def quoted(value: object) -> str:

@@ -7,6 +7,7 @@ None, and its `tryfirst` beats our layers (docs/decisions).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import cache, partial
 from operator import itemgetter
 from types import CodeType
@@ -16,6 +17,8 @@ from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator
+
     import pluggy
 
     from accel_core.contract.spec import Combine, Spec
@@ -190,3 +193,53 @@ class Steps:
     if TYPE_CHECKING:  # the attributes are those of the specs
 
         def __getattr__(self, hook: str) -> Any: ...
+
+
+# -- how the answers of several plugins become one -----------------------------------------------
+
+
+def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
+    """Merge mappings. Two answers for one key are an error."""
+    merged: dict[str, Any] = {}
+    owners: dict[str, str] = {}
+    for plugin, answer in answers:
+        for key in merged.keys() & answer.keys():
+            raise PluginError(
+                f"hook {hook}: {owners[key]} and {plugin} both answer {key}\n"
+                f"only one of them can be right: leave {owners[key]} or {plugin} out of the stack",
+                plugin=plugin,
+                hook=hook,
+            )
+        merged |= answer
+        owners |= dict.fromkeys(answer, plugin)
+    return merged
+
+
+def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list[Any]:
+    """Concatenate sequences."""
+    return [item for _, answer in answers for item in answer]
+
+
+def enter(
+    hook: str, answers: Sequence[tuple[str, AbstractContextManager[Any]]]
+) -> AbstractContextManager[Any]:
+    """Return one context that enters all of them, bottom layer first."""
+    return answers[0][1] if len(answers) == 1 else _entered([context for _, context in answers])
+
+
+def compose(
+    hook: str, answers: Sequence[tuple[str, Callable[[], AbstractContextManager[Any]]]]
+) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Return one factory of contexts from several; None from none."""
+    factories = [factory for _, factory in answers]
+    if len(factories) < 2:
+        return factories[0] if factories else None
+    return lambda: _entered(factory() for factory in factories)
+
+
+@contextmanager
+def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

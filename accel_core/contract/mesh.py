@@ -38,7 +38,7 @@ class MeshDim:
     """One dimension of a device mesh.
 
     Reserved names have a position and a split: pp 100 model, dp_replicate 200 samples, dp_shard 300 samples,
-    cp 400 tokens, tp 500 model (alike), ep 600 samples. Any other name must give both.
+    cp 400 tokens, tp 500 model (same activations), ep 600 samples. Any other name must give both.
 
     Attributes:
         size: number of ranks along it; -1 takes the ranks that the other dimensions leave.
@@ -46,7 +46,7 @@ class MeshDim:
         splits: the difference between ranks along it. `samples`: they read different samples. `tokens`: they
             read the same samples, and each rank has a part of the tokens and of the loss. `model`: they read
             the same samples and have the same loss.
-        alike: ranks along it hold the same activations between layers, and so must draw the same random
+        same_activations: ranks along it hold the same activations between layers, and so must draw the same random
             numbers for them (dropout); along all other dimensions ranks draw different numbers.
     """
 
@@ -55,7 +55,7 @@ class MeshDim:
     position: int = field(default=Factory(lambda self: self._reserved()[0], takes_self=True))
     splits: Splits = field(default=Factory(lambda self: self._reserved()[1], takes_self=True))
 
-    alike: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
+    same_activations: bool = field(default=Factory(lambda self: self.name in ALIKE, takes_self=True))
 
     def __attrs_post_init__(self) -> None:
         if not self.name.isidentifier() or self.name in ("world", "control", "alone"):
@@ -156,13 +156,13 @@ class Mesh:
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
 
     def stream(self) -> int | None:
-        """Return the number of this rank's forward stream; `alike` ranks share a stream.
+        """Return the number of this rank's forward stream; ranks of `same_activations` share one.
 
         None if only samples are split: then the process's own random streams are used.
         """
         if all(dim.splits == "samples" or dim.size == 1 for dim in self.dims):
             return None
-        return self.index(*(dim.name for dim in self.dims if not dim.alike))
+        return self.index(*(dim.name for dim in self.dims if not dim.same_activations))
 
     def topology(self) -> Topology:
         """Return the topology: ranks along `tokens` and `model` dimensions read the same data."""

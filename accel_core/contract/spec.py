@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import (
-    TYPE_CHECKING,
     Any,
     Concatenate,
     Final,
@@ -21,9 +19,6 @@ import pluggy
 
 from accel_core.contract.arguments import did_you_mean
 from accel_core.errors import PluginError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -92,7 +87,7 @@ def _check_spec(hook: str, kind: object, combine: object) -> None:
         remedy = f"kinds are {', '.join(known)}"
     elif combine is not None and not callable(combine):
         problem = f"combine must be a function, got {combine!r}"
-        remedy = "import merge, concatenate, enter or compose from accel_core.contract.spec, and give it"
+        remedy = "import merge, concatenate, enter or compose from accel_core.contract.bound, and give it"
     elif combine is not None and kind in ("owner", "wrapper"):
         problem = f"combine is for hooks of everyone and observers, and this is of kind {kind!r}"
         remedy = "leave combine out: one plugin answers, or each refines the answer"
@@ -130,53 +125,3 @@ def implements(spec: Any) -> Any:
             'write @implements(hooks.NAME) above the method, or @implements("PACKAGE.NAME")'
         )
     return _impl_marker(specname=spec.__name__)
-
-
-# -- combining the answers of several plugins ----------------------------------------------------
-
-
-def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge mappings. Two answers for one key are an error."""
-    merged: dict[str, Any] = {}
-    owners: dict[str, str] = {}
-    for plugin, answer in answers:
-        for key in merged.keys() & answer.keys():
-            raise PluginError(
-                f"hook {hook}: {owners[key]} and {plugin} both answer {key}\n"
-                f"only one of them can be right: leave {owners[key]} or {plugin} out of the stack",
-                plugin=plugin,
-                hook=hook,
-            )
-        merged |= answer
-        owners |= dict.fromkeys(answer, plugin)
-    return merged
-
-
-def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list[Any]:
-    """Concatenate sequences."""
-    return [item for _, answer in answers for item in answer]
-
-
-def enter(
-    hook: str, answers: Sequence[tuple[str, AbstractContextManager[Any]]]
-) -> AbstractContextManager[Any]:
-    """Return one context that enters all contexts, bottom layer first."""
-    return answers[0][1] if len(answers) == 1 else _entered([context for _, context in answers])
-
-
-def compose(
-    hook: str, answers: Sequence[tuple[str, Callable[[], AbstractContextManager[Any]]]]
-) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return one factory of contexts from several; None if `answers` is empty."""
-    factories = [factory for _, factory in answers]
-    if len(factories) < 2:
-        return factories[0] if factories else None
-    return lambda: _entered(factory() for factory in factories)
-
-
-@contextmanager
-def _entered(contexts: Iterable[AbstractContextManager[Any]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import re
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from attrs import define, field, frozen
 
@@ -22,18 +21,8 @@ if TYPE_CHECKING:
     from accel_core.contract.card import Card
     from accel_core.contract.config import RunConfig
     from accel_core.contract.mesh import Mesh
-    from accel_core.contract.stack import Stack
     from accel_core.contract.window import Window
     from accel_core.contract.world import Collectives, Topology, World
-
-_WRAPPERS: Final = {
-    "_orig_mod": "torch._dynamo.",
-    "_checkpoint_wrapped_module": "torch.distributed.algorithms._checkpoint.",
-}
-"""Parts of names that torch.compile and checkpointing add -> their modules."""
-_WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
-PartName = tuple[str, str, Any]
-"""(name in the model as it is, the user's name, tensor or module)."""
 
 
 @frozen(kw_only=True)
@@ -64,8 +53,8 @@ class Run(Protocol):
     config: RunConfig
     resolved: Any
     """The config with the origin of each value."""
-    stack: Stack
-    """The chosen plugins."""
+    stack: Any
+    """The chosen plugins (`runtime/selection`)."""
     plugins: Mapping[str, object]
     """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
     configs: Mapping[str, object]
@@ -162,6 +151,8 @@ class Unit:
     window: Window
     step_state: Any
     """The gradients' state in the current step; core's own (`training/step_state`)."""
+    names: Any
+    """Name <-> parameter (`training/names`)."""
     changes: Any = None
     """Guard of what its strategy cannot follow, if anything; core's own (`training/changes`)."""
     mesh: Mesh | None = None
@@ -173,12 +164,6 @@ class Unit:
     optimizers: list[Optimizer] = field(factory=list)
     schedulers: list[Any] = field(factory=list)
     scaler: GradScaler | None = None
-    aliases: dict[str, str] = field(factory=dict)
-    """Tied weights: alias -> the name under which the weight is kept."""
-    tied: set[str] = field(factory=set)
-    """The aliases that are one parameter here; a strategy may keep a tie in several."""
-    renamed: dict[nn.Module, dict[str, str]] = field(factory=dict)
-    """Model -> its names that are not the given one's -> those."""
     detach: list[Callable[[], None]] = field(factory=list)
     """Take the autocast hooks off the models again."""
     stream: Any = None
@@ -202,7 +187,7 @@ class Unit:
         window, state = self.window, self.step_state
         if window.is_begun or state.shares_losses:
             return window.is_begun
-        dropped = () if window.awaits_backward else window.put_off
+        dropped = () if window.awaits_backward else window.deferred_zero_grads
         held = [each for each in state.phases if each is not None and each not in dropped]
         # Their strategy may keep gradients elsewhere than in the parameters, some until they are reduced.
         kept = self.steps.zero_grad is not None and (self.strategy_owns_backward or state.is_partial)
@@ -221,7 +206,7 @@ class Unit:
     @property
     def is_in_no_sync(self) -> bool:
         """True inside a context in which gradients are not reduced, `accumulate` aside."""
-        return bool(self.step_state.quiet)
+        return bool(self.step_state.no_sync_depth)
 
     @contextmanager
     def without_reduction(self, models: Sequence[nn.Module] | None = None) -> Iterator[None]:
@@ -253,7 +238,7 @@ class Unit:
         """Check these as each window opens, if there is something that the strategy cannot follow."""
         self.changes = changes or None
         if changes:
-            self.step_state.require_finish()
+            self.step_state.require_custom_step()
 
     def note_unreduced(self) -> None:
         """Say, in a backward, that its gradients stay unreduced: none may step before another."""
@@ -314,109 +299,32 @@ class Unit:
             clear = self.steps.zero_grad
             optimizer.zero_grad() if clear is None else clear(self, optimizer, True)
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """Return canonical name -> parameter, with tied weights once.
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Tied weights: alias -> the name under which the weight is kept."""
+        aliases: Mapping[str, str] = self.names.aliases
+        return aliases
 
-        Names are those in the models as given. A unit of several models prefixes each name with the model's
-        number.
+    def add_models(self, originals: Sequence[nn.Module]) -> None:
+        """Take models that are not wrapped yet."""
+        self.given.extend(originals)
+        self.names.begin(originals)
+
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """Return name -> parameter, with tied weights once.
+
+        Names are the names in the user's models, before any transform. A unit of several models prefixes each
+        name with the model's number.
         """
-        named = dict(self.all_names())
-        for alias in self.aliases.keys() & named.keys():
+        named: dict[str, nn.Parameter] = dict(self.names.all())
+        for alias in self.names.aliases.keys() & named.keys():
             del named[alias]
         return named
 
-    def all_names(self) -> list[tuple[str, nn.Parameter]]:
-        """(canonical name, parameter), tied weights under each of their names."""
-        found: list[tuple[str, nn.Parameter]] = []
-        for number, model in enumerate(self.models):
-            named = model.named_parameters(remove_duplicate=False)
-            if len(self.models) > 1 or self.renamed.get(model):
-                found += [(self.qualify(number, name), parameter) for name, parameter in named]
-            else:  # this runs for each parameter of each save
-                for name, parameter in named:
-                    found.append((own_name(model, name) if _WRAPPED(name) else name, parameter))
-        return found
-
-    # -- names of new models, and ties ------------------------------------------------------------
-
-    def add_models(self, originals: Sequence[nn.Module]) -> dict[int, list[PartName]]:
-        """Add models that are not wrapped yet; return the number and names of each.
-
-        Tied weights are found again.
-        """
-        first = len(self.models)
-        self.given.extend(originals)
-        self.models.extend(map(inside, originals))
-        if originals:
-            self.record_aliases()
-        return {
-            number: [
-                (name, own_name(model, name) if _WRAPPED(name) else name, part)
-                for name, part in parts_of(model)
-            ]
-            for number, model in enumerate(self.models[first:], start=first)
-        }
-
-    def record_aliases(self) -> None:
-        """Find tied weights: the first name of each keeps it, later names are aliases."""
-        first: dict[nn.Parameter, str] = {}
-        self.aliases = {}
-        for name, parameter in self.all_names():
-            if first.setdefault(parameter, name) != name:
-                self.aliases[name] = first[parameter]
-
-    def record_ties(self) -> None:
-        """Find the aliases that are one parameter still, once the models are wrapped."""
-        now = dict(self.all_names())
-        owners = {alias: now.get(owner) for alias, owner in self.aliases.items() if alias in now}
-        self.tied = {alias for alias, owner in owners.items() if now[alias] is owner}
-
-    def drop_cut_ties(self) -> None:
-        """Forget ties of weights that were one parameter when prepared and are two now."""
-        now = dict(self.all_names()) if self.tied else {}
-        for alias in [name for name in self.tied if name in now and self.aliases.get(name) in now]:
-            if now[alias] is not now[self.aliases[alias]]:
-                self.tied.discard(alias)
-                del self.aliases[alias]
-
     def qualify(self, number: int, name: str) -> str:
-        """Return a name's canonical form: the name in the model as it was given.
+        """Return the name that a part of a model is kept under.
 
-        number: of the model in the unit. What torch's own wrappers add to a name is left out, so that a
-        part of a model may be wrapped or not.
+        number: of the model in the unit. name: of a parameter, buffer or module in the model as it is now.
         """
-        renamed = self.renamed.get(self.models[number], {})
-        name = renamed[name] if name in renamed else own_name(self.models[number], name)
-        return name if len(self.models) == 1 else f"{number}.{name}"
-
-
-def inside(model: Any) -> Any:
-    """Return the module inside `torch.compile(model)`; anything else as it is."""
-    compiled = type(model).__module__.startswith("torch._dynamo.")
-    return model._modules["_orig_mod"] or model if compiled else model
-
-
-def parts_of(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
-    """Return all named parts of the model: tensors, and modules that may hold more state."""
-    return [
-        *model.named_modules(remove_duplicate=False),
-        *model.named_parameters(remove_duplicate=False),
-        *model.named_buffers(remove_duplicate=False),
-    ]
-
-
-def own_name(model: nn.Module, name: str) -> str:
-    """Return a name in the model without what torch's own wrappers add to it.
-
-    A child of the user's that is called like such a wrapper's keeps its name.
-    """
-    if not _WRAPPED(name):
-        return name
-    module: nn.Module | None = model
-    kept = []
-    for part in name.split("."):
-        home = _WRAPPERS.get(part)
-        if home is None or not any(kind.__module__.startswith(home) for kind in type(module).__mro__):
-            kept.append(part)
-        module = None if module is None else module._modules.get(part)
-    return ".".join(kept)
+        kept: str = self.names.qualify(number, name)
+        return kept

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @frozen(kw_only=True, eq=False)
-class Extent:
+class WindowSize:
     """A window as it is known before its first micro-batch.
 
     size: its micro-batches. divisor: of each micro-batch's loss; a tensor (0-dim) where items were counted.
@@ -56,7 +56,7 @@ class Window:
         the last            no               applies     clears
     """
 
-    __slots__ = (*_STATE, "_next", "put_off")
+    __slots__ = (*_STATE, "_next", "deferred_zero_grads")
 
     def __init__(self, size: int = 1) -> None:
         self.index = -1
@@ -66,7 +66,7 @@ class Window:
         self.divisor: Tensor | float = size
         self.items: tuple[Tensor | float, Tensor | float] | None = None
         self.number = 1
-        self.put_off: dict[Any, Callable[[], object]] = {}
+        self.deferred_zero_grads: dict[Any, Callable[[], object]] = {}
         """By optimizer: clears as the next window begins, if nothing came first."""
 
     # -- what is asked ----------------------------------------------------------------------------
@@ -99,18 +99,18 @@ class Window:
 
     # -- micro-batch by micro-batch ---------------------------------------------------------------
 
-    def enter(self, last: bool, extent: Extent | None = None) -> None:
+    def enter(self, last: bool, window_size: WindowSize | None = None) -> None:
         """Begin the next micro-batch: of this window, or after its boundary of a new one.
 
-        extent: of a new window. Default: the size that is set, and a mean over it.
+        window_size: of a new window. Default: the size that is set, and a mean over it.
         """
         if self.boundary:
-            if self.put_off:
-                self.clear_put_off()
+            if self.deferred_zero_grads:
+                self.run_deferred_zero_grads()
             self.size = self.divisor = self._next
             self.items = None
-            if extent is not None:
-                self._take(extent)
+            if window_size is not None:
+                self._take(window_size)
             self.index = 0
             self.number += 1
         else:
@@ -118,29 +118,29 @@ class Window:
         self.boundary = last or self.index + 1 >= self.size
         self.awaits_backward = True
 
-    def _take(self, extent: Extent) -> None:
-        self.size, self.divisor, self.items = extent.size, extent.divisor, extent.items
+    def _take(self, window_size: WindowSize) -> None:
+        self.size, self.divisor, self.items = window_size.size, window_size.divisor, window_size.items
 
     def note_backward(self) -> None:
         """Note that later calls come after the backward of the current micro-batch."""
         self.awaits_backward = False
-        if self.put_off:
-            self.put_off = {}
+        if self.deferred_zero_grads:
+            self.deferred_zero_grads = {}
 
     def leave(self) -> None:
         """End the current micro-batch, with or without a backward."""
         self.awaits_backward = False
 
-    def clear_later(self, optimizer: Any, clear: Callable[[], object]) -> None:
+    def defer_zero_grad(self, optimizer: Any, clear: Callable[[], object]) -> None:
         """Put off a `zero_grad` that may stand before the last forward."""
-        self.put_off[optimizer] = clear
+        self.deferred_zero_grads[optimizer] = clear
 
-    def clear_put_off(self) -> None:
+    def run_deferred_zero_grads(self) -> None:
         """Clear what was put off until the next window."""
         self.awaits_backward = False
-        for clear in self.put_off.values():
+        for clear in self.deferred_zero_grads.values():
             clear()
-        self.put_off = {}  # last: Ctrl-C may come before
+        self.deferred_zero_grads = {}  # last: Ctrl-C may come before
 
     def mark_last(self, last: bool) -> None:
         """Make the current micro-batch the window's last, or not."""
@@ -148,12 +148,12 @@ class Window:
 
     # -- as a whole -------------------------------------------------------------------------------
 
-    def begin_whole(self, extent: Extent | None) -> None:
+    def begin_whole(self, window_size: WindowSize | None) -> None:
         """Begin a window that is run as a whole."""
         self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
         self.boundary, self.number = False, self.number + 1
-        if extent is not None:
-            self._take(extent)
+        if window_size is not None:
+            self._take(window_size)
 
     def fill(self, count: int) -> None:
         """Move to the last of `count` micro-batches."""
@@ -171,7 +171,7 @@ class Window:
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
         self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
-        self.boundary, self.awaits_backward, self.put_off = True, True, {}
+        self.boundary, self.awaits_backward, self.deferred_zero_grads = True, True, {}
 
     def move_to(self, index: int) -> None:
         """Make the micro-batch `index` the current one.

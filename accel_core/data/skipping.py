@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from accel_core.contract.arguments import whole_number
 from accel_core.data.loader import PreparedLoader
 from accel_core.errors import ConfigError
 
@@ -26,7 +26,7 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     Raises:
         ConfigError: `num_batches` is not a whole number of 0 or more.
     """
-    number = whole_number(num_batches)
+    number = _whole_number(num_batches)
     if number is None:
         raise ConfigError(
             f"skip_first_batches: {num_batches!r:.80} batches cannot be left out\n"
@@ -45,6 +45,20 @@ def skip_first_batches(loader: L, num_batches: int = 0) -> L:
     skipping.__dict__.update(loader.__dict__, _iterator=None)
     skipping.__dict__.update(_batches_to_skip=skips + number, _skipped_batches=0)
     return skipping
+
+
+def _whole_number(given: Any) -> int | None:
+    """Return Python's number for a whole one of any library; None for other values.
+
+    Other values are True, what numpy has masked, and negative numbers too.
+    """
+    is_flag = isinstance(given, bool) or str(getattr(given, "dtype", "")) in ("bool", "torch.bool")
+    is_masked = str(getattr(given, "mask", "")) == "True"
+    try:
+        number = None if is_flag or is_masked else operator.index(given)
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor without a value
+        return None
+    return number if number is not None and number >= 0 else None
 
 
 class _SkipsOnce:

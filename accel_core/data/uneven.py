@@ -43,7 +43,7 @@ def refuse_items(units: Iterable[Unit]) -> None:
     """Refuse to count items in units whose ranks do not reduce gradients together."""
     for unit in units:
         state = unit.step_state
-        if unit.run.world.size > 1 and (state.uneven or state.quiet):
+        if unit.run.world.size > 1 and (state.uneven or state.no_sync_depth):
             where = "join_uneven_inputs" if state.uneven else "LocalSGD or no_sync"
             raise AccelError(
                 f"windows(items=...) inside {where}: items are those of all ranks, and a rank may have run"

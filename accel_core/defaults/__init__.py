@@ -32,7 +32,7 @@ SINGLE = Card(
         *("no_sync", "local_sgd", "join", "several_optimizers", "whole_weights", "local_gradients"),
         *("freezing", "unfreezing", "replacing", "regrouping", "closures", "partial_clips"),
     },
-    implementation="accel_core.defaults.strategy:Single",
+    implementation="accel_core.defaults.base:Single",
 )
 FP32 = Card(
     name="fp32",

@@ -267,3 +267,23 @@ def _placing_hook(module: nn.Module) -> str | None:
     """Return `places_weights` of a module's forward hooks: the name of the hook that moves its weights."""
     marks = (getattr(hook, "places_weights", None) for hook in module._forward_pre_hooks.values())
     return next(filter(None, marks), None)
+
+
+class Single:
+    """The strategy of one process: the base layer as it is; in a larger world for units that do not train."""
+
+    def __init__(self, config: Any, run: Run) -> None:
+        self.run = run
+
+    @implements(hooks.refuse_unit)
+    def refuse_unit(
+        self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Sequence[str]:
+        if self.run.world.size == 1 or not optimizers:
+            return ()
+        reason = (
+            f"unit {unit.name!r} has an optimizer, but strategy 'single' would train"
+            f" a different copy on each of {self.run.world.size} ranks\n"
+            "prepare it with another strategy, or without its optimizer"
+        )
+        return [reason]

@@ -10,17 +10,16 @@ from typing import TYPE_CHECKING
 
 from accel_core.config.sources import GUESSES_VARIABLE
 from accel_core.contract.arguments import did_you_mean
-from accel_core.contract.stack import Chosen
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.discovery import discover, environment_of, load, verify
 from accel_core.plugins.manager import LAYERS, PluginManager
+from accel_core.runtime.selection import Chosen, Stack
 
 if TYPE_CHECKING:
     from accel_core.contract.bound import Hooks
     from accel_core.contract.card import Card
     from accel_core.contract.run import Run
-    from accel_core.contract.stack import Stack
     from accel_core.runtime.tracking import GeneralTracker
 
 _users: Counter[str] = Counter()

@@ -19,7 +19,6 @@ from attrs import evolve
 
 from accel_core.checkpoint.session import CheckpointSession
 from accel_core.contract.bound import Hooks, Steps
-from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.run import live_runs
 from accel_core.contract.unit import Unit
 from accel_core.contract.window import Window
@@ -42,6 +41,8 @@ from accel_core.runtime.join import agree_on_run, backends_of, join_world
 from accel_core.runtime.preemption import StopSignals
 from accel_core.runtime.selection import decide
 from accel_core.runtime.tracking import Trackers
+from accel_core.training.names import Names
+from accel_core.training.prepared import PreparedObjects
 
 if TYPE_CHECKING:
     import torch
@@ -153,7 +154,8 @@ class Run:
         )
         if self.world.rank == 0:
             notes = (*self.resolved.notes, *self.stack.notes)
-            tell("".join(f"accel: {note}\n" for note in notes))
+            if notes:
+                tell("".join(f"accel: {note}\n" for note in notes))
         self.hooks.run_started(self.run_id, self.config)
         live_runs.add(self)
 
@@ -217,6 +219,7 @@ class Run:
         _require_new(name, taken)
         hooks = self.hooks_of(alias)
         steps, owner = Steps(hooks), hooks.implementations("backward")[-1].plugin
+        models: list[nn.Module] = []
         return Unit(
             name=name,
             run=self,
@@ -228,6 +231,8 @@ class Run:
             window=Window(self.accumulation_steps),
             step_state=StepState.of(steps, self.mark_step, reduces=self.world.size > 1),
             mesh=self._mesh_for(alias, hooks),
+            models=models,
+            names=Names(models),
         )
 
     def hooks_of(self, strategy: str | None, name: str | None = None) -> Hooks:

@@ -1,4 +1,4 @@
-"""The choice of a run's plugins.
+"""A run's plugins, and how they are chosen.
 
 A plugin that is asked for by name is used, or an error is raised. `auto` gives reasons for its choice.
 """
@@ -6,17 +6,71 @@ A plugin that is asked for by name is used, or an error is raised. `auto` gives 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from attrs import evolve
+from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
 from accel_core.contract.card import CAPABILITIES, Card, Slot
-from accel_core.contract.stack import Chosen, Stack
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
 from accel_core.plugins.discovery import Discovery, Record
+
+
+@frozen(init=False)
+class Chosen:
+    """A plugin of the stack, and why it is in it."""
+
+    record: Any
+    """Result of discovery."""
+    why: str
+    name: str
+    card: Card
+    """The plugin's card; a chosen plugin always has one."""
+
+    def __init__(self, record: Any, why: str) -> None:
+        self.__attrs_init__(record, why, record.name, record.card)
+
+
+@frozen(kw_only=True, eq=False, repr=False)
+class Stack:
+    """The plugins of a run, chosen but not yet loaded."""
+
+    device: Chosen
+    precision: Chosen
+    strategies: Mapping[str, Chosen]
+    """Alias -> strategy plugin.
+
+    A strategy that is asked for by its own name has this name as its alias.
+    """
+    default: str
+    """Alias of the strategy of units that name none."""
+    extensions: tuple[Chosen, ...] = ()
+    trackers: tuple[Chosen, ...] = ()
+    notes: tuple[str, ...] = ()
+    """Notes about sections of a file, and options, that do nothing in this stack."""
+
+    @property
+    def strategy(self) -> Chosen:
+        """The default strategy."""
+        return self.strategies[self.default]
+
+    @property
+    def offers(self) -> frozenset[str]:
+        """The capability words of the whole default stack, by its cards."""
+        return frozenset().union(*[chosen.card.offers for chosen in self._defaults])
+
+    @property
+    def _defaults(self) -> Sequence[Chosen]:
+        return (self.device, self.strategy, self.precision, *self.extensions)
+
+    def members(self) -> Sequence[Chosen]:
+        """Return every chosen plugin, bottom layer first."""
+        return (self.device, self.precision, *self.strategies.values(), *self.extensions, *self.trackers)
+
+    def __str__(self) -> str:
+        return " + ".join(chosen.name for chosen in self._defaults)
 
 
 def decide(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 from accel_core.distributed.logging import get_logger
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
-    from accel_core.contract.window import Extent
+    from accel_core.contract.window import WindowSize
     from accel_core.data.loader import PreparedLoader
 
 
@@ -26,7 +27,7 @@ class Accumulation:
     Made once per set of models and entered for each micro-batch; nests with others.
     models: those given; none: all of the run. units: all that the models belong to. trained: those of
     them with optimizers, if any. windows: those of the units. outer: the accumulation around this one.
-    extent: of the window, where `windows` knows it; None: the size that is set, and the loader's end.
+    window_size: of the window, where `windows` knows it; None: the size that is set, and the loader's end.
     last: whether it is that window's last.
     batch: what `step_context` is given; None: no such context is entered.
     beside: other units whose gradients a loss inside may reach.
@@ -38,7 +39,7 @@ class Accumulation:
     def __init__(self, run: Run, models: Sequence[nn.Module]) -> None:
         self.run, self.models = run, models
         self.outer: Accumulation | None = None
-        self.extent: Extent | None = None
+        self.window_size: WindowSize | None = None
         self.last = False
         self.batch: Any = None
         self.beside: Sequence[Unit] = ()
@@ -63,11 +64,13 @@ class Accumulation:
         self._only_window = self.windows[0] if simple else None
         self._found_with = found_with  # last: Ctrl-C may come before
 
-    def of(self, batch: Any, extent: Extent | None = None, *, last: bool = False) -> Accumulation:
-        """Return the context of one micro-batch that has these."""
-        made = object.__new__(Accumulation)
-        own = {"outer": None, "_contexts": None, "_no_sync": None}
-        made.__dict__.update(self.__dict__, **own, batch=batch, extent=extent, last=last)
+    def for_batch(
+        self, batch: Any, window_size: WindowSize | None = None, *, last: bool = False
+    ) -> Accumulation:
+        """Return a context of the same models for one micro-batch that is known."""
+        made = copy(self)
+        made.outer = made._contexts = made._no_sync = None
+        made.batch, made.window_size, made.last = batch, window_size, last
         return made
 
     def __enter__(self) -> None:
@@ -78,7 +81,7 @@ class Accumulation:
         if outer is not None:
             self._refuse_nesting(outer)
         last = self.last
-        if self.extent is None:
+        if self.window_size is None:
             active, last = run.active_loaders, False
             if active and self._ends_with_loader:
                 loader = active[-1] if len(active) == 1 else _loader_of(active, self.batch)
@@ -90,7 +93,7 @@ class Accumulation:
         window, windows = self._only_window, self.windows
         try:
             if window is not None:
-                window.enter(last, self.extent)
+                window.enter(last, self.window_size)
             else:
                 self._enter_all(last)
             if run.windows is not windows and windows:
@@ -124,7 +127,7 @@ class Accumulation:
         before = [window.snapshot() for window in self.windows]
         try:
             for window in self.windows:
-                window.enter(last, self.extent)
+                window.enter(last, self.window_size)
             if self._reducing or self._surrounded:
                 self._surround()
         except BaseException:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.contract.unit import inside
 from accel_core.distributed.nested import convert_to_fp32
+from accel_core.training.names import inside
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,13 +39,13 @@ def attach_contexts(unit: Unit, model: nn.Module) -> None:
 
 def _with_stream(unit: Unit, factory: Factory | None) -> Factory | None:
     """Return a context of the unit's stream, if it has one, around `factory`."""
-    if unit.stream is None:
+    stream = unit.stream
+    if stream is None:
         return factory
 
     @contextmanager
     def context() -> Iterator[None]:
-        assert unit.stream is not None  # but it may be another one: units are joined
-        with unit.stream.drawn_from(), nullcontext() if factory is None else factory():
+        with stream.drawn_from(), nullcontext() if factory is None else factory():
             yield
 
     return context

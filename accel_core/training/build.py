@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -12,19 +13,15 @@ from accel_core.distributed.streams import fork
 from accel_core.errors import AccelError
 from accel_core.training.autocast import attach_contexts
 from accel_core.training.changes import Changes
-from accel_core.training.joining import joining, replace_model
-from accel_core.training.prior_state import carry
 from accel_core.training.proxies import PreparedOptimizer
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from accel_core.contract.prepared import PreparedObjects
-    from accel_core.contract.unit import PartName, Unit
+    from accel_core.contract.unit import Unit
     from accel_core.training.plan import PreparePlan, UnitGroup
-
-    NameOf = Callable[[nn.Parameter], str]
+    from accel_core.training.prepared import PreparedObjects
 
 
 def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -> None:
@@ -33,52 +30,54 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
     Collective. A unit that cannot be built is left as it was before.
     """
     unit = group.unit
-    stream = unit.stream or fork(unit)
     models = " and ".join(type(model).__name__ for model in group.models)
-    earlier = [(each, name, p) for each in group.units for name, p in each.all_names()]
-    with (
-        show_progress(f"preparing {models} for {unit.strategy}"),
-        joining(group, stream) as names,
-    ):
-        before = {parameter: name for name, parameter in unit.all_names()}
-        moved = {
-            (each, name): before[p] for each, name, p in earlier if name != before[p] or each is not unit
-        }
-
-        def name_of(parameter: nn.Parameter) -> str:
-            try:
-                return before.get(parameter) or prepared.parameters.name_of(parameter, moved)
-            except KeyError:  # one that a transform of its model has given to the optimizer too
-                names_now = (name for name, each in unit.all_names() if each is parameter)
-                return next(names_now, "a parameter of no model")
-
-        held = {
-            before.get(p) or name_of(p)
-            for each in group.optimizers
-            for g in each.param_groups
-            for p in g["params"]
-        }
+    with show_progress(f"preparing {models} for {unit.strategy}"), _undone_on_error(unit):
+        if group.models:
+            unit.use_stream(fork(unit))
+            unit.add_models(group.models)
+        unit.optimizers.extend(group.optimizers)
+        param_groups = [each for optimizer in group.optimizers for each in optimizer.param_groups]
+        trained = [unit.names.of(parameter) for each in param_groups for parameter in each["params"]]
         if unit.hooks.step("prepare_unit") is None:
-            _build(group, plan, names, name_of)
+            _build(group, plan)
         else:
-            _build_whole(group, plan, names, name_of)
+            _build_whole(group, plan)
+        unit.names.end(trained)
+        if unit.scaler is None and group.models:
+            unit.use_scaler(unit.hooks.grad_scaler(unit))
     inner = _last(unit.optimizers, len(group.optimizers))
     proxies = [PreparedOptimizer(optimizer, unit) for optimizer in inner]
-    added = zip(group.optimizers, proxies, strict=True)
-    prepared.add_unit(unit, group.units[1:], added, before, moved)
-    prepared.parameters.note_held(unit, held)
+    prepared.add_unit(unit, zip(group.optimizers, proxies, strict=True))
     unit.use_changes(Changes(unit))
-    _warn_of_left_out(unit, prepared)
+    _warn_of_left_out(unit)
 
 
-def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
+@contextmanager
+def _undone_on_error(unit: Unit) -> Iterator[None]:
+    """Leave the unit as it was if the block raises; what plugins have changed in its objects stays."""
+    attached, config = len(unit.detach), unit.config
+    lists: tuple[list[Any], ...] = unit.given, unit.models, unit.wrapped, unit.optimizers, unit.schedulers
+    before = [[*each] for each in lists]
+    try:
+        yield
+    except BaseException:  # a plugin may raise anything
+        while len(unit.detach) > attached:
+            unit.detach.pop()()
+        for each, held in zip(lists, before, strict=True):
+            each[:] = held
+        unit.use_config(config)
+        unit.use_build(None)
+        raise
+
+
+def _warn_of_left_out(unit: Unit) -> None:
     """Warn of parameters that train and are in no optimizer."""
-    if not unit.optimizers or not prepared.parameters.leave_out(unit, unit.named_parameters().values()):
+    named = unit.named_parameters().items() if unit.optimizers else ()
+    left = [name for name, each in named if each.requires_grad and name not in unit.names.trained]
+    if not left:
         return
     from accel_core.distributed.logging import get_logger  # late: few runs need it
 
-    named = unit.named_parameters().items()
-    left = [name for name, each in named if prepared.parameters.leave_out(unit, [each])]
     get_logger(__name__).warning(
         "prepare: %d parameter(s) of unit %s train and are in no optimizer (%s): their gradients are"
         " computed, count when gradients are clipped, and are applied by nobody; freeze them by"
@@ -87,35 +86,34 @@ def _warn_of_left_out(unit: Unit, prepared: PreparedObjects) -> None:
     )
 
 
-def _build(group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf) -> None:
+def _build(group: UnitGroup, plan: PreparePlan) -> None:
     """Wrap each model and each optimizer by itself."""
-    unit, carried = group.unit, _carry(group)
-    for number, parts in names.items():
-        _wrap(unit, plan, number, _transform(unit, unit.given[number]), parts)
+    unit, put_back = group.unit, _capture_states(group)
+    for number in range(len(group.models)):
+        _wrap(unit, plan, number, _transform(unit, unit.given[number]))
     for optimizer in group.optimizers:
-        _take_in(unit, optimizer, name_of, carried.get(optimizer))
+        _take_in(unit, optimizer, put_back.get(optimizer))
 
 
-def _build_whole(
-    group: UnitGroup, plan: PreparePlan, names: Mapping[int, list[PartName]], name_of: NameOf
-) -> None:
+def _build_whole(group: UnitGroup, plan: PreparePlan) -> None:
     """Build by a plugin that makes models, optimizers and schedulers one, or has the base wrap each."""
-    unit, models = group.unit, dict[int, Any]()
+    unit, numbers = group.unit, range(len(group.models))
     first, added = len(unit.schedulers), plan.schedulers_of(unit.optimizers)
     unit.schedulers.extend(added)
-    for number, parts in names.items():
-        models[number] = _transform(unit, unit.given[number])
-        replace_model(unit, number, models[number], parts)
+    models = [_transform(unit, unit.given[number]) for number in numbers]
+    for number in numbers:
+        unit.names.replace(number, models[number])
     for optimizer in group.optimizers:
-        _rebind(unit, optimizer, name_of)
+        _rebind(unit, optimizer)
 
     def build_each() -> None:
-        before, carried = {parameter: name for name, parameter in unit.all_names()}, _carry(group)
+        put_back = _capture_states(group)
         unit.use_build(None)
-        for number, parts in names.items():
-            _wrap(unit, plan, number, models[number], parts)
+        unit.names.update()  # a transform may have replaced parameters, and wrapping does so again
+        for number in numbers:
+            _wrap(unit, plan, number, models[number])
         for optimizer in group.optimizers:
-            _take_in(unit, optimizer, lambda p: before.get(p) or name_of(p), carried.get(optimizer))
+            _take_in(unit, optimizer, put_back.get(optimizer))
 
     unit.use_build(build_each)
     unit.hooks.prepare_unit(unit, plan.of_kind["dataloader"])
@@ -124,25 +122,29 @@ def _build_whole(
         return
     unit.use_build(None)
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
-    for number, parts in names.items():
-        _finish_model(unit, number, parts)
+    for number in numbers:
+        _finish_model(unit, number)
 
 
-def _carry(group: UnitGroup) -> dict[Optimizer, Callable[[], None]]:
+def _capture_states(group: UnitGroup) -> Mapping[Optimizer, Callable[[], None]]:
     """Return functions that put the state of new optimizers back once the models are wrapped."""
     stateful = [optimizer for optimizer in group.optimizers if optimizer.state and group.models]
-    return {optimizer: carry(group.unit, optimizer) for optimizer in stateful}
+    if not stateful:
+        return {}
+    from accel_core.training.prior_state import capture_optimizer_state  # late: few optimizers have state
+
+    return {optimizer: capture_optimizer_state(group.unit, optimizer) for optimizer in stateful}
 
 
-def _wrap(unit: Unit, plan: PreparePlan, number: int, model: nn.Module, parts: list[PartName]) -> None:
+def _wrap(unit: Unit, plan: PreparePlan, number: int, model: nn.Module) -> None:
     if plan.placed.get(id(unit.given[number]), True):
         model = unit.hooks.place_model(unit, model, unit.run.device)
     unit.wrapped.append(unit.hooks.wrap_model(unit, model))
-    _finish_model(unit, number, parts)
+    _finish_model(unit, number)
 
 
-def _take_in(unit: Unit, optimizer: Optimizer, name_of: NameOf, put_back: Callable[[], None] | None) -> None:
-    _rebind(unit, optimizer, name_of, put_back)
+def _take_in(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None) -> None:
+    _rebind(unit, optimizer, put_back)
     unit.optimizers[unit.optimizers.index(optimizer)] = unit.hooks.wrap_optimizer(unit, optimizer)
 
 
@@ -167,25 +169,22 @@ def _transform(unit: Unit, model: nn.Module) -> nn.Module:
     return model
 
 
-def _finish_model(unit: Unit, number: int, before: list[PartName]) -> None:
+def _finish_model(unit: Unit, number: int) -> None:
     """Run what follows the wrapping: the last phase, names, gradients, autocast."""
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
-    replace_model(unit, number, hooks.unwrap_model(unit, wrapped, True), before)
+    unit.names.replace(number, hooks.unwrap_model(unit, wrapped, True))
     attach_contexts(unit, unit.models[number])
 
 
-def _rebind(
-    unit: Unit, optimizer: Optimizer, name_of: NameOf, put_back: Callable[[], None] | None = None
-) -> None:
+def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None = None) -> None:
     """Give the optimizer the parameters that took the place of its original ones.
 
-    name_of: of a parameter that may be an original one. put_back: restores the optimizer's state for the
-    new parameters (see `carry`).
+    put_back: restores the optimizer's state for the new parameters (see `capture_optimizer_state`).
     """
-    now = dict(unit.all_names())
+    now = dict(unit.names.all())
     for group in optimizer.param_groups:
-        names = [name_of(parameter) for parameter in group["params"]]
+        names = [unit.names.of(each) or _given_by_transform(now, each) for each in group["params"]]
         if lost := [name for name in names if name not in now]:
             raise AccelError(
                 f"prepare: the {type(optimizer).__name__} holds {lost[0]}, which a transform of its model has"
@@ -200,3 +199,8 @@ def _rebind(
             group["params"] = [now[name] for name in names]
     if put_back is not None:
         put_back()
+
+
+def _given_by_transform(now: Mapping[str, nn.Parameter], parameter: nn.Parameter) -> str:
+    """Return the name of a new parameter that a transform of its model has put into the optimizer itself."""
+    return next((name for name, each in now.items() if each is parameter), "a parameter of no model")

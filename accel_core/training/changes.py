@@ -38,7 +38,7 @@ class Changes:
         parts = (each for model in held for part in model.modules() for each in _parts(part))
         self._parts = [each for each in parts if each]
         self._places = _Snapshot(self._parts)
-        self._names = [*unit.all_names()] if held else []
+        self._names = [*unit.names.all()] if held else []
         self._groups = _Snapshot([] if "regrouping" in offers or not models else self._group())
 
     def __bool__(self) -> bool:
@@ -71,7 +71,7 @@ class Changes:
         return [[*group["params"]] for each in self._unit.optimizers for group in each.param_groups]
 
     def _refuse_flags(self) -> None:
-        names = {parameter: name for name, parameter in self._unit.all_names()}
+        names = {parameter: name for name, parameter in self._unit.names.all()}
         pairs = zip(self._watched, self._flags, strict=True)
         changes = [each for each, flag in pairs if each.requires_grad != flag]
         trains = changes[0].requires_grad
@@ -84,7 +84,7 @@ class Changes:
         )
 
     def _refuse_parts(self) -> None:
-        now = dict(self._unit.all_names())
+        now = dict(self._unit.names.all())
         lost = [name for name, each in self._names if now.get(name) is not each]
         added = [name for name in now if name not in dict(self._names)]
         if lost or added:

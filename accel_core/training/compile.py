@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from accel_core.contract.unit import inside
 from accel_core.distributed.logging import get_logger
 from accel_core.distributed.progress import show_progress
+from accel_core.training.names import inside
 
 if TYPE_CHECKING:
     from accel_core.contract.config import TorchDynamoPlugin

@@ -15,14 +15,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from accel_core.contract.prepared import given_of
 from accel_core.errors import AccelError, ConfigError
+from accel_core.training.prepared import given_of
 from accel_core.training.proxies import PreparedOptimizer, PreparedScheduler
 
 if TYPE_CHECKING:
-    from accel_core.contract.prepared import ParameterIndex, PreparedObjects
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
+    from accel_core.training.prepared import PreparedObjects
 
 KINDS: Final[Mapping[str, type]] = {
     "model": nn.Module,
@@ -45,9 +45,9 @@ def kind_of(run: Run, thing: object) -> str | None:
 
 @define(eq=False)
 class UnitGroup:
-    """New models and optimizers that form one unit, and the prepared units they join.
+    """New models and optimizers that form one unit, or new optimizers of a prepared unit.
 
-    The first unit takes over the others. Where they join none, `prepare` makes one.
+    units: the prepared units whose parameters the optimizers hold. `prepare` makes a unit if there is none.
     """
 
     models: list[nn.Module] = Factory(list)
@@ -66,14 +66,16 @@ class UnitGroup:
         self.units += other.units
 
     def check(self, strategy: str | None) -> None:
-        """Refuse units that cannot be joined; put the unit that the others join first."""
-        self.units.sort(key=lambda unit: not unit.optimizers)
-        for other in self.units[1:]:
-            if self.units[0].strategy != other.strategy or other.optimizers:
-                raise ConfigError(
-                    f"an optimizer spans the units {self.units[0].name!r} and {other.name!r}, which cannot be"
-                    " joined now\nprepare both models and all their optimizers in one call, with one strategy"
-                )
+        """Refuse models of several calls of `prepare` in one unit, and another strategy than the unit's."""
+        names = [f"unit {unit.name!r}" for unit in self.units]
+        names += [f"the new {type(model).__name__}" for model in self.models[: 1 if self.units else 0]]
+        if len(names) > 1:
+            raise ConfigError(
+                f"prepare: the {type(self.optimizers[0]).__name__} holds parameters of"
+                f" {' and '.join(names)}, which come from several calls of prepare or from several"
+                " optimizers\nprepare the models and all their optimizers in one call:"
+                " accelerator.prepare(first, second, optimizer)"
+            )
         if strategy is not None and self.units and self.units[0].strategy != strategy:
             raise ConfigError(
                 f"prepare(strategy={strategy!r}): these objects belong to unit {self.units[0].name!r},"
@@ -194,7 +196,7 @@ def plan_prepare(
             of_kind[kind].append(inner)
             if is_new and (inner is thing or prepared.form_of(inner) is None):
                 new[kind].append(inner)
-    groups = _group_objects(prepared.parameters, new["model"], new["optimizer"])
+    groups = _group_objects(prepared, new["model"], new["optimizer"])
     schedules = _schedules(prepared, new["scheduler"], of_kind["optimizer"])
     if name is not None and len(groups) != 1:
         raise ConfigError(
@@ -224,7 +226,7 @@ def _refuse_kind(thing: Any, number: int) -> NoReturn:
 
 
 def _group_objects(
-    prepared: ParameterIndex, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
+    prepared: PreparedObjects, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> list[UnitGroup]:
     """Group optimizers with the new and prepared models whose parameters they hold.
 
@@ -255,7 +257,7 @@ def _group_objects(
     return groups
 
 
-def _unit_of(prepared: ParameterIndex, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
+def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Parameter) -> Unit:
     """Return the prepared unit that a parameter of the optimizer belongs to."""
     (unit,) = prepared.units_of([parameter])
     if unit is None:

@@ -10,7 +10,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from accel_core.data.loader import prepare_loader
-from accel_core.distributed.together import agree_on_call
 from accel_core.training.build import build_unit
 from accel_core.training.plan import kind_of, plan_prepare
 from accel_core.training.proxies import prepare_scheduler
@@ -49,6 +48,8 @@ def prepare(
         for loader in plan.of_kind["dataloader"]
     }
     if run.world.size > 1:
+        from accel_core.distributed.together import agree_on_call  # late: only several ranks need it
+
         brings = [plan.in_words(), *(f"{word!r}" for word in (name, strategy) if word is not None)]
         brings += filter(None, (loader.data_in_words for loader in loaders.values()))
         agree_on_call(run, "prepare", ", ".join(brings))

@@ -30,7 +30,7 @@ def has_state(optimizer: Optimizer) -> bool:
     return any(_has_stepped(state) for state in optimizer.state.values())
 
 
-def carry(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
+def capture_optimizer_state(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
     """Note the state of an optimizer whose models are not wrapped yet.
 
     Call the result once they are wrapped. Where wrapping has replaced, split or moved parameters, the result

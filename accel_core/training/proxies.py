@@ -55,7 +55,7 @@ class PreparedOptimizer(Optimizer):
         clean_from = unit.window.cleared(self.clean_from)
         if clean_from is None:
             if unit.window.boundary:
-                unit.window.clear_later(optimizer, partial(self.zero_grad, set_to_none))
+                unit.window.defer_zero_grad(optimizer, partial(self.zero_grad, set_to_none))
             return
         clear = unit.steps.zero_grad
         optimizer.zero_grad(set_to_none) if clear is None else clear(unit, optimizer, set_to_none)
@@ -105,16 +105,16 @@ class PreparedOptimizer(Optimizer):
             self.unit.changes.refuse_group()
         self.optimizer.add_param_group(param_group)
         unit, added = self.unit, self.param_groups[-1]["params"]
-        known = unit.run.prepared.parameters
-        if None in known.units_of(added) and unit.run.world.size == 1:
-            known.add(unit, unit.all_names())  # alone it reduces nothing: later ones may join
-        if None in known.units_of(added):
+        if unit.run.world.size == 1:
+            unit.names.update()  # alone it reduces nothing: later ones may join
+        if None in (names := [*map(unit.names.of, added)]):
             del self.param_groups[-1]
             raise AccelError(
                 f"add_param_group: a parameter for the {type(self.optimizer).__name__} was not in its models"
                 " when they were prepared; its gradient would not be reduced\n"
                 "put it into a model before prepare, or call accelerator.free_memory() and prepare anew"
             )
+        unit.names.trained.update(names)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Its own attributes, and methods that are patched (`step`), stay here; others take effect inside.

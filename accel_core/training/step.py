@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from accel_core.contract.run import Run
     from accel_core.contract.unit import StepOutput, Unit
-    from accel_core.contract.window import Extent
+    from accel_core.contract.window import WindowSize
 
 
 # -- forward and backward -----------------------------------------------------------------------------
@@ -35,17 +35,17 @@ def run_window(
     *,
     microbatches: int | None,
     forward_only: bool,
-    extent: Extent | None,
+    window_size: WindowSize | None,
 ) -> StepOutput:
     """Run forward and backward of one window as a whole, by the unit's strategy."""
     window, trained = unit.window, False
     if not forward_only:
         if unit.changes is not None:
             unit.changes.check()
-        window.clear_put_off()
+        window.run_deferred_zero_grads()
     before = window.snapshot()
     try:
-        window.begin_whole(extent)
+        window.begin_whole(window_size)
         observe = unit.run.observe_collective
         if observe is not None:
             observe("forward_backward", False)
@@ -104,7 +104,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
 
 def _is_partial(unit: Unit) -> bool:
     """Return whether a backward now leaves gradients unreduced."""
-    if unit.step_state.quiet:
+    if unit.step_state.no_sync_depth:
         return True
     run = unit.run
     return run.accumulation is not None and not (
@@ -123,13 +123,13 @@ def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
 def _refuse_unprepared(unit: Unit) -> None:
     """Refuse to train a unit without optimizers where its gradients stay unreduced, or miss the optimizer."""
     trained = {name for name, each in unit.named_parameters().items() if each.requires_grad}
-    if trained and trained <= unit.run.prepared.parameters.outlived(unit):
+    if trained and trained <= unit.names.outlived():
         raise AccelError(
             f"backward: prepare has replaced the parameters of unit {unit.name!r}, and something still holds"
             " those from before, such as an optimizer that is not prepared: they get no gradients\n"
             "prepare the optimizer too: model, optimizer = accelerator.prepare(model, optimizer)"
         )
-    is_in_window = unit.steps.no_sync is not None and not unit.step_state.quiet and _is_partial(unit)
+    is_in_window = unit.steps.no_sync is not None and not unit.step_state.no_sync_depth and _is_partial(unit)
     if trained and (is_in_window or unit.steps.reduce_gradients is not None):
         raise AccelError(
             f"backward: no prepared optimizer steps unit {unit.name!r}, and its gradients are reduced when"
@@ -173,7 +173,7 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
     if unit.changes is not None and not state.phases:  # a loss's own `backward()`
         unit.changes.check()
     phases = state.phases_of(optimizer)
-    if Phase.PARTIAL in phases and not state.quiet and _reduces_in_backward(unit):
+    if Phase.PARTIAL in phases and not state.no_sync_depth and _reduces_in_backward(unit):
         raise AccelError(
             f"the gradients of unit {unit.name!r} are not reduced: its window ends here, and the last"
             " micro-batch, or the last outside no_sync, had no backward; each rank would train a model of"
@@ -183,7 +183,7 @@ def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
         )
     if phases == {Phase.FINISHED}:
         return
-    if unit.steps.reduce_gradients is not None and not state.quiet:
+    if unit.steps.reduce_gradients is not None and not state.no_sync_depth:
         unit.steps.reduce_gradients(unit)
     if unit.steps.unscale is not None:
         for each in unit.optimizers:
@@ -205,7 +205,7 @@ def clip_norm(
         return None
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters, norm_type)
-    if unit.step_state.needs_finish:
+    if unit.step_state.has_custom_step:
         finish(unit)
     clip = unit.steps.clip_gradients
     if clip is None:
@@ -220,7 +220,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
         return
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
         _check_whole(unit, parameters)
-    if unit.step_state.needs_finish:
+    if unit.step_state.has_custom_step:
         finish(unit)
     unit.hooks.clip_gradients(unit, parameters, value, None)
 
@@ -231,7 +231,7 @@ def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: floa
 
     if norm_type != 2:
         cause = f"by the 2-norm, not by norm_type={norm_type}"
-    elif unit.run.prepared.parameters.has_more(unit, parameters):
+    elif unit.names.trains_more_than(parameters):
         cause = f"all parameters of a unit together, and {unit.name!r} has more than were given"
     else:
         return
@@ -261,12 +261,12 @@ def check_closure(unit: Unit) -> None:
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
     """Apply the optimizer, at a window's boundary; return whether it was applied."""
     window, state, steps = unit.window, unit.step_state, unit.steps
-    if window.awaits_backward or window.put_off:
+    if window.awaits_backward or window.deferred_zero_grads:
         window.note_backward()
     if closure is not None:
         check_closure(unit)
     applied = True
-    if not state.needs_finish:
+    if not state.has_custom_step:
         optimizer.step() if closure is None else optimizer.step(closure)
     else:
         finish(unit, optimizer)

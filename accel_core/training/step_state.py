@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class Phase(Enum):
     """State of an optimizer's gradients; clean ones have none.
 
-    PARTIAL: a backward of core's has added to them, in which their strategy does not reduce.
-    OPEN: it has, in one in which the strategy reduces, if it does so in backward.
-    FINISHED: they are reduced and unscaled.
+    PARTIAL: a backward of core's has accumulated gradients that their strategy has not reduced.
+    OPEN: a backward has accumulated gradients and, for strategies that reduce in backward, reduced them.
+    FINISHED: the gradients are reduced and unscaled.
     """
 
     PARTIAL = "partial"
@@ -35,16 +35,18 @@ class StepState:
     `backward` opens them, the first of clip, unscale and step finishes them, `step` and `zero_grad` clean
     them. Gradients of a loss's own `backward()` are not noted: each of these calls finishes them.
 
-    needs_finish: a step is more than torch's, or is checked. phases: by optimizer, of None in a unit without;
-    that of a clean one is popped.
-    shares_losses: a loss of several units has opened them. quiet: how many contexts without reduction are
-    entered. uneven: ranks run out of batches at different times.
+    has_custom_step: a step is more than torch's, or is checked.
+    phases: gradient phase per optimizer; key None if the unit has no optimizer. Optimizers without gradients
+        are absent.
+    shares_losses: a loss of several units has opened the gradients.
+    no_sync_depth: number of entered contexts without reduction.
+    uneven: ranks run out of batches at different times.
     """
 
-    needs_finish: bool
+    has_custom_step: bool
     phases: dict[Optimizer | None, Phase] = field(factory=dict)
     shares_losses: bool = False
-    quiet: int = 0
+    no_sync_depth: int = 0
     uneven: bool = False
 
     @classmethod
@@ -55,16 +57,16 @@ class StepState:
         """
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, mark_step)
         in_backward = reduces and steps.no_sync is not None
-        return cls(needs_finish=in_backward or finishing.count(None) < len(finishing))
+        return cls(has_custom_step=in_backward or finishing.count(None) < len(finishing))
 
     @property
     def is_partial(self) -> bool:
         """True while some gradients are not reduced, as after a backward in `no_sync`."""
         return Phase.PARTIAL in self.phases.values()
 
-    def require_finish(self) -> None:
+    def require_custom_step(self) -> None:
         """Have each step do more than torch's."""
-        self.needs_finish = True
+        self.has_custom_step = True
 
     def open(self, optimizers: Sequence[Optimizer], *, partial: bool) -> None:
         """Note a backward of core's. partial: one in which the strategy does not reduce."""
@@ -93,11 +95,11 @@ class StepState:
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
         """Count a context in which gradients are not reduced."""
-        self.quiet += 1
+        self.no_sync_depth += 1
         try:
             yield
         finally:
-            self.quiet -= 1
+            self.no_sync_depth -= 1
 
     @contextmanager
     def uneven_inputs(self) -> Iterator[None]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from accel_core.contract.unit import inside
 from accel_core.errors import AccelError
 from accel_core.training.autocast import without_contexts
+from accel_core.training.names import inside
 
 if TYPE_CHECKING:
     from torch import nn

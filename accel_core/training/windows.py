@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from accel_core.contract.window import Extent
+from accel_core.contract.window import WindowSize
 from accel_core.data.uneven import refuse_items
 from accel_core.distributed.exchange import collective_call
 from accel_core.errors import AccelError
@@ -35,15 +35,17 @@ def windows(
         counters = run.topology.readers if getattr(reader, "is_whole", False) else run.topology.losses
         while True:
             pairs = list(islice(reader, size or run.accumulation_steps))
-            alone = any(unit.step_state.uneven or unit.step_state.quiet for unit in accumulation.units)
+            alone = any(
+                unit.step_state.uneven or unit.step_state.no_sync_depth for unit in accumulation.units
+            )
             items = None
             if count is not None:
                 refuse_items(accumulation.units)
                 items = _total(run, [_count_of(count(batch)) for batch, _ in pairs])
-            extent = _extent_of(run, batches, len(pairs), items, counters, alone=alone)
+            window_size = _window_size_of(run, batches, len(pairs), items, counters, alone=alone)
             if not pairs:
                 return
-            yield CountedWindow(accumulation, pairs, extent, settle)
+            yield CountedWindow(accumulation, pairs, window_size, settle)
 
 
 class CountedWindow:
@@ -56,10 +58,10 @@ class CountedWindow:
         self,
         accumulation: Accumulation,
         batches: Sequence[tuple[Any, Callable[[], Any]]],
-        extent: Extent,
+        window_size: WindowSize,
         settle: Callable[[], object] | None,
     ) -> None:
-        self._accumulation, self._extent = accumulation, extent
+        self._accumulation, self._window_size = accumulation, window_size
         self._batches, self._settle = batches, settle
 
     def __len__(self) -> int:
@@ -67,13 +69,13 @@ class CountedWindow:
 
     @property
     def items(self) -> tuple[Tensor | float, Tensor | float] | None:
-        return self._extent.items
+        return self._window_size.items
 
     def __iter__(self) -> Iterator[Any]:
         accumulation, last, is_left = self._accumulation, len(self) - 1, True
         try:
             for number, batch in enumerate(self._handed_out()):
-                with accumulation.of(batch, self._extent, last=number == last):
+                with accumulation.for_batch(batch, self._window_size, last=number == last):
                     yield batch
             is_left = False
         finally:  # on `break` and after an error too: the generator is closed, or collected
@@ -81,9 +83,9 @@ class CountedWindow:
                 if unit.window.is_begun or (is_left and unit.step_state.phases):  # not applied, not cleared
                     unit.begin_anew()
 
-    def whole(self) -> tuple[Iterator[Any], int, Extent]:
+    def whole(self) -> tuple[Iterator[Any], int, WindowSize]:
         """Return what `forward_backward` takes: batches, their number, and what is known of them."""
-        return self._handed_out(), len(self), self._extent
+        return self._handed_out(), len(self), self._window_size
 
     def _handed_out(self) -> Iterator[Any]:
         for number, (_, hand_out) in enumerate(self._batches, 1):
@@ -121,9 +123,9 @@ def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
     return torch.stack([each.to(wide) for each in on_device]).sum() + host
 
 
-def _extent_of(
+def _window_size_of(
     run: Run, batches: Any, size: int, items: Tensor | float | None, counters: int, *, alone: bool
-) -> Extent:
+) -> WindowSize:
     """Return what all ranks know of the window. Collective, unless ranks may run out of batches.
 
     counters: how many ranks have counted items of their own; others have counted the same.
@@ -149,10 +151,10 @@ def _extent_of(
         elif items is not None:
             total = sum(counts) / len(counts) * counters
     if items is None or total is None:
-        return Extent(size=size, divisor=size)
+        return WindowSize(size=size, divisor=size)
     divisor: Tensor | float
     if isinstance(total, torch.Tensor):
         divisor = torch.where(total > 0, total / losses, float("inf"))
     else:
         divisor = total / losses or float("inf")  # without any item all gradients are 0
-    return Extent(size=size, divisor=divisor, items=(items, total))
+    return WindowSize(size=size, divisor=divisor, items=(items, total))

@@ -7,9 +7,9 @@ import toy_specs as hooks
 import toy_stacks
 from toy_stacks import stack
 
-from accel_core.contract.bound import no_op
+from accel_core.contract.bound import concatenate, no_op
 from accel_core.contract.hooks import implements
-from accel_core.contract.spec import concatenate, spec
+from accel_core.contract.spec import spec
 from accel_core.errors import PluginError
 from accel_core.plugins.manager import LAYERS, PluginManager
 

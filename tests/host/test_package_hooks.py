@@ -6,8 +6,9 @@ from types import ModuleType
 
 import pytest
 
+from accel_core.contract.bound import merge
 from accel_core.contract.hooks import implements
-from accel_core.contract.spec import merge, spec
+from accel_core.contract.spec import spec
 from accel_core.errors import PluginError
 from accel_core.plugins.manager import PluginManager
 

@@ -29,7 +29,8 @@ DECLARES = """
         print("readings:", self.run.hooks["gauge.reading"](self.steps))
 """
 SPECS = """
-from accel_core.contract.spec import merge, spec
+from accel_core.contract.bound import merge
+from accel_core.contract.spec import spec
 
 @spec("everyone", merge)
 def reading(step: int) -> dict[str, float]:

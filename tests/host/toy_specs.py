@@ -6,7 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
-from accel_core.contract.spec import compose, concatenate, enter, merge, spec
+from accel_core.contract.bound import compose, concatenate, enter, merge
+from accel_core.contract.spec import spec
 
 
 @spec("owner")

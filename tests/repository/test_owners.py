@@ -9,10 +9,11 @@ from checkout import ROOT, modules, place, refuse, tree
 
 OWNERS = {
     "run": "accel_core/runtime/run.py",
-    "prepared": "accel_core/contract/prepared.py",
+    "prepared": "accel_core/training/prepared.py",
     "unit": "accel_core/contract/unit.py",
     "window": "accel_core/contract/window.py",
     "step_state": "accel_core/training/step_state.py",
+    "names": "accel_core/training/names.py",
     "checkpoints": "accel_core/checkpoint/session.py",
     "series": "accel_core/storage/series.py",
 }

@@ -85,7 +85,7 @@ class Script:
             "garbage collection": gc.isenabled(),
             "operation": current_operation.get(),
             "active loaders": list(run.active_loaders),
-            "units": [(unit.step_state.quiet, unit.step_state.uneven) for unit in run.units],
+            "units": [(unit.step_state.no_sync_depth, unit.step_state.uneven) for unit in run.units],
             "shardings": [loader._plan.sharding for loader in run.prepared.loaders],
             "training": [module.training for module in self.model.modules()],
             "hooks": [list(module._forward_pre_hooks) for module in self.model.modules()],

@@ -112,11 +112,13 @@ class Stack(ExitStack):
 def reducing(accelerator_of, monkeypatch):
     """A model whose strategy reduces in each backward: (accelerator, model, the contexts entered now)."""
 
-    def make(size):
+    def make(size, *others):
         monkeypatch.setattr(accumulation, "ExitStack", Stack)
         monkeypatch.setattr(Stack, "made", 0)
         accelerator, quiet = accelerator_of(gradient_accumulation_steps=size), []
-        model = accelerator.prepare(nn.Linear(2, 2))
+        models = [nn.Linear(2, 2), *others]
+        over_all = torch.optim.SGD([p for each in models for p in each.parameters()], lr=0.1)
+        model = accelerator.prepare(*models, over_all)[0]
 
         @contextmanager
         def no_sync(unit, models):
@@ -151,9 +153,8 @@ def test_a_micro_batch_that_is_made_one_of_the_middle_does_not_reduce(reducing):
 
 
 def test_of_a_units_models_those_that_accumulate_names_do_not_reduce(reducing):
-    accelerator, model, quiet = reducing(2)
     other = nn.Linear(2, 2)
-    accelerator.prepare(other, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
+    accelerator, _, quiet = reducing(2, other)
     with accelerator.accumulate(other):
         assert quiet == [[other]]
 

@@ -9,9 +9,10 @@ from torch.optim.lr_scheduler import ConstantLR
 from torch.utils.data import DataLoader
 
 from accel_core import AccelError, ConfigError
-from accel_core.contract.prepared import PreparedObjects
 from accel_core.contract.window import Window
+from accel_core.training.names import Names
 from accel_core.training.plan import plan_prepare
+from accel_core.training.prepared import PreparedObjects
 from accel_core.training.proxies import PreparedOptimizer
 
 KINDS = {
@@ -31,7 +32,7 @@ def plan_beside(units, objects, placement=None, **options):
     prepared = PreparedObjects()
     for unit in units:
         proxies = [PreparedOptimizer(optimizer, unit) for optimizer in unit.optimizers]
-        prepared.add_unit(unit, [], zip(unit.optimizers, proxies, strict=True), {}, {})
+        prepared.add_unit(unit, zip(unit.optimizers, proxies, strict=True))
     places = [True] * len(objects) if placement is None else placement
     return plan_prepare(prepared, objects, kind_of, places, **options)
 
@@ -41,9 +42,8 @@ class PlainUnit:
         self.name, self.model, self.strategy = name, model, strategy
         self.given = self.models = self.wrapped = [model]
         self.optimizers, self.window = list(optimizers), Window()
-
-    def all_names(self):
-        return self.model.named_parameters()
+        self.names = Names([])
+        self.names.begin([model])
 
 
 def linear():
@@ -93,27 +93,21 @@ def test_an_optimizer_over_several_models_makes_them_one_group():
 
 
 def test_an_optimizer_of_a_prepared_model_completes_its_unit():
-    unit, new = PlainUnit("unit0", linear()), linear()
+    unit = PlainUnit("unit0", linear())
+    optimizer = sgd(unit.model)
 
-    (group,) = plan_beside([unit], [sgd(unit.model, new), new]).groups
+    (group,) = plan_beside([unit], [optimizer]).groups
 
-    assert (group.models, group.units) == ([new], [unit])
-
-
-def test_the_unit_with_an_optimizer_takes_over_the_others():
-    model, other = linear(), linear()
-    trained, frozen = PlainUnit("a", model, sgd(model)), PlainUnit("b", other)
-
-    (group,) = plan_beside([frozen, trained], [sgd(other, model)]).groups
-
-    assert group.units == [trained, frozen]
+    assert (group.models, group.optimizers, group.units) == ([], [optimizer], [unit])
 
 
-def test_units_that_both_train_are_not_joined():
-    units = [PlainUnit(name, model, sgd(model)) for name, model in (("a", linear()), ("b", linear()))]
+def test_an_optimizer_over_models_of_two_prepares_is_refused_with_both_names():
+    first, second, new = PlainUnit("a", linear()), PlainUnit("b", linear()), linear()
 
-    with pytest.raises(ConfigError, match="spans the units 'a' and 'b'"):
-        plan_beside(units, [sgd(*(unit.model for unit in units))])
+    with pytest.raises(ConfigError, match=r"SGD holds parameters of unit 'a' and unit 'b'.*\n.*in one call"):
+        plan_beside([first, second], [sgd(first.model, second.model)])
+    with pytest.raises(ConfigError, match=r"SGD holds parameters of unit 'a' and the new Linear.*\n.*in one"):
+        plan_beside([first], [new, sgd(first.model, new)])
 
 
 def test_prepared_models_and_optimizers_are_planned_no_more():

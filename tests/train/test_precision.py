@@ -277,20 +277,6 @@ def test_frozen_float16_parameters_may_stay(accelerator_of):
     assert {parameter.dtype for parameter in prepared[0].parameters()} == {torch.float16}
 
 
-def test_a_model_that_joins_a_unit_later_shares_its_scale(accelerator_of):
-    accelerator = fp16(accelerator_of, init_scale=8.0)
-    a, b = net(0), net(1)
-    a = accelerator.prepare(a)
-    (unit,) = accelerator.run.units
-    scaler = unit.scaler
-    a, b, optimizer = accelerator.prepare(a, b, SGD([*a.parameters(), *b.parameters()], lr=0.1))
-    assert accelerator.run.units == [unit]
-    assert unit.scaler is scaler
-    accelerator.backward((a(X) + b(X)).float().sum())
-    optimizer.step()
-    assert not optimizer.step_was_skipped
-
-
 def test_a_scaler_can_be_disabled(accelerator_of):
     accelerator = fp16(accelerator_of, enabled=False)
     model = net()
@@ -625,21 +611,19 @@ def test_no_model_outlives_free_memory(accelerator_of, precision):
     assert [each() for each in alive] == [None, None]
 
 
-def test_a_prepare_that_fails_to_join_units_leaves_their_autocast(accelerator_of, monkeypatch):
+def test_a_late_optimizer_that_is_refused_leaves_the_models_autocast(accelerator_of, monkeypatch):
     accelerator = accelerator_of(mixed_precision="bf16")
-    models = accelerator.prepare(Spy(), Spy())
-    unit = accelerator.run.units[0]
+    model = accelerator.prepare(Spy())
+    (unit,) = accelerator.run.units
 
     def fails(*_):
         raise ZeroDivisionError
 
     monkeypatch.setattr(unit.hooks, "wrap_optimizer", fails)
     with pytest.raises(ZeroDivisionError):
-        accelerator.prepare(SGD([p for model in models for p in model.parameters()], lr=0.1))
-    for model in models:
-        model(X)
-        assert model.active
-    assert len(accelerator.run.units) == 2
+        accelerator.prepare(SGD(model.parameters(), lr=0.1))
+    model(X)
+    assert model.active
 
 
 @pytest.mark.parametrize("make", [torch.jit.script, lambda model: torch.jit.trace(model, X)])

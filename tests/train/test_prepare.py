@@ -58,31 +58,21 @@ def test_an_optimizer_over_two_models_makes_them_one_unit(accelerator):
     assert [name for name in unit.named_parameters() if name.endswith("0.bias")] == ["0.0.bias", "1.0.bias"]
 
 
-def test_a_late_optimizer_joins_two_prepared_models(accelerator):
-    a, b = accelerator.prepare(net(0), net(1))
-    accelerator.prepare(SGD([*a.parameters(), *b.parameters()], lr=0.1))
-    assert len(accelerator.run.units) == 1
-
-
-def test_units_that_cannot_be_joined_are_left_alone(accelerator):
-    models = [net(number) for number in range(3)]
-    first, second, third = models
-    accelerator.prepare(*models, SGD(first.parameters(), lr=0.1), SGD(second.parameters(), lr=0.1))
-    units = list(accelerator.run.units)
-    with pytest.raises(ConfigError, match="spans the units 'unit0' and 'unit1', which cannot be joined"):
-        accelerator.prepare(
-            SGD([*third.parameters(), *first.parameters(), *second.parameters()], lr=0.1), net(4)
-        )
-    assert accelerator.run.units == units
-    assert [len(unit.models) for unit in units] == [1, 1, 1]
-
-
-def test_a_check_that_fails_late_leaves_units_apart(accelerator):
-    a, b = accelerator.prepare(net(0), net(1))
-    joining = SGD([*a.parameters(), *b.parameters()], lr=0.1)
-    with pytest.raises(AccelError, match="schedules an optimizer that was not prepared"):
-        accelerator.prepare(joining, StepLR(SGD(net(2).parameters(), lr=0.1), 1))
-    assert len(accelerator.run.units) == 2
+def test_an_optimizer_over_models_of_two_prepares_is_refused_and_prepared_in_one_call(accelerator):
+    a, b = net(0), net(1)
+    over_both = SGD([*a.parameters(), *b.parameters()], lr=0.1)
+    accelerator.prepare(a, name="first")
+    with pytest.raises(
+        ConfigError, match=r"of unit 'first' and the new Sequential.*\nprepare .* in one call"
+    ):
+        accelerator.prepare(b, over_both)
+    accelerator.prepare(b, name="second")
+    with pytest.raises(ConfigError, match=r"of unit 'first' and unit 'second'.*\nprepare .* in one call"):
+        accelerator.prepare(over_both)
+    assert [unit.given for unit in accelerator.run.units] == [[a], [b]]
+    accelerator.free_memory()
+    accelerator.prepare(a, b, over_both)
+    assert [unit.given for unit in accelerator.run.units] == [[a, b]]
 
 
 def test_an_optimizer_that_is_refused_late_leaves_its_unit_as_it_was(accelerator):
@@ -96,37 +86,6 @@ def test_an_optimizer_that_is_refused_late_leaves_its_unit_as_it_was(accelerator
     del unit.hooks.wrap_optimizer
     assert accelerator.prepare(SGD(model.parameters(), lr=0.1)).unit is unit
     assert (len(unit.optimizers), prepared.trained) == (1, [unit])
-
-
-def test_units_that_could_not_be_joined_are_whole_again(accelerator):
-    a, b = accelerator.prepare(net(0), net(1))
-    first, second = accelerator.run.units
-    first.hooks.wrap_optimizer = refusing
-    joining = SGD([*a.parameters(), *b.parameters()], lr=0.1)
-    with pytest.raises(ValueError, match="not this one"):
-        accelerator.prepare(joining)
-    assert accelerator.run.units == [first, second]
-    assert (first.given, second.given) == ([a], [b])
-    assert accelerator.run.prepared.parameters.units_of(b.parameters()) == {second}
-    del first.hooks.wrap_optimizer
-    assert accelerator.prepare(joining).unit.models == [a, b]
-
-
-def test_an_object_that_has_the_id_of_a_parameter_that_is_gone_is_not_taken_for_it(accelerator_of):
-    accelerator = accelerator_of()
-    model = accelerator.prepare(net())
-    index, gone = accelerator.run.prepared.parameters, nn.Parameter(torch.zeros(1))
-    index.add(accelerator.run.units[0], [("gone", gone)])
-    assert index.units_of([gone]) == {accelerator.run.units[0]}
-    identity, others, data = id(gone), [], torch.zeros(1)
-
-    del gone
-    while not others or id(others[-1]) != identity:
-        assert len(others) < 10_000, "no object took the place"
-        others.append(nn.Parameter(data))
-
-    assert index.units_of(others[-1:]) == {None}
-    assert index.units_of(model.parameters()) == {accelerator.run.units[0]}
 
 
 def test_a_model_that_was_refused_late_is_not_half_known(accelerator_of, monkeypatch):
@@ -143,18 +102,6 @@ def test_a_model_that_was_refused_late_is_not_half_known(accelerator_of, monkeyp
         accelerator.prepare(SGD(model.parameters(), lr=0.1))
 
 
-def test_a_model_that_could_not_join_a_unit_is_not_known(accelerator):
-    first, second = net(0), net(1)
-    optimizer = SGD([*first.parameters(), *second.parameters()], lr=0.1)
-    accelerator.prepare(first)
-    (unit,) = accelerator.run.units
-    unit.hooks.wrap_optimizer = refusing
-    with pytest.raises(ValueError, match="not this one"):
-        accelerator.prepare(second, optimizer)
-    assert accelerator.run.prepared.parameters.units_of(first.parameters()) == {unit}
-    assert accelerator.run.prepared.parameters.units_of(second.parameters()) == {None}
-
-
 def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(accelerator_of):
     accelerator = accelerator_of(dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
 
@@ -168,13 +115,6 @@ def test_a_loader_that_cannot_be_had_is_refused_before_anything_is_prepared(acce
 
 def refusing(*_):
     raise ValueError("not this one")
-
-
-def test_a_joined_units_name_is_free_again(accelerator):
-    models = accelerator.prepare(net(0), net(1), net(2))
-    accelerator.prepare(SGD([p for model in models[:2] for p in model.parameters()], lr=0.1))
-    accelerator.prepare(net(3), net(4))
-    assert [unit.name for unit in accelerator.run.units] == ["unit0", "unit2", "unit1", "unit3"]
 
 
 def test_optimizers_of_two_models_make_two_units(accelerator):

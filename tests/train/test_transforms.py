@@ -156,9 +156,8 @@ def test_a_refused_model_leaves_all_others_as_they_were(accelerator_with):
     a, b = accelerator.prepare(net(0), net(1))
     units = list(accelerator.run.units)
     one_layer = nn.Sequential(nn.Linear(1, 1))
-    joining = SGD([*a.parameters(), *b.parameters(), *one_layer.parameters()], lr=0.1)
     with pytest.raises(ConfigError, match="one wants no model of one layer\nadd layers"):
-        accelerator.prepare(net(2), one_layer, joining)
+        accelerator.prepare(net(2), one_layer, SGD(one_layer.parameters(), lr=0.1))
     assert accelerator.run.units == units
     assert [unit.models for unit in units] == [[a], [b]]
     assert accelerator.run.plugins["one"].seen.count("post") == 2

@@ -6,8 +6,8 @@ import pytest
 from attrs import evolve
 
 from accel_core import Accelerator, plugin_status
-from accel_core.contract.stack import Chosen
 from accel_core.plugins.discovery import discover
+from accel_core.runtime.selection import Chosen
 
 
 @pytest.mark.parametrize(
@@ -29,7 +29,7 @@ def test_a_plugin_nobody_has_installed_is_missing():
 
 
 def test_a_strategy_names_its_own_distributed_type(toy_plugin):
-    toy_plugin("toy", distributed_type="'QUANTUM'", implementation="'accel_core.defaults.strategy:Single'")
+    toy_plugin("toy", distributed_type="'QUANTUM'", implementation="'accel_core.defaults.base:Single'")
     accelerator = Accelerator(cpu=True, strategy="toy")
 
     assert accelerator.distributed_type == "QUANTUM"

@@ -6,7 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Literal
 
-from accel_core.contract.spec import merge, spec
+from accel_core.contract.bound import merge
+from accel_core.contract.spec import spec
 
 if TYPE_CHECKING:
     import torch

@@ -15,7 +15,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
-from accel_core.contract.spec import compose, merge, spec
+from accel_core.contract.bound import compose, merge
+from accel_core.contract.spec import spec
 
 if TYPE_CHECKING:
     import torch

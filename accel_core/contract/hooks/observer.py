@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from accel_core.contract.spec import concatenate, spec
+from accel_core.contract.bound import concatenate
+from accel_core.contract.spec import spec
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Final
 
-from accel_core.contract.spec import concatenate, enter, spec
+from accel_core.contract.bound import concatenate, enter
+from accel_core.contract.spec import spec
 
 if TYPE_CHECKING:
     import torch

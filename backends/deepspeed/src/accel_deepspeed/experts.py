@@ -41,7 +41,7 @@ def rename(unit: Unit) -> None:
     (model,) = unit.models
     for path, layer in spread(model):
         names = {here: name for here, name, _ in _numbered(layer, path) if here}
-        unit.renamed.setdefault(model, {}).update(names)
+        unit.names.rename(0, names)
 
 
 def elsewhere(unit: Unit) -> dict[str, nn.Parameter]:

@@ -56,7 +56,6 @@ PRELOADED: Final = (
     "accel_core.checkpoint.weights",
     "accel_core.defaults.device",
     "accel_core.defaults.precision",
-    "accel_core.defaults.strategy",
 )
 """Imports of nearly every task; torch's optimizers alone load two, for 2 s."""
 PRELOAD_VARIABLE: Final = "ACCEL_TEST_PRELOAD"

@@ -397,7 +397,7 @@ class DrawsApart(Averages):
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config, world):
-        return [MeshDim("twin", -1, 150, "model", alike=True)]
+        return [MeshDim("twin", -1, 150, "model", same_activations=True)]
 
     @implements(hooks.wrap_model)
     def wrap_model(self, unit, model):

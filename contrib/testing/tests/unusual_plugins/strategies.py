@@ -33,7 +33,7 @@ class Pair(Replicas):
 
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config, world):
-        return [MeshDim("twin", -1, 150, "model", alike=True)]
+        return [MeshDim("twin", -1, 150, "model", same_activations=True)]
 
 
 class Grid(Replicas):
@@ -42,7 +42,7 @@ class Grid(Replicas):
     @implements(hooks.mesh_dims)
     def mesh_dims(self, config, world):
         return [
-            MeshDim("neighbour", min(2, world.size), 250, "model", alike=True),
+            MeshDim("neighbour", min(2, world.size), 250, "model", same_activations=True),
             MeshDim("dp_replicate", -1),
         ]
 

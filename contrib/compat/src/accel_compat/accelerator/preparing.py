@@ -140,7 +140,7 @@ def _is_loose(accelerator: Any, optimizer: Any, args: Iterable[Any]) -> bool:
         return False
     mine = {p for group in optimizer.param_groups for p in group["params"]}
     models = (thing for thing in args if isinstance(thing, torch.nn.Module))
-    return prepared.parameters.units_of(mine) == {None} and not any(
+    return prepared.units_of(mine) == {None} and not any(
         parameter in mine for model in models for parameter in model.parameters()
     )
 

@@ -57,7 +57,7 @@ def _may_clip(accelerator: Any, name: str, parameters: list[Any], error: AccelEr
 
     Returns False inside a window, and where there are none. Raises any other error.
     """
-    units = accelerator.run.prepared.parameters.units_of(parameters)
+    units = accelerator.run.prepared.units_of(parameters)
     if len(units) == 1 and None not in units:
         raise error
     if not parameters:

@@ -50,7 +50,9 @@ def drawn(arguments: Mapping[str, Any]) -> tuple[tuple[int, ...], list[float]]:
         optimizer.zero_grad()
     mesh, reader = accelerator.run.units[-1].mesh, accelerator.run.topology.reader
     place = (
-        (reader,) if mesh is None else tuple(mesh.index(each.name) for each in mesh.dims if not each.alike)
+        (reader,)
+        if mesh is None
+        else tuple(mesh.index(each.name) for each in mesh.dims if not each.same_activations)
     )
     accelerator.end_training()
     return place, notes

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from accel_core.contract.unit import inside
+from accel_core.training.names import inside
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping
 
     from torch import nn
     from torch.optim import Optimizer
 
     from accel_core.contract.unit import Unit
 
-_UNMOVED: Mapping[tuple[Unit, str], str] = MappingProxyType({})
 _GIVEN: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
 """Wrapped model of any run -> the user's module inside."""
 _VIEWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.WeakKeyDictionary()
@@ -47,7 +45,6 @@ class PreparedObjects:
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
         """The units with optimizers: another list whenever units change, or the run ends."""
-        self.parameters = ParameterIndex()
         self.optimizers: list[tuple[Optimizer, Any]] = []
         """(the user's optimizer, what `prepare` returned for it)."""
         self.schedulers: list[tuple[Any, Any]] = []
@@ -127,30 +124,30 @@ class PreparedObjects:
         unit, number = place
         return unit.wrapped[number]
 
-    def add_unit(
-        self,
-        unit: Unit,
-        merged: Sequence[Unit],
-        optimizers: Iterable[tuple[Optimizer, Any]],
-        before: Mapping[nn.Parameter, str],
-        moved: Mapping[tuple[Unit, str], str],
-    ) -> None:
-        """Add a unit, or what is new in it, in place of those merged into it.
+    def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
+        """Return the units of these parameters; None among them for a parameter of no prepared model.
 
-        optimizers: (the user's, what `prepare` returns for it) of those that are new. before: the names of
-        its parameters before models were wrapped, which may have replaced them. moved: (unit, name) of
-        earlier parameters that have another place in the unit now -> their name there.
+        Parameters that `prepare` has replaced are found as well.
         """
-        self.parameters.move(unit, moved)
-        self.parameters.add(unit, [(name, parameter) for parameter, name in before.items()])
-        self.parameters.add(unit, unit.all_names())
+        listed = [*parameters]
+        ids = {*map(id, listed)}
+        for unit in self.units if ids else ():
+            if ids <= unit.names.known.keys():  # clipping asks this in each step
+                return {unit}
+        return {
+            next((unit for unit in self.units if unit.names.of(each) is not None), None) for each in listed
+        }
+
+    def add_unit(self, unit: Unit, optimizers: Iterable[tuple[Optimizer, Any]]) -> None:
+        """Add a unit, or the optimizers that have joined it.
+
+        optimizers: (the user's, what `prepare` returns for it).
+        """
         if unit not in self.units:
             self.units.append(unit)
         for given, wrapped in zip(unit.given, unit.wrapped, strict=True):
             if wrapped is not given:
                 _GIVEN[wrapped] = weakref.ref(given)
-        for other in merged:
-            self.units.remove(other)
         self.optimizers.extend(optimizers)
         self.trained = [trained for trained in self.units if trained.optimizers]
 
@@ -183,100 +180,3 @@ class PreparedObjects:
         for held in (self.units, self.optimizers, self.schedulers, self.loaders, self.ordered):
             held.clear()
         self.trained = []
-        self.parameters.clear()
-
-
-class ParameterIndex:
-    """Parameter -> (its unit, its name there), by identity.
-
-    Parameters that were replaced are found as well.
-    """
-
-    def __init__(self) -> None:
-        entries: dict[int, _Entry] = {}
-        units: dict[int, Unit] = {}
-
-        def forget(entry: _Entry) -> None:  # another object may get the id of one that is gone
-            entries.pop(entry.key, None)
-            units.pop(entry.key, None)
-
-        self._entries, self._forget = entries, forget
-        self._units = units
-        """The unit of each entry: clipping asks for that of each parameter in each step."""
-
-    def add(self, unit: Unit, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Remember the parameters that have, or had, these names in the unit."""
-        for name, parameter in named:
-            key = id(parameter)
-            entry = self._entries.get(key)
-            if entry is None or entry() is not parameter:
-                entry = self._entries[key] = _Entry(parameter, self._forget)
-                entry.key, entry.is_held = key, False
-            entry.name = name
-            self._units[key] = unit
-
-    def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
-        """Their units; None among them for what no prepared model has."""
-        return set(map(self._units.get, map(id, parameters)))
-
-    def note_held(self, unit: Unit, names: Collection[str]) -> None:
-        """Note that prepared optimizers hold the unit's parameters of these names."""
-        for key, entry in [*self._entries.items()]:
-            if entry.name in names and self._units[key] is unit:
-                entry.is_held = True
-
-    def leave_out(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return whether one of these trains in the unit, held by no prepared optimizer."""
-        mine = [each for each in parameters if each.requires_grad and self._units.get(id(each)) is unit]
-        return any([not self._entries[id(each)].is_held for each in mine])  # noqa: C419  no call each
-
-    def has_more(self, unit: Unit, parameters: Iterable[nn.Parameter]) -> bool:
-        """Return whether prepared optimizers train another parameter of the unit."""
-        ids = set(map(id, parameters))
-        mine = (each for each in self._entries.values() if self._units.get(each.key) is unit)
-        trained = (each() for each in mine if each.is_held)
-        return any(p is not None and p.requires_grad and id(p) not in ids for p in trained)
-
-    def outlived(self, unit: Unit) -> set[str]:
-        """Names of the unit's parameters that `prepare` has replaced and something still holds."""
-        current = set(map(id, unit.named_parameters().values()))
-        mine = (
-            entry for key, entry in self._entries.items() if self._units[key] is unit and key not in current
-        )
-        return {entry.name for entry in mine if entry() is not None}
-
-    def name_of(self, parameter: nn.Parameter, moved: Mapping[tuple[Unit, str], str] = _UNMOVED) -> str:
-        """Return the canonical name of a parameter that has a unit.
-
-        moved: as in `PreparedObjects.add_unit`.
-        """
-        key = id(parameter)
-        name = self._entries[key].name
-        return moved.get((self._units[key], name), name)
-
-    def move(self, unit: Unit, moved: Mapping[tuple[Unit, str], str]) -> None:
-        """Take parameters to their new places in this unit.
-
-        moved: as in `PreparedObjects.add_unit`.
-        """
-        for key, entry in [*self._entries.items()] if moved else ():
-            place = self._units[key], entry.name
-            if place in moved:
-                self._units[key], entry.name = unit, moved[place]
-
-    def clear(self) -> None:
-        """Forget all parameters."""
-        self._entries.clear()
-        self._units.clear()
-
-
-class _Entry(weakref.ref["nn.Parameter"]):
-    """A parameter, its id, its name in its unit, and whether an optimizer holds it.
-
-    One object a parameter: Python's garbage collector visits each that a run keeps.
-    """
-
-    __slots__ = ("is_held", "key", "name")
-    is_held: bool
-    key: int
-    name: str
