@@ -46,8 +46,8 @@ class MeshDim:
         splits: the difference between ranks along it. `samples`: they read different samples. `tokens`: they
             read the same samples, and each rank has a part of the tokens and of the loss. `model`: they read
             the same samples and have the same loss.
-        same_activations: ranks along it hold the same activations between layers, and so must draw the same random
-            numbers for them (dropout); along all other dimensions ranks draw different numbers.
+        same_activations: ranks along it hold the same activations between layers, and so must draw the same
+            random numbers for them (dropout); along all other dimensions ranks draw different numbers.
     """
 
     name: str
