@@ -8,7 +8,7 @@ import operator
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
@@ -75,6 +75,9 @@ class Accelerator(Ranks, Training, States):
         PluginError: a plugin that the settings name cannot be used.
     """
 
+    _run_type: ClassVar[type[Run]] = Run
+    """Class of the run that an Accelerator makes. A subclass of Accelerator may have a class of its own."""
+
     def __init__(
         self,
         device_placement: bool | None = None,
@@ -122,7 +125,7 @@ class Accelerator(Ranks, Training, States):
         sections = (dataloader_config, project_config, gradient_accumulation_plugin, dynamo_plugin)
         more = (*(kwargs_handlers or ()), *plugins)
         objects = [thing for thing in (*sections, *more) if thing is not None]
-        self.run = Run(python=python, objects=objects, trackers=own_trackers, presets=presets)
+        self.run = self._run_type(python=python, objects=objects, trackers=own_trackers, presets=presets)
         self._accumulations: dict[tuple[nn.Module, ...], Accumulation] = {}
         self._triggered = False
 

@@ -181,8 +181,8 @@ def extra_states(unit: Unit) -> dict[str, Any]:
 
 
 def without_apart(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries of `named` without those of models in `Run.apart`."""
-    places = filter(None, map(unit.run.prepared.place_of, unit.run.apart))
+    """Return the entries of `named` without those of models in `Run.unsaved_models`."""
+    places = filter(None, map(unit.run.prepared.place_of, unit.run.unsaved_models))
     apart = [str(number) for owner, number in places if owner is unit]
     if len(unit.wrapped) == 1:
         return {} if apart else dict(named)

@@ -1,6 +1,6 @@
 """The window of a unit: the micro-batches of one optimizer step.
 
-Only the methods of `Window` write one.
+Only the methods of `Window` and of its subclasses write a window.
 """
 
 from __future__ import annotations
@@ -172,13 +172,6 @@ class Window:
         """Return to before a window's first micro-batch."""
         self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
         self.boundary, self.awaits_backward, self.deferred_zero_grads = True, True, {}
-
-    def move_to(self, index: int) -> None:
-        """Make the micro-batch `index` the current one.
-
-        -1 is the boundary before a window's first.
-        """
-        self.index, self.boundary = index, index < 0
 
     def resize(self, size: int, *, current: bool) -> None:
         """Set the size of windows from the next one on; of the current one too, if asked."""

@@ -10,10 +10,10 @@ import atexit
 import os
 import traceback
 import uuid
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
-from typing import TYPE_CHECKING, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn
 
 from attrs import evolve
 
@@ -72,6 +72,9 @@ class Run:
         LaunchError: the process group cannot be created.
     """
 
+    window_type: ClassVar[type[Window]] = Window
+    """Class of the windows of units. A program that counts micro-batches itself takes a class of its own."""
+
     run_id: str
     plugins: Mapping[str, object]
     configs: Mapping[str, object]
@@ -94,14 +97,14 @@ class Run:
         self.prepared = PreparedObjects()
         self.windows: Sequence[Window] = ()
         """The windows of the innermost `accumulate`, or of the last one if none is entered."""
-        self._no_window = Window()
+        self._no_window = self.window_type()
         self.accumulation: Accumulation | None = None
         """The innermost `accumulate` that is entered."""
         self.active_loaders: list[PreparedLoader] = []
         self.trained_from: set[PreparedLoader] = set()
         """Loaders that were being iterated in an optimizer step."""
         self.registered: list[Any] = []
-        self.apart: list[nn.Module] = []
+        self.unsaved_models: list[nn.Module] = []
         """Prepared models whose weights are left out of saved states: the program saves them itself."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
@@ -164,7 +167,7 @@ class Run:
         if not self.ended:
             live_runs.discard(self)
             self.prepared, self.accumulation = PreparedObjects(), None
-            self.registered, self.apart, self.active_loaders, self.trained_from = [], [], [], set()
+            self.registered, self.unsaved_models, self.active_loaders, self.trained_from = [], [], [], set()
             self.checkpoints.free_memory()
             end_at_exit(self)
 
@@ -185,14 +188,11 @@ class Run:
         """Torch device type -> torch.distributed backend, for the run's device and the CPU."""
         return backends_of(self)
 
-    def set_accumulation_steps(self, steps: int, *, inside: bool = False) -> None:
-        """Set the micro-batches per window of every unit, from its next window on.
-
-        With `inside`, windows that are entered now change too.
-        """
+    def set_accumulation_steps(self, steps: int) -> None:
+        """Set the micro-batches per window of every unit, from its next window on."""
         self.accumulation_steps = steps
         for window in {self.window, *(unit.window for unit in self.units)}:
-            window.resize(steps, current=inside or (self.accumulation is None and window.boundary))
+            window.resize(steps, current=self.accumulation is None and window.boundary)
 
     def drop_accumulations(self) -> None:
         """End every `accumulate` context: Ctrl-C may have kept a context from ending."""
@@ -228,7 +228,7 @@ class Run:
             strategy_owns_backward=owner == alias,
             hooks=hooks,
             steps=steps,
-            window=Window(self.accumulation_steps),
+            window=self.window_type(self.accumulation_steps),
             step_state=StepState.of(steps, self.mark_step, reduces=self.world.size > 1),
             mesh=self._mesh_for(alias, hooks),
             models=models,
@@ -253,17 +253,9 @@ class Run:
         self.config = evolve(self.config, **changes)
         self.prepared.renew_trained()  # existing `accumulate` contexts read the config again
 
-    def use_device(self, device: torch.device) -> None:
-        """Use this device for objects prepared from now on."""
-        self.device = device
-
     def use_strategy(self, alias: str) -> None:
         """Use this strategy in later calls of `prepare` that do not name a strategy."""
         self.stack = evolve(self.stack, default=alias)
-
-    def keep_apart(self, models: Iterable[nn.Module]) -> None:
-        """Leave the weights of exactly these prepared models out of saved states."""
-        self.apart = list(models)
 
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent.

@@ -30,7 +30,7 @@ class Accumulation:
     window_size: of the window, where `windows` knows it; None: the size that is set, and the loader's end.
     last: whether it is that window's last.
     batch: what `step_context` is given; None: no such context is entered.
-    beside: other units whose gradients a loss inside may reach.
+    extra_units: other units whose gradients a loss inside may reach.
 
     Raises:
         AccelError: the run has ended, or has not prepared a model. So does entering it later.
@@ -42,7 +42,7 @@ class Accumulation:
         self.window_size: WindowSize | None = None
         self.last = False
         self.batch: Any = None
-        self.beside: Sequence[Unit] = ()
+        self.extra_units: Sequence[Unit] = ()
         self._ended_in: object = None
         """Loader and batch that ended the last window, if its last one did."""
         self._contexts: ExitStack | None = None

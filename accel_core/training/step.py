@@ -81,7 +81,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         _check_ranks(run, units or run.units)
     owner = units[0] if len(units) == 1 else _owner(run, units)
     if accumulation is not None:
-        units = (*units, *accumulation.beside)
+        units = (*units, *accumulation.extra_units)
         if owner is not None and (owner.window.size > 1 or owner.window.items is not None):
             loss = owner.window.part_of(loss)
     for each in units:

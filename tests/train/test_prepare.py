@@ -297,7 +297,7 @@ def test_an_object_that_is_prepared_already_comes_back_as_before(accelerator):
 @pytest.mark.parametrize(("usual", "place"), [(True, "meta"), (False, "cpu")])
 def test_a_placement_of_none_is_that_of_the_run(accelerator_of, usual, place):
     accelerator = accelerator_of(device_placement=usual)
-    accelerator.run.use_device(torch.device("meta"))
+    accelerator.run.device = torch.device("meta")
     model = accelerator.prepare(net(), device_placement=[None])
     assert {parameter.device.type for parameter in model.parameters()} == {place}
 

@@ -9,15 +9,16 @@ from weakref import WeakValueDictionary
 
 from accel_compat.environment.variables import load_affinity, parse_flag_from_env
 from accel_compat.notices import warn_once
-from accel_core import AccelError, InitProcessGroupKwargs, Run, plugin_status
+from accel_compat.run import AccelerateRun
+from accel_core import AccelError, InitProcessGroupKwargs, plugin_status
 
 if TYPE_CHECKING:
     from torch import device
 
 
-_runs: list[Run] = []
+_runs: list[AccelerateRun] = []
 AFFINITY: Final = "ACCELERATE_CPU_AFFINITY"
-_hosts: list[Run] = []
+_hosts: list[AccelerateRun] = []
 """Run of states that are made before an Accelerator is.
 
 It keeps the process group alive.
@@ -25,7 +26,7 @@ It keeps the process group alive.
 _pickled: WeakValueDictionary[str, Any] = WeakValueDictionary()
 
 
-def register(run: Run) -> None:
+def register(run: AccelerateRun) -> None:
     """Make an Accelerator's run the newest."""
     _place(run)
     _runs[:] = [*(known for known in _runs if not known.ended), run]
@@ -33,7 +34,7 @@ def register(run: Run) -> None:
         _hosts.pop().end()
 
 
-def unregister(run: Run) -> None:
+def unregister(run: AccelerateRun) -> None:
     """Forget a run whose Accelerator is gone, unless there is no other."""
     if any(not known.ended for known in _runs if known is not run):
         _runs[:] = [known for known in _runs if known is not run]
@@ -45,7 +46,7 @@ def forget_all() -> None:
     _hosts.clear()
 
 
-def training() -> Run | None:
+def training() -> AccelerateRun | None:
     """Return the run that trains, or None.
 
     It is the newest that has prepared something, else the newest.
@@ -54,12 +55,12 @@ def training() -> Run | None:
     return next(at_work, None) or newest()
 
 
-def newest() -> Run | None:
+def newest() -> AccelerateRun | None:
     """Find the newest Accelerator's live run, else the states' own run."""
     return next((run for run in reversed([*_hosts, *_runs]) if not run.ended), None)
 
 
-def current() -> Run:
+def current() -> AccelerateRun:
     """Return the newest run.
 
     Raises:
@@ -74,7 +75,7 @@ def current() -> Run:
     return run
 
 
-def find_or_make(cpu: bool, **group: Any) -> Run:
+def find_or_make(cpu: bool, **group: Any) -> AccelerateRun:
     """Return the newest run, or make one of device and world only.
 
     Collective if it makes one.
@@ -83,7 +84,7 @@ def find_or_make(cpu: bool, **group: Any) -> Run:
     if run is None:
         options = {name: value for name, value in group.items() if value is not None}
         asked = "cpu" if cpu else os.environ.get("ACCELERATE_TORCH_DEVICE")
-        run = Run(
+        run = AccelerateRun(
             python={} if asked is None else {"device": kind_of(asked)},
             objects=[InitProcessGroupKwargs(**options)] if options else [],
             presets=affinity_preset(),
@@ -107,7 +108,7 @@ def affinity_preset() -> dict[str, tuple[Any, str]]:
     return {"cuda.numa_affinity": (True, f"variable {AFFINITY}")}
 
 
-def _place(run: Run) -> None:
+def _place(run: AccelerateRun) -> None:
     """Put a lone process on the device that ACCELERATE_TORCH_DEVICE numbers."""
     asked = os.environ.get("ACCELERATE_TORCH_DEVICE", "")
     kind, _, number = asked.partition(":")

@@ -32,13 +32,14 @@ from accel_compat.configs.translation import field_names, ours_of
 from accel_compat.loaders.sharing import skip_first_batches
 from accel_compat.modeling.wrappers import extract_model_from_parallel, save_of
 from accel_compat.notices import warn_once
+from accel_compat.run import AccelerateRun
 from accel_compat.state import operations
 from accel_compat.state.gradient_state import GradientState
 from accel_compat.state.states import AcceleratorState, PartialState, distributed_type
 from accel_compat.trackers.base import GeneralTracker
 from accel_compat.trackers.registry import Registered
 from accel_compat.unsupported import NotServedError
-from accel_core import Run, kind_of
+from accel_core import kind_of
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -70,6 +71,9 @@ def _rank_along(dim: str) -> Any:
 
 class Accelerator(accel_core.Accelerator):
     """Drop-in Accelerator; adds `run` and accel-core's other methods."""
+
+    run: AccelerateRun
+    _run_type = AccelerateRun
 
     autocast_handler: AutocastKwargs | None
     ddp_handler: Any
@@ -232,7 +236,7 @@ class Accelerator(accel_core.Accelerator):
 
     @gradient_accumulation_steps.setter
     def gradient_accumulation_steps(self, steps: int) -> None:
-        self.run.set_accumulation_steps(steps, inside=True)
+        self.run.set_accumulation_steps(steps)
         if self.run.accumulation is None:
             self.step = self.step
         GradientState.of(self.run).plugin_kwargs["num_steps"] = steps
@@ -467,6 +471,7 @@ class Accelerator(accel_core.Accelerator):
     @step.setter
     def step(self, count: int) -> None:
         self._count = count
+        window: Any  # an AccelerateWindow
         for window in (self.run.window, *(unit.window for unit in self.run.units)):
             inside = count % self.run.accumulation_steps
             window.move_to(inside - 1)
@@ -711,7 +716,7 @@ def _as_before(given: dict[str, Any]) -> None:
         given["deepspeed_plugins"] = state.deepspeed_plugins
 
 
-def _forget(run: Run) -> None:
+def _forget(run: AccelerateRun) -> None:
     """Empty a run whose Accelerator is gone, as the states still look at the run."""
     runs.unregister(run)
     run.prepared.forget()

@@ -32,16 +32,16 @@ class Following:
     def _follow(self, run: Run) -> None:
         led = run.window
         for unit in self._units:
-            window = unit.window
+            window: Any = unit.window  # an AccelerateWindow
             window.mark_last(led.index == 0)  # so that `enter` begins a new window where that one is new
             window.enter(led.boundary)
             window.move_to(led.index)
             window.mark_last(led.boundary)
-        self._accumulation.beside = self._units
+        self._accumulation.extra_units = self._units
         run.windows = [*(unit.window for unit in self._units), *self._accumulation.windows]
 
     def __exit__(self, *error: object) -> None:
-        self._accumulation.beside = ()
+        self._accumulation.extra_units = ()
         for unit in self._units:
             unit.window.leave()
         self._accumulation.__exit__(*error)

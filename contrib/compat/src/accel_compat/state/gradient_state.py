@@ -55,7 +55,7 @@ class GradientState:
         else:
             self._kwargs[run] = kwargs
             if "num_steps" in kwargs:
-                run.set_accumulation_steps(kwargs["num_steps"], inside=True)
+                run.set_accumulation_steps(kwargs["num_steps"])
 
     @property
     def initialized(self) -> bool:
