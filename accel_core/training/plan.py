@@ -68,13 +68,14 @@ class UnitGroup:
     def check(self, strategy: str | None) -> None:
         """Refuse models of several calls of `prepare` in one unit, and another strategy than the unit's."""
         names = [f"unit {unit.name!r}" for unit in self.units]
-        names += [f"the new {type(model).__name__}" for model in self.models[: 1 if self.units else 0]]
+        if self.units and self.models:
+            names.append(f"the new {type(self.models[0]).__name__}")
         if len(names) > 1:
             raise ConfigError(
-                f"prepare: the {type(self.optimizers[0]).__name__} holds parameters of"
-                f" {' and '.join(names)}, which come from several calls of prepare or from several"
-                " optimizers\nprepare the models and all their optimizers in one call:"
-                " accelerator.prepare(first, second, optimizer)"
+                f"prepare: the {type(self.optimizers[0]).__name__} holds parameters of {' and '.join(names)};"
+                " models that share an optimizer must be prepared together\n"
+                "prepare them and all their optimizers in one call: accelerator.prepare(first, second,"
+                " optimizer)"
             )
         if strategy is not None and self.units and self.units[0].strategy != strategy:
             raise ConfigError(
