@@ -139,8 +139,8 @@ class Float16(_Autocast):
         self, unit: Unit, models: Sequence[nn.Module], optimizers: Sequence[Optimizer]
     ) -> Sequence[str]:
         half = _half(item for model in models for item in model.named_parameters())
-        own = None if self._shared is None else self.below.grad_scaler(unit)
-        if own is None or type(own) is type(self._shared):
+        own, used = unit.hooks.grad_scaler(unit), self._used()
+        if own is None or used is None or own is used:
             return half
         reason = (
             f"mixed_precision fp16 has one loss scaler per run, and strategy {unit.strategy!r} brings another"
@@ -150,9 +150,9 @@ class Float16(_Autocast):
 
     @implements(hooks.grad_scaler)
     def grad_scaler(self, unit: Unit) -> GradScaler | None:
+        self._shared = self._used() or self._shared or self.below.grad_scaler(unit)
         if self._shared is None:
-            options = self.run.config.grad_scaler.to_kwargs()
-            self._shared = self.below.grad_scaler(unit) or LossScaler(self.run.device.type, **options)
+            self._shared = LossScaler(self.run.device.type, **self.run.config.grad_scaler.to_kwargs())
         return self._shared
 
     @implements(hooks.backward)
@@ -226,6 +226,10 @@ class Float16(_Autocast):
     def release(self, unit: Unit) -> None:
         for optimizer in unit.optimizers:
             self._appliers.pop(optimizer, None)
+
+    def _used(self) -> GradScaler | None:
+        """Return the loss scaler of the run's units; None before the first unit has one."""
+        return next((unit.scaler for unit in self.run.units if unit.scaler is not None), None)
 
     def _begin(self, scaler: GradScaler) -> None:
         """Have all gradients that are kept multiplied by the scale, updated if that is due."""

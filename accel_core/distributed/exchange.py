@@ -51,7 +51,7 @@ class Call(NamedTuple):
     tree: Any = None
     """The nested structure that this rank passes."""
     words: str = ""
-    """Description of an argument that is not a structure."""
+    """A description of the input, for calls that pass no structure."""
     at: str = ""
     """The position in the data where the call is made; must be equal on all ranks too."""
 

@@ -252,6 +252,35 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(version: int, run_process
     assert first[0] == [False, True, False]
 
 
+def overflow_of_two_units() -> tuple[list[list[bool]], int]:
+    """The first unit steps after each second loss."""
+    scale = GradScalerKwargs(init_scale=4.0)
+    run = accelerator(
+        plugin("mlp", 2, auto_wrap_policy="NO_WRAP"),
+        mixed_precision="fp16",
+        kwargs_handlers=[scale],
+    )
+    models = [torch.nn.Linear(6, 6), torch.nn.Linear(6, 6)]
+    made = [run.prepare(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in models]
+    skipped = []
+    for step in range(4):
+        factor = float("inf") if run.process_index == 1 and step == 1 else 1.0
+        run.backward(made[1][0](made[0][0](torch.ones(2, 6))).float().sum() * factor)
+        stepped = [optimizer for _, optimizer in made[1 - step % 2 :]]
+        for optimizer in stepped:
+            optimizer.step()
+            optimizer.zero_grad()
+        skipped.append([optimizer.step_was_skipped for optimizer in stepped])
+    scalers = {id(unit.scaler) for unit in run.run.units}
+    run.end_training()
+    return skipped, len(scalers)
+
+
+def test_units_share_one_loss_scale_whose_overflows_all_ranks_know(run_processes) -> None:
+    first, second = run_processes(overflow_of_two_units)
+    assert first == second == ([[False], [True, True], [False], [False, False]], 1)
+
+
 def overflow_in_one_replica(version: int) -> list[bool]:
     scale = GradScalerKwargs(init_scale=4.0)
     config = plugin("mlp", version, dp_replicate_size=2)

@@ -130,9 +130,9 @@ class FullyShardedDataParallel:
         if self.run.config.mixed_precision != "fp16":
             scaler: GradScaler | None = self.below.grad_scaler(unit)
             return scaler
-        from accel_fsdp.loss_scale import ShardedLossScaler  # late: only fp16 needs it
+        from accel_fsdp.loss_scale import loss_scaler_of  # late: only fp16 needs it
 
-        return ShardedLossScaler(self.run)
+        return loss_scaler_of(self.run)
 
     @implements(hooks.release)
     def release(self, unit: Unit) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
+from weakref import WeakKeyDictionary, proxy
 
 import torch
 
@@ -13,7 +14,16 @@ if TYPE_CHECKING:
 
     from accel_core import Run
 
-__all__ = ["ShardedLossScaler"]
+__all__ = ["ShardedLossScaler", "loss_scaler_of"]
+
+_made: Final[WeakKeyDictionary[Run, ShardedLossScaler]] = WeakKeyDictionary()
+
+
+def loss_scaler_of(run: Run) -> ShardedLossScaler:
+    """Return the run's loss scaler, the same for all its units: a loss may train several of them."""
+    if run not in _made:
+        _made[run] = ShardedLossScaler(run)
+    return _made[run]
 
 
 class ShardedLossScaler(LossScaler):
@@ -24,7 +34,7 @@ class ShardedLossScaler(LossScaler):
 
     def __init__(self, run: Run) -> None:
         super().__init__(run.device.type, **run.config.grad_scaler.to_kwargs())
-        self._ranks = run.collectives("world")
+        self._run: Run = proxy(run)  # groups must not outlive the run
         self.is_collective = run.world.size > 1
 
     def _unscale_grads_(
@@ -40,7 +50,7 @@ class ShardedLossScaler(LossScaler):
             return found
         found = found or {found_inf.device: found_inf}  # a rank may have none of the gradients
         here = torch.stack([each.to(device) for each in found.values()]).amax()
-        anywhere = self._ranks.all_reduce(here, "max")
+        anywhere = self._run.collectives("world").all_reduce(here, "max")
         return {device: anywhere.to(device) for device in found}
 
 
