@@ -11,7 +11,7 @@ from accel_core.accelerator.memory import release_memory as release_memory
 from accel_core.checkpoint.places import storage_at as storage_at
 from accel_core.checkpoint.stored_weights import stored_weights as stored_weights
 from accel_core.checkpoint.stored_weights import weights_of_unit as weights_of_unit
-from accel_core.checkpoint.undeclared import refuse_own_state as refuse_own_state
+from accel_core.checkpoint.defaults import refuse_own_state as refuse_own_state
 from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
 from accel_core.contract import hooks as hooks
@@ -98,12 +98,12 @@ from accel_core.storage.files import DataFile as DataFile
 from accel_core.storage.files import FileRecord as FileRecord
 from accel_core.storage.files import Meter as Meter
 from accel_core.storage.files import UnreadableError as UnreadableError
-from accel_core.storage.mailbox import StoreMailbox as StoreMailbox
-from accel_core.storage.manifest import Manifest as Manifest
+from accel_core.storage.ranks import StoreMailbox as StoreMailbox
+from accel_core.storage.commit import Manifest as Manifest
 from accel_core.storage.opened import Opened as Opened
 from accel_core.storage.opened import open_checkpoint as open_checkpoint
 from accel_core.storage.pending import Pending as Pending
-from accel_core.storage.plan import Box as Box
+from accel_core.storage.leaves import Box as Box
 from accel_core.storage.plan import tiling_problem as tiling_problem
 from accel_core.storage.protocols import Storage as Storage
 from accel_core.storage.tensors import Checkpoint as Checkpoint

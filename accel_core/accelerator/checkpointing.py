@@ -82,12 +82,12 @@ class States:
                 something else, a rank could not write, or `alone` a rank holds only a part of something.
                 On all ranks; what was there is unchanged.
         """
-        from accel_core.checkpoint.places import told  # late: start-up need not wait for it
+        from accel_core.checkpoint.places import as_user_path  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(output_dir, "save_state")
         numbers: dict[str, Any] = {"step": step, "metrics": metrics, "extra": extra}
         saved = self.run.checkpoints.save(directory, wait=wait, alone=alone, **numbers)
-        return told(saved)
+        return as_user_path(saved)
 
     def wait_for_checkpoint(self) -> None:
         """Return once the last `save_state(..., wait=False)` is on the disk of all ranks.

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
@@ -24,7 +25,6 @@ from accel_core.storage.wrapped import parts_of, wraps
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
     from accel_core.contract.state import Json, Kind, Leaf, OptimizerState, TensorTemplate
@@ -49,7 +49,6 @@ class BaseState:
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
         # late: start-up need not wait for them
-        from accel_core.checkpoint.undeclared import refuse_own_state
         from accel_core.contract.state import LeavesOnUse, OptimizerState
 
         refuse_own_state(optimizer)
@@ -208,6 +207,29 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
                 kind: Kind = "like_param" if value.shape == shape else "factored"
                 leaves[f"{name}/{key}"] = leaf_of(value, kind=kind)
     return leaves
+
+
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """Raise if an optimizer keeps other state than that of its parameters and groups.
+
+    Raises:
+        CheckpointError: the optimizer has other state, by name.
+    """
+    held: dict[Any, Any] = optimizer.state  # by parameter, says torch
+    odd = [key for key in held if not isinstance(key, Tensor)]
+    if not odd and _has_own_state_dict(optimizer):
+        odd = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if odd:
+        raise CheckpointError(
+            f"{type(optimizer).__qualname__} keeps {odd[0]!r}, which belongs to no parameter: it would not be"
+            " saved\nkeep it with the parameters, or in an object given to register_for_checkpointing"
+        )
+
+
+def _has_own_state_dict(optimizer: Optimizer) -> bool:
+    # A wrapper that never calls torch's `__init__` has none of torch's hooks.
+    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
 
 
 def _require_names(optimizer: Optimizer, keys: Iterable[Any]) -> None:

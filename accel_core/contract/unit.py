@@ -87,7 +87,7 @@ class Run(Protocol):
     prepared: Any
     """All that the run has prepared (`PreparedObjects`)."""
     registered: list[Any]
-    apart: list[nn.Module]
+    unsaved_models: list[nn.Module]
     """Prepared models whose weights are in no saved state: their program keeps them."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""

@@ -98,7 +98,7 @@ class Run:
         """The innermost `accumulate` that is entered."""
         self.active_loaders: list[PreparedLoader] = []
         self.registered: list[Any] = []
-        self.apart: list[nn.Module] = []
+        self.unsaved_models: list[nn.Module] = []
         """Prepared models whose weights are in no saved state: their program keeps them."""
         self._dims: dict[str, Collectives] = {}
         self._meshes: dict[str, Mesh | None] = {}
@@ -160,7 +160,7 @@ class Run:
         if not self.ended:
             live_runs.discard(self)
             self.prepared, self.accumulation = PreparedObjects(), None
-            self.registered, self.apart, self.active_loaders = [], [], []
+            self.registered, self.unsaved_models, self.active_loaders = [], [], []
             self.checkpoints.free_memory()
             end_at_exit(self)
 
@@ -253,9 +253,9 @@ class Run:
         """Have later calls of `prepare` that name no strategy use this one."""
         self.stack = evolve(self.stack, default=alias)
 
-    def keep_apart(self, models: Iterable[nn.Module]) -> None:
+    def exclude_from_checkpoints(self, models: Iterable[nn.Module]) -> None:
         """Leave the weights of exactly these prepared models out of saved states."""
-        self.apart = list(models)
+        self.unsaved_models = list(models)
 
     def end(self, *, failed: bool = False) -> None:
         """Release units and process group; the run cannot be used afterwards. Idempotent.

@@ -1,16 +1,18 @@
-"""Tensors of a state as this rank holds them."""
+"""Leaves: the tensors of a state as this rank holds them, and what it tells other ranks of them."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from attrs import define
 
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 Json = Any
@@ -120,3 +122,71 @@ def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[i
             )
         step *= shape[dim]
     return order
+
+
+# -- what ranks tell each other of leaves ----------------------------------------------------------------
+
+
+Key = tuple[str, str]
+"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
+
+The run's own leaves have the unit "".
+"""
+
+
+class Box(NamedTuple):
+    """A rectangular part of a leaf."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offset, self.shape, strict=False)))
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return (
+            "["
+            + ", ".join(f"{start}:{end}" for start, end in zip(self.offset, self.ends, strict=False))
+            + "]"
+        )
+
+
+class Declared(NamedTuple):
+    """A rank's description of a leaf for the others: everything but the data."""
+
+    kind: str
+    shape: tuple[int, ...]
+    layout: str | None
+    replicated: bool
+    spread: bool
+    """True if replicas are equal, so that any rank may write the leaf.
+
+    Otherwise the lowest rank that holds a replica writes it.
+    """
+    dtypes: tuple[torch.dtype, ...]
+    boxes: tuple[Box, ...]
+
+
+def declare(leaf: Leaf, *, spread: bool) -> Declared:
+    """Return the declaration of a leaf: one object for equal ones.
+
+    Leaves are many, their shapes are few.
+    """
+    # A list first: this runs for every leaf of every save, and a generator takes twice the time.
+    parts = tuple([(tuple(offset), tensor.shape, tensor.dtype) for offset, tensor in leaf.shards])
+    return _declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, parts)
+
+
+@lru_cache(maxsize=4096)
+def _declared(
+    kind: str, shape: tuple[int, ...], layout: str | None, replicated: bool, spread: bool, parts: Any
+) -> Declared:
+    """Return the declaration whose parts are (offset, shape, dtype)."""
+    dtypes = tuple(dtype for _, _, dtype in parts)
+    boxes = tuple(Box(offset, tuple(size)) for offset, size, _ in parts)
+    return Declared(kind, shape, layout, replicated, spread, dtypes, boxes)

@@ -15,7 +15,7 @@ from accel_core.storage.commit import read_manifest
 from accel_core.storage.files import DataFile, Meter, damaged, listed, understanding
 
 if TYPE_CHECKING:
-    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Storage
 
 Block: TypeAlias = tuple[int, int]
@@ -177,7 +177,7 @@ def open_checkpoint(place: Storage) -> Iterator[Opened]:
             manifest = read_manifest(place)
             home = stack.enter_context(reading(place, manifest.save_id))
             try:
-                found = Opened.of(place, manifest, home.near(token_hex(8)))
+                found = Opened.of(place, manifest, home.local_cache(token_hex(8)))
                 break
             except CheckpointError:
                 if manifest.save_id in before:

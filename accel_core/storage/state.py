@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode, not_plain, require_plain
-from accel_core.storage.leaves import Json, Leaf, whole
-from accel_core.storage.plan import Declared, Key, declare
+from accel_core.storage.leaves import Declared, Json, Key, Leaf, declare, whole
 from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _nothing(state: State) -> None:
-    """Check nothing."""
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 @define(eq=False)
 class State:
-    """A state on one rank.
-
-    declared: how each leaf is declared. shared: plain data that all ranks have alike; rank 0's is written.
-    own: plain data that only this rank has. note: what ranks tell each other about it. check: is given this
-    state when leaves are new, and raises CheckpointError for some that do not belong together.
-    """
+    """A state on one rank, and what a save of it asks of its owner."""
 
     leaves: dict[Key, Leaf] = field(factory=dict)
     declared: dict[Key, Declared] = field(factory=dict)
+    """How other ranks are told of each leaf."""
     shared: dict[str, Json] = field(factory=dict)
+    """Plain data that all ranks have alike; rank 0's is written."""
     own: dict[str, Json] = field(factory=dict)
-    note: Any = None
+    """Plain data that only this rank has."""
+    summary_for_ranks: Any = None
+    """What ranks tell each other about the state."""
+    merge_summaries: Callable[[State, Sequence[Any], int], None] = _nothing
+    """Is given this state, the summaries of all ranks, and the rank; may change `shared` and `own`."""
     check: Callable[[State], None] = _nothing
+    """Is given this state if leaves are new. Raises CheckpointError if leaves do not belong together."""
+    members: Callable[[], Mapping[str, Any]] = dict
+    """Returns the members of the manifest, without the members of the save itself. Called on rank 0."""
 
     def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
         """Add a leaf. Raises CheckpointError if the key is taken."""

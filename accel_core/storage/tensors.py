@@ -17,9 +17,9 @@ from torch._utils import _unflatten_dense_tensors
 
 from accel_core.storage.codec import decode
 from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, understanding
-from accel_core.storage.leaves import Kind, Leaf
+from accel_core.storage.leaves import Box, Key, Kind, Leaf
 from accel_core.storage.opened import Block, Opened
-from accel_core.storage.plan import Box, Key, intersect, tiling_problem
+from accel_core.storage.plan import intersect, tiling_problem
 from accel_core.storage.tensor_bytes import DTYPES, bytes_within, copyable
 
 if TYPE_CHECKING:

@@ -14,10 +14,9 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.commit import begin, cannot_be_saved, new_save_id
 from accel_core.storage.files import as_json
 from accel_core.storage.layout import Layout
-from accel_core.storage.leaves import Kind, whole
+from accel_core.storage.leaves import Key, Kind, declare, whole
 from accel_core.storage.pending import Pending, Share
-from accel_core.storage.plan import Key, declare
-from accel_core.storage.protocols import Alone
+from accel_core.storage.ranks import Alone
 from accel_core.storage.state import State
 from accel_core.storage.tensor_bytes import DTYPES, bytes_of
 

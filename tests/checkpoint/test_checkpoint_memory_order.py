@@ -12,7 +12,7 @@ from planning import plan
 
 from accel_core import CheckpointError, Leaf, flat_range
 from accel_core.storage.layout import Layout
-from accel_core.storage.plan import declare
+from accel_core.storage.leaves import declare
 
 
 @given(st.data())

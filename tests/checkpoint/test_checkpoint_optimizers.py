@@ -196,7 +196,7 @@ def test_a_plan_that_is_not_carried_out_changes_nothing(tmp_path):
     before = deepcopy(optimizer.state_dict())
     with open_checkpoint(storage_at(first.save_state(tmp_path / "here"))) as opened:
         checkpoint = Checkpoint.with_tensors(opened)
-    restoration = Restoration(second.run, checkpoint, strict=True)
+    restoration = Restoration.planned(second.run, checkpoint, strict=True)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     restoration.apply()
     assert optimizer.param_groups[0]["lr"] == 0.1

@@ -844,7 +844,7 @@ def test_a_resumed_run_is_the_run_that_was_saved(prepared, tmp_path):
 
 def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_path):
     one = Prepared(lambda: nn.Linear(6, 2), steps=2)
-    one.accelerator.run.keep_apart([one.model])
+    one.accelerator.run.exclude_from_checkpoints([one.model])
     one.accelerator.save_state(tmp_path / "here")
     index = json.loads((home_of(tmp_path / "here") / "rank-00000.json").read_bytes())
     assert all(key.startswith("optimizer/") for key in index["tensors"]["unit0"])
@@ -857,6 +857,6 @@ def test_weights_that_the_program_keeps_itself_are_neither_saved_nor_loaded(tmp_
     assert torch.equal(one.raw.weight, kept)
     assert int(one.inner.state[one.raw.weight]["step"]) == 2
 
-    one.accelerator.run.keep_apart([])
+    one.accelerator.run.exclude_from_checkpoints([])
     with pytest.raises(CheckpointError, match="missing in the checkpoint: unit0: model/weight"):
         one.accelerator.load_state(tmp_path / "here")

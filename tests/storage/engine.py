@@ -14,7 +14,8 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.disk import Disk
 from accel_core.storage.leaves import whole
 from accel_core.storage.opened import open_checkpoint
-from accel_core.storage.protocols import Alone, Comm, Storage
+from accel_core.storage.protocols import Comm, Storage
+from accel_core.storage.ranks import Alone
 from accel_core.storage.saver import Saver
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.state import State
@@ -53,16 +54,15 @@ class Engine:
             for name, tensor in tensors.items():
                 state.add(("unit", name), whole(tensor))
             state.shared["value"] = state.encode(shared, "shared")
+            state.members = members
             return state
 
         pending = self.saver.save(
             collect,
-            lambda state, notes: None,
-            members,
             series or series_in(Disk(Path("never-used"))),
             place,
             wait=wait,
-            entered=self.wait,
+            wait_for_previous_save=self.wait,
         )
         if wait:
             self.wait()

@@ -14,8 +14,8 @@ from tilings import tilings
 
 from accel_core.errors import CheckpointError
 from accel_core.storage import plan as module
-from accel_core.storage.declarations import gather_groups
-from accel_core.storage.plan import Box, Declared, Group, intersect, tiling_problem
+from accel_core.storage.leaves import Box, Declared
+from accel_core.storage.plan import Group, gather_groups, intersect, tiling_problem
 from accel_core.storage.plan import plan as plan_of_rank
 
 KEY = ("unit0", "model/w")

@@ -431,7 +431,7 @@ def test_of_models_that_compare_as_equal_each_has_its_own_weights(accelerator, e
 
 
 def test_of_models_that_compare_as_equal_only_the_one_kept_apart_is_not_saved(accelerator, equals, tmp_path):
-    accelerator.run.keep_apart(equals[1:])
+    accelerator.run.exclude_from_checkpoints(equals[1:])
     accelerator.save_state(tmp_path / "saved")
     index = json.loads(next((tmp_path / "saved").glob("save-*/rank-00000.json")).read_text())
     names = [key for key in index["tensors"]["unit0"] if key.startswith("model/")]

@@ -165,11 +165,11 @@ def _hooked(accelerator: Any, target: Path | str) -> Iterator[Path | None]:
         _refuse_changed(known, weights)
         pairs = zip(models, known, strict=True)
         taken = [model for model, (given, _) in pairs if not any(given is each for each in weights)]
-        accelerator.run.keep_apart(taken)
+        accelerator.run.exclude_from_checkpoints(taken)
         try:
             yield made
         finally:
-            accelerator.run.keep_apart([])
+            accelerator.run.exclude_from_checkpoints([])
 
 
 def _refuse_hooks_with_copies(accelerator: Any) -> None:
@@ -257,11 +257,13 @@ def _without_taken(accelerator: Any, input_dir: Any) -> Iterator[None]:
     known = list(models)
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, str(input_dir))
-    accelerator.run.keep_apart(model for model in known if not any(model is each for each in models))
+    accelerator.run.exclude_from_checkpoints(
+        model for model in known if not any(model is each for each in models)
+    )
     try:
         yield
     finally:
-        accelerator.run.keep_apart([])
+        accelerator.run.exclude_from_checkpoints([])
 
 
 def _explain_missing(input_dir: Any, place: Path | str, error: CheckpointError) -> None:
