@@ -30,7 +30,7 @@ _PUBLIC: Final = {
     "contract.mesh": "Mesh MeshDim arrange",
     "contract.options": "masked option",
     "contract.spec": "merge spec",
-    "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range leaf_of whole",
+    "contract.state": "Entry Leaf OptimizerState TensorTemplate flat_range full_leaf leaf_of",
     "contract.step_hook": "before_step",
     "contract.unit": "StepOutput Unit",
     "contract.window": "Window",

@@ -49,7 +49,7 @@ from accel_core.contract.state import OptimizerState as OptimizerState
 from accel_core.contract.state import TensorTemplate as TensorTemplate
 from accel_core.contract.state import flat_range as flat_range
 from accel_core.contract.state import leaf_of as leaf_of
-from accel_core.contract.state import whole as whole
+from accel_core.contract.state import full_leaf as full_leaf
 from accel_core.contract.step_hook import before_step as before_step
 from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit

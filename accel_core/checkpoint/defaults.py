@@ -21,7 +21,7 @@ from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
-from accel_core.storage.wrapped import parts_of, wraps
+from accel_core.storage.leaves import PLAIN_TYPES, parts_of, wraps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -32,9 +32,6 @@ if TYPE_CHECKING:
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
 """Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
-
-_ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
-"""Types of tensors that are made of no others."""
 
 
 class BaseState:
@@ -80,7 +77,7 @@ class BaseState:
             groups.append({**hyperparameters, "params": listed})
         leaves = LeavesOnUse(partial(_state_leaves, kept, type(optimizer).__qualname__))
         values = (value for *_, tensors in kept for value in tensors.values())
-        if any(type(value) not in _ORDINARY or value.is_nested for value in values):
+        if any(type(value) not in PLAIN_TYPES or value.is_nested for value in values):
             len(leaves)  # which makes them: those of other tensors may fail, and must do so before a load
         return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
@@ -92,10 +89,10 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> Sequence[str]:
-        from accel_core.checkpoint.wrapped_state import has_wrappers, refusals  # late: start-up need not wait
-
-        if not has_wrappers(template):
+        if not _has_wrappers(template):
             return ()
+        from accel_core.checkpoint.wrapped_state import refusals  # late: few optimizers need it
+
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         return refusals(optimizer, names, template)
 
@@ -108,10 +105,10 @@ class BaseState:
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
         # late: start-up need not wait for them
-        from accel_core.checkpoint.wrapped_state import has_wrappers, take_wrappers
+        from accel_core.checkpoint.wrapped_state import take_wrappers
         from accel_core.storage.tensor_bytes import DTYPES
 
-        wrapped = has_wrappers(template)
+        wrapped = _has_wrappers(template)
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}
         for group in optimizer.param_groups:
@@ -197,7 +194,7 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
         shape = parameter.shape
         packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
         for key, value in tensors.items():
-            if type(value) not in _ORDINARY and (parts := part_leaves(f"{name}/{key}", value)):
+            if type(value) not in PLAIN_TYPES and (parts := part_leaves(f"{name}/{key}", value)):
                 leaves.update(parts)
             elif value.ndim == 0:
                 leaves[f"{name}/{key}"] = leaf_of(value, kind="scalar")
@@ -277,6 +274,15 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Leaf]]:
 
     for part, inner, layout in parts_of(tensor):
         yield f"{name}#{part}", leaf_of(inner, kind="opaque", layout=layout)
+
+
+def _has_wrappers(templates: Mapping[str, Mapping[str, TensorTemplate]]) -> bool:
+    """Return whether the stored state of some parameter has parts of wrappers."""
+    return any(
+        "#" in name and stored.kind == "opaque"
+        for template in templates.values()
+        for name, stored in template.items()
+    )
 
 
 def _allocate(

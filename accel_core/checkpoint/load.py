@@ -12,7 +12,7 @@ from attrs import frozen
 from accel_core.checkpoint.restore import Restoration
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import SAVE, commits, manifests, not_a_checkpoint
-from accel_core.storage.files import DamagedError, listed, understanding
+from accel_core.storage.files import DamagedError, listed, malformed_as_damaged
 from accel_core.storage.loading import load_planned
 from accel_core.storage.ranks import first_here, firsts
 
@@ -114,7 +114,7 @@ def load(
         return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
     def plan(checkpoint: Checkpoint) -> Restoration:
-        with understanding(checkpoint.place, calls_plugins=True):
+        with malformed_as_damaged(checkpoint.place, calls_plugins=True):
             return Restoration.planned(run, checkpoint, strict=strict)
 
     choices, lacking = _choices(comm, search, look)

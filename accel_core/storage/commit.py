@@ -29,7 +29,7 @@ from accel_core.storage.files import (
     cannot_be_read,
     damaged,
     listed,
-    understanding,
+    malformed_as_damaged,
 )
 
 if TYPE_CHECKING:
@@ -87,7 +87,7 @@ def understood(content: bytes, path: str, number: int) -> Manifest:
     Raises:
         CheckpointError: it is damaged, or of a version that is not known here.
     """
-    with understanding(path):
+    with malformed_as_damaged(path):
         members = json.loads(content, parse_constant=_no_number)
         if (members["format"], members["version"]) != (FORMAT, VERSION):
             raise UnreadableError(

@@ -36,7 +36,7 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.commit import manifests, not_a_checkpoint
 from accel_core.storage.disk import Disk
 from accel_core.storage.group import GroupComm
-from accel_core.storage.leaves import Leaf, leaf_of
+from accel_core.storage.leaves import Leaf, leaf_of, parts_of, wraps
 from accel_core.storage.loading import load_planned
 from accel_core.storage.opened import Block, open_checkpoint
 from accel_core.storage.ranks import Alone, first_here
@@ -44,7 +44,6 @@ from accel_core.storage.saver import Saver
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.state import State
 from accel_core.storage.tensors import Checkpoint, Stored, fill
-from accel_core.storage.wrapped import parts_of, wraps
 
 if TYPE_CHECKING:
     from accel_core.storage.pending import Pending

@@ -131,7 +131,7 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
             problems += [f"{key[0]}: {key[1]}: {problem}" for key in group.keys]
         for box, ranks in group.holders.items():
             for near in _by_disk(ranks, disks):
-                if len(near) > 1 and group.held[0][1].spread:
+                if len(near) > 1 and group.held[0][1].any_replica_may_write:
                     shared += [(-box.volume, key, box, near) for key in group.keys]
                     continue
                 load[near[0]] += box.volume * len(group.keys)

@@ -9,7 +9,7 @@ from attrs import define, field
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode, not_plain, require_plain
-from accel_core.storage.leaves import Declared, Json, Key, Leaf, declare, whole
+from accel_core.storage.leaves import Declared, Json, Key, Leaf, declare, full_leaf
 from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class State:
     members: Callable[[], Mapping[str, Any]] = dict
     """Returns the members of the manifest, without the members of the save itself. Called on rank 0."""
 
-    def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
+    def add(self, key: Key, leaf: Leaf, *, any_replica_may_write: bool = True) -> None:
         """Add a leaf. Raises CheckpointError if the key is taken."""
         if key in self.leaves:
             raise CheckpointError(
@@ -50,7 +50,7 @@ class State:
             if not_plain(tensor):
                 require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
         self.leaves[key] = leaf
-        self.declared[key] = declare(leaf, spread=spread)
+        self.declared[key] = declare(leaf, any_replica_may_write=any_replica_may_write)
 
     def encode(self, value: Any, path: str, *, replicated: bool = True, in_parts: bool = False) -> Json:
         """Return `value` as tagged JSON; its large tensors become leaves of the unit "".
@@ -59,7 +59,7 @@ class State:
         """
 
         def store(where: str, tensor: Tensor) -> str:
-            self.add(("", where), whole(tensor, kind="factored", replicated=replicated))
+            self.add(("", where), full_leaf(tensor, kind="factored", replicated=replicated))
             return where
 
         try:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.disk import Disk
-from accel_core.storage.leaves import whole
+from accel_core.storage.leaves import full_leaf
 from accel_core.storage.opened import open_checkpoint
 from accel_core.storage.protocols import Comm, Storage
 from accel_core.storage.ranks import Alone
@@ -52,7 +52,7 @@ class Engine:
         def collect() -> State:
             state = State()
             for name, tensor in tensors.items():
-                state.add(("unit", name), whole(tensor))
+                state.add(("unit", name), full_leaf(tensor))
             state.shared["value"] = state.encode(shared, "shared")
             state.members = members
             return state

@@ -39,7 +39,7 @@ def _collect_unit(state: State, unit: Unit) -> dict[str, Any]:
     }
     for name, leaf in without_unsaved(unit, unit.hooks.model_state(unit)).items():
         # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
-        state.add((unit.name, f"model/{name}"), leaf, spread=name not in buffers)
+        state.add((unit.name, f"model/{name}"), leaf, any_replica_may_write=name not in buffers)
         if name in buffers:
             _refuse_expanded(unit, name, leaf)
     extra = without_unsaved(unit, _extra_states(unit))
