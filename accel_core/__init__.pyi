@@ -48,8 +48,8 @@ from accel_core.contract.state import Leaf as Leaf
 from accel_core.contract.state import OptimizerState as OptimizerState
 from accel_core.contract.state import TensorTemplate as TensorTemplate
 from accel_core.contract.state import flat_range as flat_range
-from accel_core.contract.state import leaf_of as leaf_of
 from accel_core.contract.state import full_leaf as full_leaf
+from accel_core.contract.state import leaf_of as leaf_of
 from accel_core.contract.step_hook import before_step as before_step
 from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit
@@ -89,6 +89,7 @@ from accel_core.plugins.catalog import catalog_entry as catalog_entry
 from accel_core.runtime.explain import explain as explain
 from accel_core.runtime.run import Run as Run
 from accel_core.runtime.tracking import GeneralTracker as GeneralTracker
+from accel_core.storage.commit import Manifest as Manifest
 from accel_core.storage.commit import commits as commits
 from accel_core.storage.commit import manifests as manifests
 from accel_core.storage.commit import read_manifest as read_manifest
@@ -98,14 +99,13 @@ from accel_core.storage.files import DataFile as DataFile
 from accel_core.storage.files import FileRecord as FileRecord
 from accel_core.storage.files import Meter as Meter
 from accel_core.storage.files import UnreadableError as UnreadableError
-from accel_core.storage.ranks import StoreMailbox as StoreMailbox
-from accel_core.storage.commit import Manifest as Manifest
+from accel_core.storage.leaves import Box as Box
 from accel_core.storage.opened import Opened as Opened
 from accel_core.storage.opened import open_checkpoint as open_checkpoint
 from accel_core.storage.pending import Pending as Pending
-from accel_core.storage.leaves import Box as Box
 from accel_core.storage.plan import tiling_problem as tiling_problem
 from accel_core.storage.protocols import Storage as Storage
+from accel_core.storage.ranks import StoreMailbox as StoreMailbox
 from accel_core.storage.tensors import Checkpoint as Checkpoint
 from accel_core.storage.tensors import Stored as Stored
 from accel_core.storage.write import Outline as Outline

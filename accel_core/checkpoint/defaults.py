@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.optim import Optimizer
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.contract.state import LeavesOnUse, OptimizerState, leaf_of
 from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from accel_core.contract.run import Run
-    from accel_core.contract.state import Json, Kind, Leaf, OptimizerState, TensorTemplate
+    from accel_core.contract.state import Json, Kind, Leaf, TensorTemplate
     from accel_core.contract.unit import Unit
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
@@ -45,40 +47,24 @@ class BaseState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        # late: start-up need not wait for them
-        from accel_core.contract.state import LeavesOnUse, OptimizerState
-
         refuse_own_state(optimizer)
-        names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+        groups = _named_groups(unit, optimizer)
+        names = chain.from_iterable(group["params"] for group in groups)
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         held = {id(parameter): state for parameter, state in optimizer.state.items()}  # hashing takes time
-        kept: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
+        tensors: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
         plain: dict[str, dict[str, Any]] = {}
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            listed = []
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), "")
-                if not name:
-                    raise CheckpointError(
-                        f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
-                        f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
-                        "make it a parameter of a module, and prepare that"
-                    )
-                listed.append(name)
-                state = held.get(id(parameter), {})
-                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                _require_names(optimizer, tensors)
-                kept.append((name, parameter, tensors))
-                if len(state) > len(tensors):
-                    plain[name] = {
-                        key: value for key, value in state.items() if not isinstance(value, Tensor)
-                    }
-            hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
-            groups.append({**hyperparameters, "params": listed})
-        leaves = LeavesOnUse(partial(_state_leaves, kept, type(optimizer).__qualname__))
-        values = (value for *_, tensors in kept for value in tensors.values())
+        for name, parameter in zip(names, parameters, strict=True):
+            state = held.get(id(parameter), {})
+            own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            _require_names(optimizer, own)
+            tensors.append((name, parameter, own))
+            if len(state) > len(own):
+                plain[name] = {key: value for key, value in state.items() if key not in own}
+        leaves = LeavesOnUse(partial(_state_leaves, tensors, type(optimizer).__qualname__))
+        values = (value for *_, own in tensors for value in own.values())
         if any(type(value) not in PLAIN_TYPES or value.is_nested for value in values):
-            len(leaves)  # which makes them: those of other tensors may fail, and must do so before a load
+            len(leaves)  # makes them now: leaves of such tensors may fail, and must do so before a load
         return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
     @implements(hooks.refuse_optimizer_state)
@@ -169,15 +155,35 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
     Tied weights stand there once. A tensor that wraps others, such as a quantised weight, is stored as those:
     `NAME#PART`, of a layout that names its class.
     """
-    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
-
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
         if wraps(tensor):
-            leaves.update(_parts(name, tensor))
+            for part, inner, layout in parts_of(tensor):
+                leaves[f"{name}#{part}"] = leaf_of(inner, kind="opaque", layout=layout)
         else:
             leaves[name] = leaf_of(tensor)
     return leaves
+
+
+def _named_groups(unit: Unit, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with names in the place of parameters.
+
+    Raises:
+        CheckpointError: a parameter belongs to no prepared model.
+    """
+    names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        listed = [names.get(id(parameter), "") for parameter in group["params"]]
+        if "" in listed:
+            raise CheckpointError(
+                f"parameter {listed.index('')} of group {number} of {type(optimizer).__name__} belongs to no"
+                f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
+                "make it a parameter of a module, and prepare that"
+            )
+        hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
+        groups.append({**hyperparameters, "params": listed})
+    return groups
 
 
 def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layout: str) -> dict[str, Leaf]:
@@ -185,9 +191,7 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
 
     layout: of tensors in an encoding of the optimizer's own, which cannot be split.
     """
-    # late: start-up need not wait for them
-    from accel_core.checkpoint.wrapped_state import part_leaves
-    from accel_core.contract.state import leaf_of
+    from accel_core.checkpoint.wrapped_state import part_leaves  # late: start-up need not wait for it
 
     leaves: dict[str, Leaf] = {}
     for name, parameter, tensors in kept:
@@ -267,13 +271,6 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
 
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
     return found
-
-
-def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Leaf]]:
-    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
-
-    for part, inner, layout in parts_of(tensor):
-        yield f"{name}#{part}", leaf_of(inner, kind="opaque", layout=layout)
 
 
 def _has_wrappers(templates: Mapping[str, Mapping[str, TensorTemplate]]) -> bool:

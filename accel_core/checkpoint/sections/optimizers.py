@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from attrs import evolve, frozen
 from torch import Tensor
 
 from accel_core.checkpoint.sections.objects import class_of, encode_objects, pairs
@@ -71,8 +70,7 @@ def _collect(collected: State, unit: Unit, optimizer: Optimizer, listed: set[str
 # -- a load ------------------------------------------------------------------------------------------------
 
 
-@frozen
-class _SavedParameter:
+class _SavedParameter(NamedTuple):
     """The saved optimizer state of one parameter."""
 
     hyperparameters: Mapping[str, Any]
@@ -177,9 +175,8 @@ def _saved_parameters(load: Restoration, each: UnitPlan) -> Iterator[tuple[str, 
         plain = load.checkpoint.decode(saved["plain"], f"{path}.state")
         for position, group in enumerate(load.checkpoint.decode(saved["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
-            bare = _SavedParameter(values, {}, algorithm, (number, position))
             for name in group["params"]:
-                yield name, evolve(bare, plain=plain[name]) if name in plain else bare
+                yield name, _SavedParameter(values, plain.get(name, {}), algorithm, (number, position))
 
 
 def _reads(
