@@ -7,36 +7,23 @@ from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from attrs import field, frozen
 from xxhash import xxh3_64_hexdigest
 
 from accel_core.checkpoint.sections import SECTIONS
 from accel_core.checkpoint.sections.models import require_known_names
 from accel_core.errors import CheckpointError
 from accel_core.storage.files import as_json
-from accel_core.storage.state import State
 
 if TYPE_CHECKING:
-    from accel_core.contract.run import Run
+    from accel_core.checkpoint.tasks import Save
     from accel_core.contract.unit import Unit
+    from accel_core.storage.state import State
 
 logger = logging.getLogger(__name__)
 
 
-@frozen
-class Save:
-    """A save that is being collected on this rank."""
-
-    run: Run
-    extra: Mapping[str, Any] | None
-    """Values of the caller's own."""
-    alone: bool
-    """True if this rank saves as rank 0 and reader 0 of a world of one, whatever rank it is."""
-    state: State = field(factory=State)
-
-
 class RankSummary(NamedTuple):
-    """What a rank tells the others about its state: digests, and the metrics that it was given."""
+    """A rank's state as the other ranks are told of it: digests, and the metrics that it was given."""
 
     metrics: Mapping[str, Any]
     units: str

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from attrs import frozen
 
-from accel_core.checkpoint.restore import Restoration
+from accel_core.checkpoint.sections import SECTIONS
+from accel_core.checkpoint.tasks import Restoration
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import SAVE, commits, manifests, not_a_checkpoint
 from accel_core.storage.files import DamagedError, listed, malformed_as_damaged
@@ -115,7 +116,7 @@ def load(
 
     def plan(checkpoint: Checkpoint) -> Restoration:
         with malformed_as_damaged(checkpoint.place, calls_plugins=True):
-            return Restoration.planned(run, checkpoint, strict=strict)
+            return compare(run, checkpoint, strict=strict)
 
     choices, lacking = _choices(comm, search, look)
     for each in lacking if comm.rank == 0 else ():
@@ -141,6 +142,19 @@ def load(
     if search.missing_ok and not (tried or lacking):
         return None
     raise search.nothing(len(tried), lacking)
+
+
+def compare(run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
+    """Return the actions that bring a run into a checkpoint's state. The run is not changed.
+
+    Raises:
+        MisfitError: the checkpoint does not fit the run.
+    """
+    restoration = Restoration(run, checkpoint, strict=strict)
+    for section in SECTIONS:
+        section.plan(restoration)
+    restoration.problems.raise_if_any()
+    return restoration
 
 
 def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[list[Choice], list[str]]:

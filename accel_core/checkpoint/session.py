@@ -117,8 +117,9 @@ class CheckpointSession:
                 `alone` this rank holds only a part of something.
                 Raised on all ranks; what was there before is unchanged.
         """
-        from accel_core.checkpoint.collect import Save, collect
+        from accel_core.checkpoint.collect import collect
         from accel_core.checkpoint.places import storage_at
+        from accel_core.checkpoint.tasks import Save
         from accel_core.contract.config import metric_and_mode
         from accel_core.storage.ranks import Alone
         from accel_core.storage.saver import Saver

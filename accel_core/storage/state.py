@@ -26,13 +26,13 @@ class State:
 
     leaves: dict[Key, Leaf] = field(factory=dict)
     declared: dict[Key, Declared] = field(factory=dict)
-    """How other ranks are told of each leaf."""
+    """Each leaf as other ranks are told of it."""
     shared: dict[str, Json] = field(factory=dict)
     """Plain data that all ranks have alike; rank 0's is written."""
     own: dict[str, Json] = field(factory=dict)
     """Plain data that only this rank has."""
     summary_for_ranks: Any = None
-    """What ranks tell each other about the state."""
+    """Plain data about the state that all ranks exchange."""
     merge_summaries: Callable[[State, Sequence[Any], int], None] = _nothing
     """Is given this state, the summaries of all ranks, and the rank; may change `shared` and `own`."""
     check: Callable[[State], None] = _nothing

@@ -12,7 +12,7 @@ from torch import nn
 
 from accel_core import Accelerator, CheckpointError, open_checkpoint, storage_at
 from accel_core.checkpoint import defaults
-from accel_core.checkpoint.restore import Restoration
+from accel_core.checkpoint.load import compare
 from accel_core.storage.tensors import Checkpoint
 
 
@@ -195,7 +195,7 @@ def test_a_plan_that_is_not_carried_out_changes_nothing(tmp_path):
     before = deepcopy(optimizer.state_dict())
     with open_checkpoint(storage_at(first.save_state(tmp_path / "here"))) as opened:
         checkpoint = Checkpoint.with_tensors(opened)
-    restoration = Restoration.planned(second.run, checkpoint, strict=True)
+    restoration = compare(second.run, checkpoint, strict=True)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     restoration.apply()
     assert optimizer.param_groups[0]["lr"] == 0.1

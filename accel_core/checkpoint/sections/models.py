@@ -6,16 +6,14 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from attrs import define
-
 from accel_core.checkpoint.defaults import model_state
 from accel_core.checkpoint.extra import extra_state, restore_extra, takers, warn_of_hooks_that_only_save
 from accel_core.checkpoint.sections.objects import class_of
+from accel_core.checkpoint.tasks import UnitPlan
 from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.collect import Save
-    from accel_core.checkpoint.restore import Restoration
+    from accel_core.checkpoint.tasks import Restoration, Save
     from accel_core.contract.run import Run
     from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
@@ -114,23 +112,6 @@ def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
 
 
 # -- a load ------------------------------------------------------------------------------------------------
-
-
-@define(eq=False)
-class UnitPlan:
-    """A unit of this run and what the checkpoint has of it."""
-
-    unit: Unit
-    saved: Mapping[str, Any]
-    """The unit as it was described in JSON."""
-    leaves: Mapping[str, Leaf]
-    """The weights and buffers of this run, by name."""
-    model: dict[str, Stored]
-    """Stored weights by name; tied weights are named as in this run, here and in the other two."""
-    optimizer: dict[str, Stored]
-    plugins: dict[str, Stored]
-    misfits: set[str]
-    """Parameters that do not fit."""
 
 
 def plan(load: Restoration) -> None:

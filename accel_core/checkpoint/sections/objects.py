@@ -14,9 +14,8 @@ from accel_core.storage.codec import encode
 from accel_core.storage.wrapped import put_together
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.collect import Save
     from accel_core.checkpoint.problems import Problems
-    from accel_core.checkpoint.restore import Restoration
+    from accel_core.checkpoint.tasks import Restoration, Save
     from accel_core.contract.run import Run
     from accel_core.storage.state import State
 

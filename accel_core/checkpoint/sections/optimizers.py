@@ -20,10 +20,8 @@ from accel_core.storage.tensors import fill
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
-    from accel_core.checkpoint.collect import Save
     from accel_core.checkpoint.problems import Problems
-    from accel_core.checkpoint.restore import Restoration
-    from accel_core.checkpoint.sections.models import UnitPlan
+    from accel_core.checkpoint.tasks import Restoration, Save, UnitPlan
     from accel_core.contract.state import Leaf
     from accel_core.contract.unit import Unit
     from accel_core.storage.state import State

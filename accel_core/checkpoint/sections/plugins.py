@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from accel_core.contract.state import Entry, Leaf
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.collect import Save
-    from accel_core.checkpoint.restore import Restoration
-    from accel_core.checkpoint.sections.models import UnitPlan
+    from accel_core.checkpoint.tasks import Restoration, Save, UnitPlan
     from accel_core.contract.run import Run
     from accel_core.contract.unit import Unit
 

@@ -15,8 +15,7 @@ from accel_core.storage.tensor_bytes import bytes_of
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.checkpoint.collect import Save
-    from accel_core.checkpoint.restore import Restoration
+    from accel_core.checkpoint.tasks import Restoration, Save
 
 
 def collect(save: Save) -> None:

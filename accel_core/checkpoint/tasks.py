@@ -1,4 +1,4 @@
-"""Compare a checkpoint with a run, section by section; then change the run's state in place."""
+"""A save and a load under way, as the sections are given them."""
 
 from __future__ import annotations
 
@@ -7,21 +7,51 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+from attrs import define, field, frozen
 
 from accel_core.checkpoint.problems import Action, Problems
-from accel_core.checkpoint.sections import SECTIONS
 from accel_core.errors import CheckpointError
+from accel_core.storage.state import State
 from accel_core.storage.tensors import Checkpoint, fill
 
 if TYPE_CHECKING:
-    from accel_core.checkpoint.sections.models import UnitPlan
     from accel_core.contract.run import Run
     from accel_core.contract.state import Leaf
+    from accel_core.contract.unit import Unit
     from accel_core.storage.opened import Block
     from accel_core.storage.tensors import Stored
 
 Read = tuple["Stored", "Leaf | None"]
 """A stored tensor and the leaf that it fills; None if all of it may be read."""
+
+
+@frozen
+class Save:
+    """A save that is being collected on this rank."""
+
+    run: Run
+    extra: Mapping[str, Any] | None
+    """Values of the caller's own."""
+    alone: bool
+    """True if this rank saves as rank 0 and reader 0 of a world of one, whatever rank it is."""
+    state: State = field(factory=State)
+
+
+@define(eq=False)
+class UnitPlan:
+    """A unit of this run and what the checkpoint has of it."""
+
+    unit: Unit
+    saved: Mapping[str, Any]
+    """The unit as it was described in JSON."""
+    leaves: Mapping[str, Leaf]
+    """The weights and buffers of this run, by name."""
+    model: dict[str, Stored]
+    """Stored weights by name; tied weights are named as in this run, here and in the other two."""
+    optimizer: dict[str, Stored]
+    plugins: dict[str, Stored]
+    misfits: set[str]
+    """Parameters that do not fit."""
 
 
 class Restoration:
@@ -33,30 +63,17 @@ class Restoration:
         self.problems = Problems(checkpoint.place, strict)
         self.is_same_world = (world["readers"], world["size"]) == (topology.readers, run.world.size)
         self.own = checkpoint.rank_state(run.world.rank if self.is_same_world else 0)
-        """What this rank takes from a rank's own file, still encoded."""
+        """The part of a rank's own file that this rank takes, still encoded."""
         self.units: list[UnitPlan] = []
         """The units that both sides have. The section `models` adds them."""
         self.calls: list[Action] = []
         """Code of other people, which may fail: it runs first."""
         self.copies: list[Action] = []
-        """What core copies or sets, and what must come after it."""
+        """Copies and settings of core, and calls that must come after them."""
         self.reads: list[Callable[[], Iterable[Read]]] = []
-        """What `copies` read from data files."""
+        """Tensors in data files that `copies` read."""
         self.extra: dict[str, Any] = {}
         """Values of the caller's own; `apply` fills them in."""
-
-    @classmethod
-    def planned(cls, run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
-        """Compare the checkpoint with the run, which is not changed.
-
-        Raises:
-            MisfitError: the checkpoint does not fit the run.
-        """
-        restoration = cls(run, checkpoint, strict=strict)
-        for section in SECTIONS:
-            section.plan(restoration)
-        restoration.problems.raise_if_any()
-        return restoration
 
     def give(self, what: str, encoded: Any, take: Callable[[Any], object]) -> None:
         """Plan to give the decoded value to `take`. A value that cannot be decoded raises now."""
