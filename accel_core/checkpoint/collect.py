@@ -27,8 +27,8 @@ class RankSummary(NamedTuple):
 
     metrics: Mapping[str, Any]
     units: str
-    registered: Sequence[str]
     extra: str
+    registered: Sequence[str]
 
 
 def collect(save: Save, metrics: Mapping[str, Any]) -> State:
@@ -47,18 +47,11 @@ def collect(save: Save, metrics: Mapping[str, Any]) -> State:
     for section in SECTIONS:
         section.collect(save)
     state.own["reader"] = 0 if save.alone else run.topology.reader
-    state.summary_for_ranks = RankSummary(
-        metrics,
-        _digest(state.shared["units"]),
-        [_digest(each) for each in state.shared["registered"]],
-        _digest(state.shared["extra"]),
-    )
+    parts = state.shared["units"], state.shared["extra"], *state.shared["registered"]
+    units, extra, *registered = [xxh3_64_hexdigest(as_json(each)) for each in parts]
+    state.summary_for_ranks = RankSummary(metrics, units, extra, registered)
     state.merge_summaries, state.check = merge_rank_summaries, partial(require_known_names, run)
     return state
-
-
-def _digest(value: Any) -> str:
-    return xxh3_64_hexdigest(as_json(value))
 
 
 def _unapplied(unit: Unit) -> CheckpointError:
@@ -83,7 +76,13 @@ def merge_rank_summaries(state: State, summaries: Sequence[RankSummary], rank: i
     Raises:
         CheckpointError: ranks have different metrics, or registered more or fewer objects. On all of them.
     """
-    _require_same_metrics([each.metrics for each in summaries])
+    first = summaries[0]
+    for other, each in enumerate(summaries):
+        if each.metrics != first.metrics:
+            raise CheckpointError(
+                f"save_state: rank 0 has the metrics {first.metrics}, rank {other} has {each.metrics}\n"
+                "give all ranks the same: accelerator.reduce(value, 'mean') before the save"
+            )
     registered = [len(each.registered) for each in summaries]
     if len({*registered}) > 1:
         listed = "\n".join(f"  rank {other}: {count}" for other, count in enumerate(registered))
@@ -91,7 +90,7 @@ def merge_rank_summaries(state: State, summaries: Sequence[RankSummary], rank: i
             f"save_state: ranks have registered different numbers of objects\n{listed}\n"
             "call register_for_checkpointing on all ranks alike"
         )
-    if summaries[rank].units != summaries[0].units:
+    if summaries[rank].units != first.units:
         state.own["units"] = state.shared["units"]
     if rank == 0:
         for number, described in enumerate(state.shared["registered"]):
@@ -99,15 +98,6 @@ def merge_rank_summaries(state: State, summaries: Sequence[RankSummary], rank: i
                 _warn_of_other_values(f"registered object {number} ({described['class']})")
         if len({each.extra for each in summaries}) > 1:
             _warn_of_other_values("save_state(extra=...)")
-
-
-def _require_same_metrics(of_ranks: Sequence[Mapping[str, Any]]) -> None:
-    for rank, metrics in enumerate(of_ranks):
-        if metrics != of_ranks[0]:
-            raise CheckpointError(
-                f"save_state: rank 0 has the metrics {of_ranks[0]}, rank {rank} has {metrics}\n"
-                "give all ranks the same: accelerator.reduce(value, 'mean') before the save"
-            )
 
 
 @cache

@@ -275,11 +275,11 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
 
 def _has_wrappers(templates: Mapping[str, Mapping[str, TensorTemplate]]) -> bool:
     """Return whether the stored state of some parameter has parts of wrappers."""
-    return any(
-        "#" in name and stored.kind == "opaque"
-        for template in templates.values()
-        for name, stored in template.items()
-    )
+    for template in templates.values():
+        for name, stored in template.items():
+            if "#" in name and stored.kind == "opaque":
+                return True
+    return False
 
 
 def _allocate(

@@ -103,8 +103,9 @@ def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
     inside = {id(proxy): proxy.optimizer for _, proxy in run.prepared.optimizers}
     inside |= {id(proxy): proxy.scheduler for _, proxy in run.prepared.schedulers}
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
+    units = run.units
     for thing in [inside.get(id(proxy), proxy) for proxy in run.prepared.ordered]:
-        for unit in run.units:
+        for unit in units:
             held: tuple[Sequence[Any], ...] = (unit.wrapped, unit.optimizers, unit.schedulers)
             for found, items in zip(places.values(), held, strict=True):
                 found += [(unit.name, number) for number, item in enumerate(items) if item is thing]

@@ -94,10 +94,11 @@ def pairs(
     """
     problems.compare(what, range(len(saved)), range(len(here)))
     for number, (described, item) in enumerate(zip(saved, here, strict=False)):
-        if described["class"] == class_of(item):
-            yield f"{what}{number} ({class_of(item)})", item, described["state"]
+        kind = class_of(item)
+        if described["class"] == kind:
+            yield f"{what}{number} ({kind})", item, described["state"]
         else:
-            classes = f"is a {described['class']} in the checkpoint, a {class_of(item)} here"
+            classes = f"is a {described['class']} in the checkpoint, a {kind} here"
             problems.fatal.append(f"{what}{number} {classes}")
 
 

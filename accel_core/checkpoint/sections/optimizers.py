@@ -173,8 +173,9 @@ def _saved_parameters(load: Restoration, each: UnitPlan) -> Iterator[tuple[str, 
         plain = load.checkpoint.decode(saved["plain"], f"{path}.state")
         for position, group in enumerate(load.checkpoint.decode(saved["groups"], f"{path}.groups")):
             values = {key: group[key] for key in group if key not in ("params", *NEVER_RESTORED)}
+            bare = _SavedParameter(values, {}, algorithm, (number, position))
             for name in group["params"]:
-                yield name, _SavedParameter(values, plain.get(name, {}), algorithm, (number, position))
+                yield name, bare._replace(plain=plain[name]) if name in plain else bare
 
 
 def _reads(

@@ -28,7 +28,8 @@ def collect(save: Save) -> None:
 def plan(load: Restoration) -> None:
     """Plan to restore the streams: exactly in the same world, else from derived seeds."""
     with load.problems.noting_errors("random streams"):
-        load.copies.extend(("random streams", action) for action in _actions(load))
+        for action in _actions(load):
+            load.copies.append(("random streams", action))
 
 
 def _actions(load: Restoration) -> list[Callable[[], None]]:
