@@ -11,7 +11,7 @@ from accel_core.accelerator.memory import release_memory as release_memory
 from accel_core.checkpoint.places import storage_at as storage_at
 from accel_core.checkpoint.stored_weights import stored_weights as stored_weights
 from accel_core.checkpoint.stored_weights import weights_of_unit as weights_of_unit
-from accel_core.checkpoint.undeclared import refuse_own_state as refuse_own_state
+from accel_core.checkpoint.defaults import refuse_own_state as refuse_own_state
 from accel_core.checkpoint.weight_files import weights_in as weights_in
 from accel_core.checkpoint.weight_files import write_weights as write_weights
 from accel_core.contract import hooks as hooks
@@ -48,8 +48,8 @@ from accel_core.contract.state import Leaf as Leaf
 from accel_core.contract.state import OptimizerState as OptimizerState
 from accel_core.contract.state import TensorTemplate as TensorTemplate
 from accel_core.contract.state import flat_range as flat_range
+from accel_core.contract.state import full_leaf as full_leaf
 from accel_core.contract.state import leaf_of as leaf_of
-from accel_core.contract.state import whole as whole
 from accel_core.contract.step_hook import before_step as before_step
 from accel_core.contract.unit import StepOutput as StepOutput
 from accel_core.contract.unit import Unit as Unit
@@ -90,6 +90,7 @@ from accel_core.plugins.catalog import catalog_entry as catalog_entry
 from accel_core.runtime.explain import explain as explain
 from accel_core.runtime.run import Run as Run
 from accel_core.runtime.tracking import GeneralTracker as GeneralTracker
+from accel_core.storage.commit import Manifest as Manifest
 from accel_core.storage.commit import commits as commits
 from accel_core.storage.commit import manifests as manifests
 from accel_core.storage.commit import read_manifest as read_manifest
@@ -99,14 +100,13 @@ from accel_core.storage.files import DataFile as DataFile
 from accel_core.storage.files import FileRecord as FileRecord
 from accel_core.storage.files import Meter as Meter
 from accel_core.storage.files import UnreadableError as UnreadableError
-from accel_core.storage.mailbox import StoreMailbox as StoreMailbox
-from accel_core.storage.manifest import Manifest as Manifest
+from accel_core.storage.leaves import Box as Box
 from accel_core.storage.opened import Opened as Opened
 from accel_core.storage.opened import open_checkpoint as open_checkpoint
 from accel_core.storage.pending import Pending as Pending
-from accel_core.storage.plan import Box as Box
 from accel_core.storage.plan import tiling_problem as tiling_problem
 from accel_core.storage.protocols import Storage as Storage
+from accel_core.storage.ranks import StoreMailbox as StoreMailbox
 from accel_core.storage.tensors import Checkpoint as Checkpoint
 from accel_core.storage.tensors import Stored as Stored
 from accel_core.storage.write import Outline as Outline

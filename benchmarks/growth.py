@@ -22,8 +22,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from accel_core import Accelerator
 from accel_core.checkpoint.collect import without_collecting_garbage
-from accel_core.storage.declarations import gather_groups
-from accel_core.storage.plan import Box, Declared, plan
+from accel_core.storage.leaves import Box, Declared
+from accel_core.storage.plan import gather_groups, plan
 
 LEAVES, SHAPES = 1000, 10
 """Of each rank, where ranks grow."""

@@ -85,12 +85,12 @@ class States:
                 not write; or, with `alone`, the rank holds only a part of a value. Raised on all ranks; the
                 existing checkpoint is unchanged.
         """
-        from accel_core.checkpoint.places import told  # late: start-up need not wait for it
+        from accel_core.checkpoint.places import as_user_path  # late: start-up need not wait for it
 
         directory = self._checkpoint_directory(output_dir, "save_state")
         numbers: dict[str, Any] = {"step": step, "metrics": metrics, "extra": extra}
         saved = self.run.checkpoints.save(directory, wait=wait, alone=alone, **numbers)
-        return told(saved)
+        return as_user_path(saved)
 
     def wait_for_checkpoint(self) -> None:
         """Return once all ranks have written the last `save_state(..., wait=False)`.

@@ -7,34 +7,33 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from accel_core.contract import hooks
 from accel_core.contract.hooks import implements
+from accel_core.contract.state import LeavesOnUse, OptimizerState, leaf_of
 from accel_core.contract.world import RandomStream
 from accel_core.distributed.nested import send_to_device
 from accel_core.errors import CheckpointError
 from accel_core.plugins.discovery import offering
-from accel_core.storage.wrapped import parts_of, wraps
+from accel_core.storage.leaves import PLAIN_TYPES, parts_of, wraps
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.optim import Optimizer
 
     from accel_core.contract.run import Run
-    from accel_core.contract.state import Json, Kind, Leaf, OptimizerState, TensorTemplate
+    from accel_core.contract.state import Json, Kind, Leaf, TensorTemplate
     from accel_core.contract.unit import Unit
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
 """Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
-
-_ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
-"""Types of tensors that are made of no others."""
 
 
 class BaseState:
@@ -48,41 +47,24 @@ class BaseState:
 
     @implements(hooks.optimizer_state)
     def optimizer_state(self, unit: Unit, optimizer: Optimizer) -> OptimizerState:
-        # late: start-up need not wait for them
-        from accel_core.checkpoint.undeclared import refuse_own_state
-        from accel_core.contract.state import LeavesOnUse, OptimizerState
-
         refuse_own_state(optimizer)
-        names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+        groups = _named_groups(unit, optimizer)
+        names = chain.from_iterable(group["params"] for group in groups)
+        parameters = chain.from_iterable(group["params"] for group in optimizer.param_groups)
         held = {id(parameter): state for parameter, state in optimizer.state.items()}  # hashing takes time
-        kept: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
+        tensors: list[tuple[str, Tensor, Mapping[str, Tensor]]] = []
         plain: dict[str, dict[str, Any]] = {}
-        groups = []
-        for number, group in enumerate(optimizer.param_groups):
-            listed = []
-            for position, parameter in enumerate(group["params"]):
-                name = names.get(id(parameter), "")
-                if not name:
-                    raise CheckpointError(
-                        f"parameter {position} of group {number} of {type(optimizer).__name__} belongs to no"
-                        f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
-                        "make it a parameter of a module, and prepare that"
-                    )
-                listed.append(name)
-                state = held.get(id(parameter), {})
-                tensors = {key: value for key, value in state.items() if isinstance(value, Tensor)}
-                _require_names(optimizer, tensors)
-                kept.append((name, parameter, tensors))
-                if len(state) > len(tensors):
-                    plain[name] = {
-                        key: value for key, value in state.items() if not isinstance(value, Tensor)
-                    }
-            hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
-            groups.append({**hyperparameters, "params": listed})
-        leaves = LeavesOnUse(partial(_state_leaves, kept, type(optimizer).__qualname__))
-        values = (value for *_, tensors in kept for value in tensors.values())
-        if any(type(value) not in _ORDINARY or value.is_nested for value in values):
-            len(leaves)  # which makes them: those of other tensors may fail, and must do so before a load
+        for name, parameter in zip(names, parameters, strict=True):
+            state = held.get(id(parameter), {})
+            own = {key: value for key, value in state.items() if isinstance(value, Tensor)}
+            _require_names(optimizer, own)
+            tensors.append((name, parameter, own))
+            if len(state) > len(own):
+                plain[name] = {key: value for key, value in state.items() if key not in own}
+        leaves = LeavesOnUse(partial(_state_leaves, tensors, type(optimizer).__qualname__))
+        values = (value for *_, own in tensors for value in own.values())
+        if any(type(value) not in PLAIN_TYPES or value.is_nested for value in values):
+            len(leaves)  # makes them now: leaves of such tensors may fail, and must do so before a load
         return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
     @implements(hooks.refuse_optimizer_state)
@@ -93,10 +75,10 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> Sequence[str]:
-        from accel_core.checkpoint.wrapped_state import has_wrappers, refusals  # late: start-up need not wait
-
-        if not has_wrappers(template):
+        if not _has_wrappers(template):
             return ()
+        from accel_core.checkpoint.wrapped_state import refusals  # late: few optimizers need it
+
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         return refusals(optimizer, names, template)
 
@@ -109,10 +91,10 @@ class BaseState:
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
         # late: start-up need not wait for them
-        from accel_core.checkpoint.wrapped_state import has_wrappers, take_wrappers
+        from accel_core.checkpoint.wrapped_state import take_wrappers
         from accel_core.storage.tensor_bytes import DTYPES
 
-        wrapped = has_wrappers(template)
+        wrapped = _has_wrappers(template)
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         held = {id(parameter): state for parameter, state in optimizer.state.items()}
         for group in optimizer.param_groups:
@@ -173,15 +155,35 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
     Tied weights stand there once. A tensor that wraps others, such as a quantised weight, is stored as those:
     `NAME#PART`, of a layout that names its class.
     """
-    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
-
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
         if wraps(tensor):
-            leaves.update(_parts(name, tensor))
+            for part, inner, layout in parts_of(tensor):
+                leaves[f"{name}#{part}"] = leaf_of(inner, kind="opaque", layout=layout)
         else:
             leaves[name] = leaf_of(tensor)
     return leaves
+
+
+def _named_groups(unit: Unit, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the optimizer's groups with names in the place of parameters.
+
+    Raises:
+        CheckpointError: a parameter belongs to no prepared model.
+    """
+    names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        listed = [names.get(id(parameter), "") for parameter in group["params"]]
+        if "" in listed:
+            raise CheckpointError(
+                f"parameter {listed.index('')} of group {number} of {type(optimizer).__name__} belongs to no"
+                f" prepared model of unit {unit.name!r}, so it has no name to be stored under\n"
+                "make it a parameter of a module, and prepare that"
+            )
+        hyperparameters = {key: group[key] for key in group if key not in ("params", "param_names")}
+        groups.append({**hyperparameters, "params": listed})
+    return groups
 
 
 def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layout: str) -> dict[str, Leaf]:
@@ -189,16 +191,14 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
 
     layout: of tensors in an encoding of the optimizer's own, which cannot be split.
     """
-    # late: start-up need not wait for them
-    from accel_core.checkpoint.wrapped_state import part_leaves
-    from accel_core.contract.state import leaf_of
+    from accel_core.checkpoint.wrapped_state import part_leaves  # late: start-up need not wait for it
 
     leaves: dict[str, Leaf] = {}
     for name, parameter, tensors in kept:
         shape = parameter.shape
         packed = not _CODES.isdisjoint([value.dtype for value in tensors.values() if value.ndim])
         for key, value in tensors.items():
-            if type(value) not in _ORDINARY and (parts := part_leaves(f"{name}/{key}", value)):
+            if type(value) not in PLAIN_TYPES and (parts := part_leaves(f"{name}/{key}", value)):
                 leaves.update(parts)
             elif value.ndim == 0:
                 leaves[f"{name}/{key}"] = leaf_of(value, kind="scalar")
@@ -208,6 +208,29 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
                 kind: Kind = "like_param" if value.shape == shape else "factored"
                 leaves[f"{name}/{key}"] = leaf_of(value, kind=kind)
     return leaves
+
+
+def refuse_own_state(optimizer: Optimizer) -> None:
+    """Raise if an optimizer keeps other state than that of its parameters and groups.
+
+    Raises:
+        CheckpointError: the optimizer has other state, by name.
+    """
+    held: dict[Any, Any] = optimizer.state  # by parameter, says torch
+    odd = [key for key in held if not isinstance(key, Tensor)]
+    if not odd and _has_own_state_dict(optimizer):
+        odd = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
+    if odd:
+        raise CheckpointError(
+            f"{type(optimizer).__qualname__} keeps {odd[0]!r}, which belongs to no parameter: it would not be"
+            " saved\nkeep it with the parameters, or in an object given to register_for_checkpointing"
+        )
+
+
+def _has_own_state_dict(optimizer: Optimizer) -> bool:
+    # A wrapper that never calls torch's `__init__` has none of torch's hooks.
+    hooks = [getattr(optimizer, f"_optimizer_state_dict_{when}_hooks", None) for when in ("pre", "post")]
+    return any(hooks) or type(optimizer).state_dict is not Optimizer.state_dict
 
 
 def _require_names(optimizer: Optimizer, keys: Iterable[Any]) -> None:
@@ -250,11 +273,13 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
     return found
 
 
-def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Leaf]]:
-    from accel_core.contract.state import leaf_of  # late: start-up need not wait for it
-
-    for part, inner, layout in parts_of(tensor):
-        yield f"{name}#{part}", leaf_of(inner, kind="opaque", layout=layout)
+def _has_wrappers(templates: Mapping[str, Mapping[str, TensorTemplate]]) -> bool:
+    """Return whether the stored state of some parameter has parts of wrappers."""
+    for template in templates.values():
+        for name, stored in template.items():
+            if "#" in name and stored.kind == "opaque":
+                return True
+    return False
 
 
 def _allocate(

@@ -126,18 +126,18 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     return stand
 
 
-def tell_of_hooks_that_only_save(unit: Unit, extra: Iterable[str]) -> None:
+def warn_of_hooks_that_only_save(unit: Unit, extra: Iterable[str]) -> None:
     """Warn, once, of keys of extra state that a module's hooks add and the module cannot take back."""
     for number in range(len(unit.models)) if extra else ():
         prefix = unit.qualify(number, "")
         mine = [key.removeprefix(prefix) for key in extra if key.startswith(prefix)]
         for module, keys in takers(unit, number, mine).items():
             if _own_hooks(module) and not _takes_back(module):
-                _warn_of_hooks(type(module).__qualname__, tuple(keys.values()))
+                _warn_once(type(module).__qualname__, tuple(keys.values()))
 
 
 @cache
-def _warn_of_hooks(kind: str, keys: tuple[str, ...]) -> None:
+def _warn_once(kind: str, keys: tuple[str, ...]) -> None:
     logger.warning(
         "a hook of the %s adds %s to its state_dict, and nothing takes it back: load_state refuses other"
         " values than the model has then; register_load_state_dict_pre_hook restores them",

@@ -9,17 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from attrs import frozen
 
-from accel_core.checkpoint.restore import Restoration
+from accel_core.checkpoint.sections import SECTIONS
+from accel_core.checkpoint.tasks import Restoration
 from accel_core.errors import CheckpointError
-from accel_core.storage.commit import commits, manifests, not_a_checkpoint
-from accel_core.storage.files import DamagedError, listed, understanding
+from accel_core.storage.commit import SAVE, commits, manifests, not_a_checkpoint
+from accel_core.storage.files import DamagedError, listed, malformed_as_damaged
 from accel_core.storage.loading import load_planned
-from accel_core.storage.manifest import SAVE
-from accel_core.storage.protocols import first_here, firsts
+from accel_core.storage.ranks import first_here, firsts
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run
-    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.series import Series
     from accel_core.storage.tensors import Checkpoint
@@ -32,12 +32,12 @@ class Choice(NamedTuple):
 
     number: int | None
     save_id: str | None
-    word: str
+    nonce: str
     """The same on all ranks, and of this load alone."""
 
 
 _Seen: TypeAlias = tuple[str, list[tuple[int | None, list[str]]]]
-"""A word, and number and save ids of what is on a rank's disk."""
+"""A nonce, and number and save ids of what is on a rank's disk."""
 
 
 @frozen
@@ -103,20 +103,20 @@ class Search:
 
 
 def load(
-    run: Run, comm: Comm, search: Search, *, strict: bool, entered: Callable[[], None]
+    run: Run, comm: Comm, search: Search, *, strict: bool, wait_for_previous_save: Callable[[], None]
 ) -> tuple[Storage, Manifest, dict[str, Any]] | None:
     """Load a checkpoint, and return its folder, manifest and `extra`.
 
-    See `CheckpointSession.load`. entered: waits for the save under way, if there is one.
+    See `CheckpointSession.load`. wait_for_previous_save: does nothing if no save is under way.
     """
 
     def look() -> _Seen:
-        entered()
+        wait_for_previous_save()
         return token_hex(8), search.look() if first_here(comm, search.folder) else []
 
     def plan(checkpoint: Checkpoint) -> Restoration:
-        with understanding(checkpoint.place, calls_plugins=True):
-            return Restoration(run, checkpoint, strict=strict)
+        with malformed_as_damaged(checkpoint.place, calls_plugins=True):
+            return compare(run, checkpoint, strict=strict)
 
     choices, lacking = _choices(comm, search, look)
     for each in lacking if comm.rank == 0 else ():
@@ -126,7 +126,7 @@ def load(
         choice = choices.pop(0)
         place = search.at(choice)
         try:
-            manifest, restoration = load_planned(comm, place, choice.save_id, choice.word, plan)
+            manifest, restoration = load_planned(comm, place, choice.save_id, choice.nonce, plan)
         except DamagedError as error:
             now = [each for each in _choices(comm, search, look)[0] if each.number == choice.number]
             if now and now[0].save_id != choice.save_id:  # another save has taken its place meanwhile
@@ -144,19 +144,32 @@ def load(
     raise search.nothing(len(tried), lacking)
 
 
+def compare(run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
+    """Return the actions that bring a run into a checkpoint's state. The run is not changed.
+
+    Raises:
+        MisfitError: the checkpoint does not fit the run.
+    """
+    restoration = Restoration(run, checkpoint, strict=strict)
+    for section in SECTIONS:
+        section.plan(restoration)
+    restoration.problems.raise_if_any()
+    return restoration
+
+
 def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[list[Choice], list[str]]:
     """Return the checkpoints that all disks have, in the order in which they are tried. One round.
 
     And in words those that only some have: a node was killed before it had committed, or lost its disk.
     """
     found = comm.together("load_state: look", look)
-    word, leading = found[0][0], firsts(comm, search.folder)
+    nonce, leading = found[0][0], firsts(comm, search.folder)
     disks = {comm.nodes[rank]: dict(found[rank][1]) for rank in leading}
     chosen, lacking = list[Choice](), list[str]()
     for number in dict.fromkeys(each for disk in disks.values() for each in disk):
         saves = {node: disk[number] for node, disk in disks.items() if number in disk}
         if missing := [node for node in disks if node not in saves]:
-            where = search.at(Choice(number, None, word))
+            where = search.at(Choice(number, None, nonce))
             lacking.append(
                 f"{where} is on node {', '.join(map(str, saves))}, not on {', '.join(map(str, missing))}"
             )
@@ -169,5 +182,5 @@ def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[lis
                 "give all ranks the same directory, on a disk that all nodes share",
                 path=str(search.folder),
             )
-        chosen.append(Choice(number, common, word))
+        chosen.append(Choice(number, common, nonce))
     return chosen, lacking

@@ -82,7 +82,7 @@ def storage_at(given: str | os.PathLike[str], *, each_node: bool = False) -> Sto
     return storage
 
 
-def told(where: Storage) -> Path | str:
+def as_user_path(where: Storage) -> Path | str:
     """Return a place as users get it: a path, or a URL as text."""
     text = str(where)
     return text if scheme_of(text) else Path(text)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
@@ -65,6 +66,16 @@ class Problems:
                 loss = f"{name_of(dtype)} here may lose digits"
                 self.found.append(f"{what} is {stored.dtype} in the checkpoint; {loss}")
         return stored.layout == leaf.layout and stored.shape == tuple(leaf.global_shape)
+
+    @contextmanager
+    def noting_errors(self, what: str) -> Iterator[None]:
+        """Note any error of code that reads values of any content as a problem."""
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except Exception as error:  # torch's, Python's and numpy's generators raise what they like
+            self.fatal.append(f"{what}: {type(error).__name__}: {error}")
 
     def warn(self, what: str) -> None:
         """Log what is left out, though nothing is wrong."""

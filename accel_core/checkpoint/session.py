@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import gc
+import math
+import operator
 import os
-from collections.abc import Mapping
-from functools import cached_property
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
+
+from accel_core.errors import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from accel_core.contract.run import Run
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.saver import Saver
     from accel_core.storage.series import Numbering, Series
@@ -21,15 +28,14 @@ if TYPE_CHECKING:
 
 @frozen
 class LoadedState:
-    """The checkpoint that was loaded, and what its save was given. As text it is the directory.
-
-    directory: a URL is text. Tensors of `extra` are on the CPU.
-    """
+    """The checkpoint that was loaded, and what its save was given. As text it is the directory."""
 
     directory: Path | str
+    """A URL is text."""
     step: int | None
     metrics: Mapping[str, float]
     extra: Mapping[str, Any]
+    """Tensors are on the CPU."""
 
     def __str__(self) -> str:
         return str(self.directory)
@@ -111,10 +117,11 @@ class CheckpointSession:
                 `alone` this rank holds only a part of something.
                 Raised on all ranks; what was there before is unchanged.
         """
-        from accel_core.checkpoint.collect import collect, settle, without_collecting_garbage
-        from accel_core.checkpoint.numbers import numbers_of
+        from accel_core.checkpoint.collect import collect
         from accel_core.checkpoint.places import storage_at
-        from accel_core.storage.protocols import Alone
+        from accel_core.checkpoint.tasks import Save
+        from accel_core.contract.config import metric_and_mode
+        from accel_core.storage.ranks import Alone
         from accel_core.storage.saver import Saver
 
         run, series = self.run, self.series
@@ -126,28 +133,23 @@ class CheckpointSession:
         if step is None:
             step = max((proxy.steps_done for _, proxy in run.prepared.optimizers), default=None)
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
-        numbers: dict[str, Any] = {}
 
         def collected() -> State:
-            numbers.update(numbers_of(step, metrics, project.keep_best if directory is None else None))
-            return collect(run, numbers, extra, alone=alone)
+            self._step = None if step is None else operator.index(step)
+            by_metric = None if directory is not None else project.keep_best
+            metric = None if by_metric is None else metric_and_mode(by_metric)[0]
+            values = _metrics_as_json(metrics, metric)
+            state = collect(Save(run, extra, alone), values)
+            state.members = partial(self._members, len(saver.comm.nodes), values)
+            return state
 
         with without_collecting_garbage():
-            pending = saver.save(
-                collected,
-                lambda state, notes: settle(state, notes, saver.comm.rank),
-                lambda: {**numbers, **self._members(len(saver.comm.nodes))},
-                series,
-                where,
-                wait=wait,
-                entered=self.wait,
-            )
-        self._step = numbers["step"]
+            pending = saver.save(collected, series, where, wait=wait, wait_for_previous_save=self.wait)
         if wait:
             self.wait()
         return pending.place
 
-    def _members(self, ranks: int) -> dict[str, Any]:
+    def _members(self, ranks: int, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return the members of a manifest that describe the run."""
         import platform
         from datetime import datetime, timezone
@@ -159,13 +161,14 @@ class CheckpointSession:
         run = self.run
         readers = run.topology.readers if ranks == run.world.size else 1
         exact_at = {"size": ranks, "readers": readers}
-        members = [(chosen.name, chosen.record, chosen.why) for chosen in run.stack.members()]
         versions = {
             "accel-core": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         }
         return {
+            "step": self._step,
+            "metrics": metrics,
             "run_id": run.run_id,
             "lineage": self.series.lineage,
             "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -175,12 +178,17 @@ class CheckpointSession:
                 "summary": str(run.stack),
                 "device": run.device.type,
                 "units": {unit.name: unit.strategy for unit in run.units},
-                "plugins": {name: {"distribution": each.origin, "why": why} for name, each, why in members},
+                "plugins": self._plugins,
             },
             "versions": versions,
             "config": self._config,
             "random": {"exact_at": exact_at, "elsewhere": "derived"},
         }
+
+    @cached_property
+    def _plugins(self) -> dict[str, Any]:
+        members = self.run.stack.members()
+        return {each.name: {"distribution": each.record.origin, "why": each.why} for each in members}
 
     @cached_property
     def _config(self) -> Any:
@@ -212,24 +220,22 @@ class CheckpointSession:
                 or of a plugin failed while state was being restored: the message says what, and what has
                 changed.
         """
-        from accel_core.checkpoint.collect import without_collecting_garbage
         from accel_core.checkpoint.load import Search, load
-        from accel_core.checkpoint.numbers import metrics_of
-        from accel_core.checkpoint.places import storage_at, told
+        from accel_core.checkpoint.places import as_user_path, storage_at
 
         run, project = self.run, self.run.config.project
         run.require_alive()
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
         search = Search(self.series, where, project.keep_best if best else None, missing_ok)
         with without_collecting_garbage():  # until `load` has dropped what it made
-            loaded = load(run, self.comm, search, strict=strict, entered=self.wait)
+            loaded = load(run, self.comm, search, strict=strict, wait_for_previous_save=self.wait)
         if loaded is None:
             return None
         found, manifest, extra = loaded
         if run.world.run_id is None:  # a run that a launcher has named keeps its own id
             run.run_id = manifest.run_id
         self.series.resume(manifest)
-        return LoadedState(told(found), manifest.members.get("step"), metrics_of(manifest), extra)
+        return LoadedState(as_user_path(found), manifest.members.get("step"), _metrics_of(manifest), extra)
 
     def wait(self, patience: float | None = None) -> None:
         """Wait for the save that is under way. Not collective.
@@ -240,9 +246,9 @@ class CheckpointSession:
             CheckpointError: it failed; raised once.
         """
         if self._saver is not None and (pending := self._saver.wait(patience)) is not None:
-            from accel_core.checkpoint.places import told  # late: start-up need not wait for it
+            from accel_core.checkpoint.places import as_user_path  # late: start-up need not wait for it
 
-            self.run.hooks.checkpoint_committed(told(pending.place), self._step)
+            self.run.hooks.checkpoint_committed(as_user_path(pending.place), self._step)
 
     def free_memory(self) -> None:
         """Free the copy of the state that a save with `wait=False` keeps for the next."""
@@ -252,3 +258,44 @@ class CheckpointSession:
     def forget_groups(self) -> None:
         """Drop what holds the process group."""
         self._saver = self._comm = None
+
+
+def _metrics_as_json(metrics: Mapping[str, Any] | None, needed: str | None) -> dict[str, float | str]:
+    """Return the caller's metrics as a manifest has them: "nan" and "inf" are text there.
+
+    Raises:
+        CheckpointError: the metric that `keep_best` goes by is missing.
+    """
+    values = {name: float(value) for name, value in (metrics or {}).items()}
+    if needed is not None and needed not in values:
+        raise CheckpointError(
+            f"save_state: project.keep_best goes by the metric {needed!r}, which is not among the"
+            f" metrics ({', '.join(values) or 'none'})\n"
+            f"call save_state(metrics={{{needed!r}: value}}) on all ranks"
+        )
+    return {name: value if math.isfinite(value) else repr(value) for name, value in values.items()}
+
+
+def _metrics_of(manifest: Manifest) -> dict[str, float]:
+    try:
+        return {name: float(value) for name, value in manifest.members.get("metrics", {}).items()}
+    except (AttributeError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"the manifest's metrics are not numbers: {error}\n"
+            "load another checkpoint: `accel checkpoint list` shows those of a project"
+        ) from error
+
+
+@contextmanager
+def without_collecting_garbage() -> Iterator[None]:
+    """Keep the garbage collector off while many objects are made and dropped at once.
+
+    A search for cycles would find none, and take as long as the rest of a save.
+    """
+    enabled = gc.isenabled()
+    try:
+        gc.disable()
+        yield
+    finally:
+        if enabled:
+            gc.enable()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from accel_core.checkpoint.places import storage_at
 from accel_core.errors import CheckpointError
-from accel_core.storage.files import understanding
+from accel_core.storage.files import malformed_as_damaged
 from accel_core.storage.opened import open_checkpoint
 from accel_core.storage.tensors import Checkpoint
 
@@ -30,7 +30,7 @@ def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], 
     with open_checkpoint(storage_at(folder)) as files:
         checkpoint = Checkpoint.with_tensors(files)
         checkpoint.verify(checkpoint.blocks)
-        with understanding(checkpoint.place):
+        with malformed_as_damaged(checkpoint.place):
             models = [(unit, told["models"]) for unit, told in checkpoint.state["units"].items()]
             if len(models) != 1 or models[0][1] != 1:
                 raise CheckpointError(

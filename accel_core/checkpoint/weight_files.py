@@ -73,7 +73,7 @@ def write_weights(
     if not (safe or replace):
         _refuse_unread(home)
     try:
-        with show_progress(f"writing {home}"), _workshop(home) as beside_it:
+        with show_progress(f"writing {home}"), _staging_folder(home) as beside_it:
             written = _write_parts(beside_it, weights, extra, size, safe=safe)
             _publish(home, beside_it, written, safe=safe, replace=replace)
     except OSError as error:
@@ -81,7 +81,7 @@ def write_weights(
 
 
 @contextmanager
-def _workshop(folder: Path) -> Iterator[Path]:
+def _staging_folder(folder: Path) -> Iterator[Path]:
     """Give a folder to write into, which is removed; so are those that killed writers have left."""
     disk = Disk(folder.absolute())
     prune(disk, 0)

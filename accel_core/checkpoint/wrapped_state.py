@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from accel_core.contract.state import Leaf, TensorTemplate, whole
-from accel_core.storage.wrapped import parts_of, wraps
+from accel_core.contract.state import Leaf, TensorTemplate, full_leaf
+from accel_core.storage.leaves import parts_of, wraps
 
 if TYPE_CHECKING:
     from torch import nn
@@ -38,18 +38,9 @@ def part_leaves(key: str, value: Any) -> dict[str, Leaf]:
     if not wraps(value):
         return {}
     return {
-        f"{key}#{name}{suffix}": whole(part, kind="opaque", layout=layout + place)
+        f"{key}#{name}{suffix}": full_leaf(part, kind="opaque", layout=layout + place)
         for name, part, layout in parts_of(value)
     }
-
-
-def has_wrappers(templates: Mapping[str, Template]) -> bool:
-    """Return whether the stored state of some parameter has parts of wrappers."""
-    for template in templates.values():
-        for name, stored in template.items():
-            if "#" in name and stored.kind == "opaque":
-                return True
-    return False
 
 
 def refusals(

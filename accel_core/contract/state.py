@@ -8,7 +8,7 @@ from typing import Literal
 
 from attrs import field, frozen
 
-from accel_core.storage.leaves import Json, Kind, Leaf, flat_range, leaf_of, whole
+from accel_core.storage.leaves import Json, Kind, Leaf, flat_range, full_leaf, leaf_of
 
 __all__ = [
     "Entry",
@@ -19,8 +19,8 @@ __all__ = [
     "OptimizerState",
     "TensorTemplate",
     "flat_range",
+    "full_leaf",
     "leaf_of",
-    "whole",
 ]
 
 

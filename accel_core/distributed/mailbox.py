@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from accel_core.distributed.process_group import timeout_of
-from accel_core.storage.mailbox import StoreMailbox
+from accel_core.storage.ranks import StoreMailbox
 
 if TYPE_CHECKING:
     from accel_core.contract.run import Run

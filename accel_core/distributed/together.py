@@ -10,15 +10,15 @@ from accel_core.contract.world import current_operation
 from accel_core.distributed.exchange import Call, exchange_objects
 from accel_core.distributed.mailbox import mailbox_of
 from accel_core.distributed.progress import show_progress
-from accel_core.storage.agreement import agree
+from accel_core.storage.ranks import agree
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives
-    from accel_core.storage.mailbox import StoreMailbox
     from accel_core.storage.protocols import Measure
+    from accel_core.storage.ranks import StoreMailbox
 
 T = TypeVar("T")
 

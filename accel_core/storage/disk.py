@@ -143,9 +143,9 @@ class Disk:
             return _age(self.path) < BEGIN_SECONDS
         return any(_is_alive(self.path / name) for name in entries if name.startswith(CLAIM))
 
-    def near(self, word: str) -> Disk:
+    def local_cache(self, nonce: str) -> Disk:
         """Return itself."""
-        del word
+        del nonce
         return self
 
     def local(self, name: str) -> Path:

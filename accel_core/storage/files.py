@@ -244,7 +244,7 @@ def damaged(path: object, problem: str) -> DamagedError:
 
 
 @contextmanager
-def understanding(path: object, *, calls_plugins: bool = False) -> Iterator[None]:
+def malformed_as_damaged(path: object, *, calls_plugins: bool = False) -> Iterator[None]:
     """Report malformed JSON as a damaged file.
 
     calls_plugins: errors that other code than ours raises inside stay what they are.

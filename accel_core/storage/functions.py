@@ -36,15 +36,14 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.commit import manifests, not_a_checkpoint
 from accel_core.storage.disk import Disk
 from accel_core.storage.group import GroupComm
-from accel_core.storage.leaves import Leaf, leaf_of
+from accel_core.storage.leaves import Leaf, leaf_of, parts_of, wraps
 from accel_core.storage.loading import load_planned
 from accel_core.storage.opened import Block, open_checkpoint
-from accel_core.storage.protocols import Alone, first_here
+from accel_core.storage.ranks import Alone, first_here
 from accel_core.storage.saver import Saver
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.state import State
 from accel_core.storage.tensors import Checkpoint, Stored, fill
-from accel_core.storage.wrapped import parts_of, wraps
 
 if TYPE_CHECKING:
     from accel_core.storage.pending import Pending
@@ -186,13 +185,11 @@ def _saved(
             saver.wait()
 
     return saver.save(
-        lambda: _state_of(state_dict),
-        lambda state, notes: _settle(state, notes, comm.rank),
-        lambda: _members(comm, state_dict.get("step")),
+        lambda: _state_of(state_dict, comm),
         Series(lambda: Numbering(place, "storage")),
         place,
         wait=wait,
-        entered=finish_earlier,
+        wait_for_previous_save=finish_earlier,
     )
 
 
@@ -204,7 +201,7 @@ def _finish(pending: Pending) -> None:
         raise
 
 
-def _state_of(state_dict: Mapping[str, Any]) -> State:
+def _state_of(state_dict: Mapping[str, Any], comm: Comm) -> State:
     """Return what this rank saves of a state."""
     state = State()
     values: dict[str, Any] = {}
@@ -223,13 +220,14 @@ def _state_of(state_dict: Mapping[str, Any]) -> State:
         "values": values,
     }
     state.own = {"reader": 0, "random": {}, "loaders": [], "plugins": {}}
-    state.note = values
+    state.summary_for_ranks, state.merge_summaries = values, _keep_own_values
+    state.members = partial(_members, comm, state_dict.get("step"))
     return state
 
 
-def _settle(state: State, notes: Sequence[Any], rank: int) -> None:
+def _keep_own_values(state: State, values: Sequence[Any], rank: int) -> None:
     """Keep the values of a rank that are not rank 0's."""
-    own = {path: value for path, value in notes[rank].items() if notes[0].get(path, _ABSENT) != value}
+    own = {path: value for path, value in values[rank].items() if values[0].get(path, _ABSENT) != value}
     if own:
         state.own["values"] = own
 

@@ -12,8 +12,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore, _get_default_store, default_pg_timeout
 
-from accel_core.storage.agreement import agree
-from accel_core.storage.mailbox import StoreMailbox
+from accel_core.storage.ranks import StoreMailbox, agree
 
 if TYPE_CHECKING:
     from accel_core.storage.protocols import Measure

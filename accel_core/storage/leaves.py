@@ -1,20 +1,24 @@
-"""Tensors of a state as this rank holds them."""
+"""Leaves: the tensors of a state as this rank holds them, and what it tells other ranks of them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any, Final, Literal, NamedTuple
 
+import torch
 from attrs import define
+from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.errors import CheckpointError
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 Json = Any
 """A value that the checkpoint's tagged JSON can hold (docs/checkpoint-format.md)."""
+
+PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter})
+"""Types of tensors that wrap no others."""
 
 Kind = Literal["like_param", "scalar", "factored", "opaque"]
 
@@ -40,7 +44,7 @@ class Leaf:
     layout: str | None = None
 
 
-def whole(
+def full_leaf(
     tensor: Tensor, *, kind: Kind = "like_param", replicated: bool = True, layout: str | None = None
 ) -> Leaf:
     """Return the leaf of a tensor that this rank holds entirely."""
@@ -52,7 +56,7 @@ def whole(
 def leaf_of(tensor: Tensor, *, kind: Kind = "like_param", layout: str | None = None) -> Leaf:
     """Return a tensor's leaf: this rank's part of a DTensor, others whole."""
     if not hasattr(tensor, "device_mesh"):
-        return whole(tensor, kind=kind, layout=layout)
+        return full_leaf(tensor, kind=kind, layout=layout)
     from torch.distributed import get_world_size
 
     dtensor: Any = tensor.detach()
@@ -120,3 +124,104 @@ def _memory_order(shape: Sequence[int], strides: Sequence[int] | None) -> list[i
             )
         step *= shape[dim]
     return order
+
+
+# -- tensors that wrap others, such as quantised ones: torch's traceable wrapper subclasses ---------------
+
+
+def wraps(tensor: object) -> bool:
+    """Return True if the tensor wraps others; a DTensor is this rank's part of one."""
+    if type(tensor) in PLAIN_TYPES or not isinstance(tensor, Tensor):
+        return False
+    return bool(is_traceable_wrapper_subclass(tensor)) and not hasattr(tensor, "device_mesh")
+
+
+def layout_of(tensor: Any) -> str:
+    """Return the class, shape and context of a wrapper: wrappers that have them alike can exchange parts."""
+    return f"{type(tensor).__qualname__} {list(tensor.shape)} {tensor.__tensor_flatten__()[1]!r}"
+
+
+def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor, str]]:
+    """Yield (name, tensor, layout of its wrapper) of each part; of a wrapper inside, its own parts."""
+    layout = layout_of(tensor)
+    for key in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, key)
+        if wraps(part):
+            yield from ((f"{key}#{name}", inner, inside) for name, inner, inside in parts_of(part))
+        else:
+            yield key, part, layout
+
+
+# -- what ranks tell each other of leaves ----------------------------------------------------------------
+
+
+Key = tuple[str, str]
+"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
+
+The run's own leaves have the unit "".
+"""
+
+
+class Box(NamedTuple):
+    """A rectangular part of a leaf."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def ends(self) -> tuple[int, ...]:
+        return tuple(map(sum, zip(self.offset, self.shape, strict=False)))
+
+    @property
+    def volume(self) -> int:
+        return math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return (
+            "["
+            + ", ".join(f"{start}:{end}" for start, end in zip(self.offset, self.ends, strict=False))
+            + "]"
+        )
+
+
+class Declared(NamedTuple):
+    """A rank's description of a leaf for the others: everything but the data."""
+
+    kind: str
+    shape: tuple[int, ...]
+    layout: str | None
+    replicated: bool
+    any_replica_may_write: bool
+    """True if replicas are equal, so that any rank may write the leaf.
+
+    Otherwise the lowest rank that holds a replica writes it.
+    """
+    dtypes: tuple[torch.dtype, ...]
+    boxes: tuple[Box, ...]
+
+
+def declare(leaf: Leaf, *, any_replica_may_write: bool) -> Declared:
+    """Return the declaration of a leaf: one object for equal ones.
+
+    Leaves are many, their shapes are few.
+    """
+    # A list first: this runs for every leaf of every save, and a generator takes twice the time.
+    parts = tuple([(tuple(offset), tensor.shape, tensor.dtype) for offset, tensor in leaf.shards])
+    return _declared(
+        leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, any_replica_may_write, parts
+    )
+
+
+@lru_cache(maxsize=4096)
+def _declared(
+    kind: str,
+    shape: tuple[int, ...],
+    layout: str | None,
+    replicated: bool,
+    any_replica_may_write: bool,
+    parts: Any,
+) -> Declared:
+    """Return the declaration whose parts are (offset, shape, dtype)."""
+    dtypes = tuple(dtype for _, _, dtype in parts)
+    boxes = tuple(Box(offset, tuple(size)) for offset, size, _ in parts)
+    return Declared(kind, shape, layout, replicated, any_replica_may_write, dtypes, boxes)

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 from accel_core.storage.commit import manifests, read_manifest
 from accel_core.storage.files import damaged, listed
 from accel_core.storage.opened import Block, Opened, descriptions, reading
-from accel_core.storage.protocols import first_here, sharers
+from accel_core.storage.ranks import first_here, sharers
 from accel_core.storage.tensors import Checkpoint
 
 if TYPE_CHECKING:
-    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Comm, Storage
 
 
@@ -99,7 +99,7 @@ class _Loading:
         home = place.at(manifest.save_id)
         if first_here(self.comm, place):
             home = self._stack.enter_context(reading(place, manifest.save_id))
-        self._manifest, self._near = manifest, home.near(self.nonce)
+        self._manifest, self._near = manifest, home.local_cache(self.nonce)
 
     def _verify(self, checkpoint: Checkpoint, needed: Sequence[set[Block]]) -> None:
         """Verify what the ranks that see the same files need, each a share."""

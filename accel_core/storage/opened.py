@@ -12,10 +12,10 @@ from attrs import frozen
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import read_manifest
-from accel_core.storage.files import DataFile, Meter, damaged, listed, understanding
+from accel_core.storage.files import DataFile, Meter, damaged, listed, malformed_as_damaged
 
 if TYPE_CHECKING:
-    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Storage
 
 Block: TypeAlias = tuple[int, int]
@@ -53,10 +53,10 @@ class Opened:
             CheckpointError: a file is missing or damaged; the message names it.
         """
         entries, meter = listed(home), Meter()
-        with understanding(f"{place}/manifest-{manifest.number:08d}.json"):
+        with malformed_as_damaged(f"{place}/manifest-{manifest.number:08d}.json"):
             texts = descriptions(manifest, home, entries) if texts is None else texts
             file = _file(manifest, home, entries, "state.json")
-            with understanding(file):
+            with malformed_as_damaged(file):
                 state = json.loads(texts[file.name])
             shares = {}
             for rank in range(manifest.world["size"]):
@@ -64,7 +64,7 @@ class Opened:
                 if manifest.domains and not any(name in entries for name in names):
                     continue
                 data, file = (_file(manifest, home, entries, name, meter) for name in names)
-                with understanding(file):
+                with malformed_as_damaged(file):
                     index = json.loads(texts[file.name])
                     data.check(index["blocks"])
                 shares[rank] = data, index
@@ -177,7 +177,7 @@ def open_checkpoint(place: Storage) -> Iterator[Opened]:
             manifest = read_manifest(place)
             home = stack.enter_context(reading(place, manifest.save_id))
             try:
-                found = Opened.of(place, manifest, home.near(token_hex(8)))
+                found = Opened.of(place, manifest, home.local_cache(token_hex(8)))
                 break
             except CheckpointError:
                 if manifest.save_id in before:

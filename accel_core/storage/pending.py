@@ -30,7 +30,7 @@ from attrs import asdict, define, field
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import commit, discard, prune
 from accel_core.storage.files import FileRecord, Meter, UnreadableError, as_json, write_file
-from accel_core.storage.protocols import first_here, firsts
+from accel_core.storage.ranks import first_here, firsts
 
 if TYPE_CHECKING:
     from accel_core.storage.layout import Layout

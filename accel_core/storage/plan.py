@@ -1,66 +1,42 @@
-"""Plan which rank writes which box. The boxes must make up the whole state."""
+"""Plan which rank writes which box. The boxes must make up the whole state.
+
+Leaves are many, but few are not declared alike. A rank tells its different declarations, and a digest of
+which leaves they belong to. The names of leaves travel only if these digests differ, from one rank for
+each digest.
+"""
 
 from __future__ import annotations
 
 import math
+import secrets
 from collections import defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attrs import field, frozen
+from xxhash import xxh3_128_hexdigest
 
 from accel_core.errors import CheckpointError
-from accel_core.storage.leaves import Leaf
+from accel_core.storage.leaves import Box, Declared, Key
 from accel_core.storage.tensor_bytes import name_of
 
 if TYPE_CHECKING:
-    import torch
+    from accel_core.storage.protocols import Comm
 
-Key = tuple[str, str]
-"""Key of a leaf: (unit, `model/NAME` | `optimizer/NAME/KEY` | ...).
-
-The run's own leaves have the unit "".
-"""
+Names = Sequence[tuple[Key, int]]
+"""(leaf, number of its declaration) of each leaf that a rank has."""
 
 
-class Box(NamedTuple):
-    """A rectangular part of a leaf."""
+class _RankDeclarations(NamedTuple):
+    """A rank's declarations, for the others."""
 
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-
-    @property
-    def ends(self) -> tuple[int, ...]:
-        return tuple(map(sum, zip(self.offset, self.shape, strict=False)))
-
-    @property
-    def volume(self) -> int:
-        return math.prod(self.shape)
-
-    def __str__(self) -> str:
-        return (
-            "["
-            + ", ".join(f"{start}:{end}" for start, end in zip(self.offset, self.ends, strict=False))
-            + "]"
-        )
-
-
-class Declared(NamedTuple):
-    """A rank's description of a leaf for the others: everything but the data."""
-
-    kind: str
-    shape: tuple[int, ...]
-    layout: str | None
-    replicated: bool
-    spread: bool
-    """True if replicas are equal, so that any rank may write the leaf.
-
-    Otherwise the lowest rank that holds a replica writes it.
-    """
-    dtypes: tuple[torch.dtype, ...]
-    boxes: tuple[Box, ...]
+    nonce: str
+    """For the plan, if this is rank 0."""
+    digest: str
+    """Of the `Names`."""
+    declarations: tuple[Declared, ...]
+    """Each once, in the order of their numbers."""
 
 
 @frozen
@@ -88,24 +64,51 @@ class Group:
         return holders
 
 
-def declare(leaf: Leaf, *, spread: bool) -> Declared:
-    """Return the declaration of a leaf: one object for equal ones.
+def gather_groups(
+    comm: Comm, declared: Mapping[Key, Declared], check: Callable[[], object]
+) -> tuple[str, list[Group]]:
+    """Return a new nonce for the plan, and the groups of all ranks.
 
-    Leaves are many, their shapes are few.
+    Collective; the same on each rank.
+
+    Raises:
+        CheckpointError: `check` failed on some rank.
     """
-    # A list first: this runs for every leaf of every save, and a generator takes twice the time.
-    parts = tuple([(tuple(offset), tensor.shape, tensor.dtype) for offset, tensor in leaf.shards])
-    return _declared(leaf.kind, tuple(leaf.global_shape), leaf.layout, leaf.replicated, spread, parts)
+    names: list[tuple[Key, int]] = []
+
+    def tell() -> _RankDeclarations:
+        check()
+        numbers: dict[Declared, int] = {}
+        names.extend((key, numbers.setdefault(leaf, len(numbers))) for key, leaf in declared.items())
+        digest = xxh3_128_hexdigest(repr(names).encode())
+        return _RankDeclarations(secrets.token_hex(8), digest, tuple(numbers))
+
+    told = comm.together("save_state: plan", tell)
+    digests = [each.digest for each in told]
+    known: dict[str, Names] = {digests[comm.rank]: names}
+    if len(set(digests)) > 1:
+        mine = names if digests.index(digests[comm.rank]) == comm.rank else None
+        heard = comm.together("save_state: names of leaves", lambda: mine)
+        known = {digest: each for digest, each in zip(digests, heard, strict=True) if each is not None}
+    return told[0].nonce, _group(told, known)
 
 
-@lru_cache(maxsize=4096)
-def _declared(
-    kind: str, shape: tuple[int, ...], layout: str | None, replicated: bool, spread: bool, parts: Any
-) -> Declared:
-    """Return the declaration whose parts are (offset, shape, dtype)."""
-    dtypes = tuple(dtype for _, _, dtype in parts)
-    boxes = tuple(Box(offset, tuple(size)) for offset, size, _ in parts)
-    return Declared(kind, shape, layout, replicated, spread, dtypes, boxes)
+def _group(told: Sequence[_RankDeclarations], known: Mapping[str, Names]) -> list[Group]:
+    ranks: dict[str, list[int]] = defaultdict(list)
+    for rank, each in enumerate(told):
+        ranks[each.digest].append(rank)
+    places: dict[Key, list[tuple[str, int]]] = defaultdict(list)
+    for digest in ranks:
+        for key, number in known[digest]:
+            places[key].append((digest, number))
+    alike: dict[tuple[tuple[str, int], ...], list[Key]] = defaultdict(list)
+    for key, place in places.items():
+        alike[tuple(place)].append(key)
+    groups = []
+    for numbers, keys in alike.items():
+        held = [(rank, told[rank].declarations[n]) for digest, n in numbers for rank in ranks[digest]]
+        groups.append(Group(keys, sorted(held, key=itemgetter(0))))
+    return groups
 
 
 def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, list[Box]]:
@@ -128,7 +131,7 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
             problems += [f"{key[0]}: {key[1]}: {problem}" for key in group.keys]
         for box, ranks in group.holders.items():
             for near in _by_disk(ranks, disks):
-                if len(near) > 1 and group.held[0][1].spread:
+                if len(near) > 1 and group.held[0][1].any_replica_may_write:
                     shared += [(-box.volume, key, box, near) for key in group.keys]
                     continue
                 load[near[0]] += box.volume * len(group.keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 if TYPE_CHECKING:
@@ -65,10 +65,10 @@ class Storage(Protocol):
     def is_claimed(self) -> bool:
         """Return True if a claim may be in force."""
 
-    def near(self, word: str) -> Storage:
+    def local_cache(self, nonce: str) -> Storage:
         """Return the same folder, to be read several times by the ranks of this node: of a disk, itself.
 
-        What it keeps goes with it. word: the same on all ranks.
+        What it keeps goes with it. nonce: text that is the same on all ranks, and used by no other load.
         """
 
     def local(self, name: str) -> Path | None:
@@ -113,62 +113,3 @@ class Comm(Protocol):
 
     def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[object]:
         """Show what the context does, if it takes long."""
-
-
-class Alone:
-    """A process that saves or loads by itself."""
-
-    rank = 0
-    nodes: Sequence[int] = (0,)
-
-    def together(self, step: str, action: Callable[[], T]) -> Sequence[T]:
-        """Run the action."""
-        del step
-        return [action()]
-
-    def mailbox(self, key: str) -> Mailbox:
-        """Return one that only this process reads."""
-        del key
-        return _Pigeonhole()
-
-    def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[object]:
-        """Show nothing."""
-        del text, measure
-        return nullcontext()
-
-
-class _Pigeonhole:
-    timeout = 0.0
-
-    def __init__(self) -> None:
-        self._sent: dict[str, Message] = {}
-
-    def put(self, key: str, message: Message) -> None:
-        self._sent[key] = message
-
-    def wait(self, senders: Mapping[int, str], timeout: float) -> dict[int, Message | None]:
-        del timeout
-        return {rank: self._sent.get(key) for rank, key in senders.items()}
-
-    def alive(self) -> AbstractContextManager[object]:
-        return nullcontext()
-
-    def delete(self, *keys: str) -> None:
-        for key in keys:
-            self._sent.pop(key, None)
-
-
-def first_here(comm: Comm, place: Storage) -> bool:
-    """Return True for the rank that begins, commits and removes for all that see the place."""
-    return comm.rank in firsts(comm, place)
-
-
-def firsts(comm: Comm, place: Storage) -> list[int]:
-    """Return the first rank of each disk; rank 0 of all is the first of them."""
-    return [0] if place.shared else sorted(comm.nodes.index(node) for node in set(comm.nodes))
-
-
-def sharers(comm: Comm, place: Storage) -> list[int]:
-    """Return the ranks that see the same files as this one."""
-    everyone = range(len(comm.nodes))
-    return [rank for rank in everyone if place.shared or comm.nodes[rank] == comm.nodes[comm.rank]]

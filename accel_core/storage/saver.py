@@ -6,19 +6,32 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from attrs import define, field
+
 from accel_core.errors import CheckpointError
 from accel_core.storage.commit import begin, cannot_be_saved, discard, new_save_id, overtaken
-from accel_core.storage.declarations import gather_groups
 from accel_core.storage.files import as_json
 from accel_core.storage.layout import Layout
 from accel_core.storage.pending import Pending, Share
-from accel_core.storage.plan import plan
-from accel_core.storage.protocols import first_here, firsts
+from accel_core.storage.plan import gather_groups, plan
+from accel_core.storage.ranks import first_here, firsts
 
 if TYPE_CHECKING:
     from accel_core.storage.protocols import Comm, Storage
     from accel_core.storage.series import Series
     from accel_core.storage.state import State
+
+
+@define(eq=False)
+class _Begun:
+    """A save whose folder is made and claimed, with what this rank writes into it."""
+
+    place: Storage
+    save_id: str
+    claim: ExitStack = field(factory=ExitStack)
+    commit: int | None = None
+    """The number of its commit."""
+    share: Share | None = None
 
 
 class Saver:
@@ -34,66 +47,74 @@ class Saver:
     def save(
         self,
         collect: Callable[[], State],
-        settle: Callable[[State, Sequence[Any]], None],
-        members: Callable[[], Mapping[str, Any]],
         series: Series,
         place: Storage | None,
         *,
         wait: bool,
-        entered: Callable[[], object],
+        wait_for_previous_save: Callable[[], object],
     ) -> Pending:
         """Save a state in `place`, or as the next of the series. Collective.
 
-        Two rounds of the ranks, and up to two more where a leaf is new. With `wait` it is over when this
+        Two rounds of the ranks, and up to two more if a leaf is new. With `wait` it is over when this
         returns, unless it failed, which `Pending.wait` raises. Else a copy was taken, and a thread writes it.
 
-        entered: called first; waits for the save before. collect: gives this rank's state. settle: is given
-        it with the notes of all ranks, and may change it. members: of the manifest, but for those of the save
-        itself; of rank 0.
+        Args:
+            collect: returns this rank's state.
+            series: the numbered checkpoints of the run.
+            place: None for the next of the series.
+            wait: whether this call writes the state.
+            wait_for_previous_save: called before `collect`; raises if that save has failed.
 
         Raises:
             CheckpointError: the save before has failed, something cannot be stored, ranks disagree, or the
                 place cannot be written. On all ranks; what was there is unchanged.
         """
         comm, where = self.comm, series.folder if place is None else place
-        states: list[State] = []
+        collected: list[State] = []
 
         def enter() -> tuple[Any, str | None, int, str]:
-            entered()
-            states[:] = [state := collect()]
+            wait_for_previous_save()
+            collected.append(state := collect())
             number = series.free_number() if place is None and first_here(comm, where) else series.next_number
-            return state.note, self._name_for(state, where), number, new_save_id()
+            return state.summary_for_ranks, self._name_for(state, where), number, new_save_id()
 
-        notes, names, numbers, ids = zip(*comm.together("save_state: collect", enter), strict=True)
-        (state,), number, save_id = states, max(numbers), ids[0]
-        settle(state, notes)
+        summaries, names, numbers, ids = zip(*comm.together("save_state: collect", enter), strict=True)
+        (state,), number, save_id = collected, max(numbers), ids[0]
+        state.merge_summaries(state, summaries, comm.rank)
         layout = self._plan(names, state, where)
         target = place or where.at(f"checkpoint_{number}")
         shared = self._shared(state, target)
-        claim = ExitStack()
-        commits, shares = list[int](), list[Share]()
+        begun = _Begun(target, save_id)
 
-        def start() -> None:
-            commits.append(self._begin(target, save_id, claim, is_new=place is None))
+        def begin_and_copy() -> None:
+            begun.commit = self._begin(begun, is_new=place is None)
             body = layout.read(state.leaves) if wait else layout.stage(state.leaves)
-            own = as_json(state.own)
-            shares.append(Share(comm.rank, layout, body, own, shared))
+            begun.share = Share(comm.rank, layout, body, as_json(state.own), shared)
 
         try:
-            comm.together("save_state: begin", start)
+            comm.together("save_state: begin", begin_and_copy)
             series.number_from(number + 1)
-            (commit,) = commits
             named = {"name": target.name if place is None else None, "iteration": number, "save_id": save_id}
-            about = {**named, "domains": self._domains(target), **members()} if comm.rank == 0 else {}
+            about = {**named, "domains": self._domains(target), **state.members()} if comm.rank == 0 else {}
         except BaseException:  # no memory for the copy, Ctrl-C, another rank: nothing half-written stays
-            if commits and first_here(comm, target):
+            if begun.commit is not None and first_here(comm, target):
                 discard(target, save_id)
-            claim.close()
+            begun.claim.close()
             raise
-
         committed = series.apply_limit if place is None else _nothing
-        mail = comm.mailbox(f"save/{save_id}")
-        pending = Pending(target, save_id, commit, shares, about, claim, comm, mail, committed)
+        return self._write(begun, about, committed, wait=wait)
+
+    def _write(
+        self, begun: _Begun, members: Mapping[str, Any], committed: Callable[[], None], *, wait: bool
+    ) -> Pending:
+        """Write a save that has begun: here, or in a thread."""
+        assert begun.commit is not None
+        assert begun.share is not None
+        mail = self.comm.mailbox(f"save/{begun.save_id}")
+        place, shares = begun.place, [begun.share]
+        pending = Pending(
+            place, begun.save_id, begun.commit, shares, members, begun.claim, self.comm, mail, committed
+        )
         self._pending = pending
         if wait:
             with pending.shown():
@@ -129,10 +150,10 @@ class Saver:
             return self._layout
         self._layout = None  # with its buffer, before the next one is made
         comm, self._was_shared = self.comm, where.shared
-        word, groups = gather_groups(comm, state.declared, lambda: state.check(state))
+        nonce, groups = gather_groups(comm, state.declared, lambda: state.check(state))
         disks = [0] * len(comm.nodes) if where.shared else comm.nodes
         writes = plan(groups, comm.rank, disks)
-        self._layout = Layout.of(word, state.declared, writes, state.leaves)
+        self._layout = Layout.of(nonce, state.declared, writes, state.leaves)
         return self._layout
 
     def _shared(self, state: State, target: Storage) -> bytes | None:
@@ -140,22 +161,23 @@ class Saver:
         rank = self.comm.rank
         if target.shared or len({*self.comm.nodes}) == 1:
             return as_json(state.shared) if rank == 0 else None
-        told = self.comm.together("save_state: shared", lambda: as_json(state.shared) if rank == 0 else None)
-        return told[0] if first_here(self.comm, target) else None
+        texts = self.comm.together("save_state: shared", lambda: as_json(state.shared) if rank == 0 else None)
+        return texts[0] if first_here(self.comm, target) else None
 
-    def _begin(self, target: Storage, save_id: str, claim: ExitStack, *, is_new: bool) -> int:
+    def _begin(self, begun: _Begun, *, is_new: bool) -> int:
         """Make the save's folder, by the first rank of each disk. Returns the number of its commit.
 
         is_new: it replaces no checkpoint.
         """
+        target = begun.place
         if not first_here(self.comm, target):
             return 0
         number = begin(target)
         if is_new and number > 1:
             raise overtaken(target, 1)
-        home = target.at(save_id)
+        home = target.at(begun.save_id)
         try:
-            claim.enter_context(home.claim())
+            begun.claim.enter_context(home.claim())
             is_mine = len(home.list()) <= 1
         except OSError as error:
             raise cannot_be_saved(target, error) from error

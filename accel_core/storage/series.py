@@ -21,7 +21,7 @@ from accel_core.storage.commit import commits, intact, prune, remove
 from accel_core.storage.files import UnreadableError, listed
 
 if TYPE_CHECKING:
-    from accel_core.storage.manifest import Manifest
+    from accel_core.storage.commit import Manifest
     from accel_core.storage.protocols import Storage
 
 logger = logging.getLogger(__name__)

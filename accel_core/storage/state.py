@@ -2,42 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from attrs import define, field
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.codec import encode, not_plain, require_plain
-from accel_core.storage.leaves import Json, Leaf, whole
-from accel_core.storage.plan import Declared, Key, declare
+from accel_core.storage.leaves import Declared, Json, Key, Leaf, declare, full_leaf
 from accel_core.storage.wrapped import taken_apart
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-def _nothing(state: State) -> None:
-    """Check nothing."""
+def _nothing(*_: object) -> None:
+    """Do nothing."""
 
 
 @define(eq=False)
 class State:
-    """A state on one rank.
-
-    declared: how each leaf is declared. shared: plain data that all ranks have alike; rank 0's is written.
-    own: plain data that only this rank has. note: what ranks tell each other about it. check: is given this
-    state when leaves are new, and raises CheckpointError for some that do not belong together.
-    """
+    """A state on one rank, and what a save of it asks of its owner."""
 
     leaves: dict[Key, Leaf] = field(factory=dict)
     declared: dict[Key, Declared] = field(factory=dict)
+    """Each leaf as other ranks are told of it."""
     shared: dict[str, Json] = field(factory=dict)
+    """Plain data that all ranks have alike; rank 0's is written."""
     own: dict[str, Json] = field(factory=dict)
-    note: Any = None
+    """Plain data that only this rank has."""
+    summary_for_ranks: Any = None
+    """Plain data about the state that all ranks exchange."""
+    merge_summaries: Callable[[State, Sequence[Any], int], None] = _nothing
+    """Is given this state, the summaries of all ranks, and the rank; may change `shared` and `own`."""
     check: Callable[[State], None] = _nothing
+    """Is given this state if leaves are new. Raises CheckpointError if leaves do not belong together."""
+    members: Callable[[], Mapping[str, Any]] = dict
+    """Returns the members of the manifest, without the members of the save itself. Called on rank 0."""
 
-    def add(self, key: Key, leaf: Leaf, *, spread: bool = True) -> None:
+    def add(self, key: Key, leaf: Leaf, *, any_replica_may_write: bool = True) -> None:
         """Add a leaf. Raises CheckpointError if the key is taken."""
         if key in self.leaves:
             raise CheckpointError(
@@ -47,7 +50,7 @@ class State:
             if not_plain(tensor):
                 require_plain(f"{key[1]} of unit {key[0]!r}", tensor)
         self.leaves[key] = leaf
-        self.declared[key] = declare(leaf, spread=spread)
+        self.declared[key] = declare(leaf, any_replica_may_write=any_replica_may_write)
 
     def encode(self, value: Any, path: str, *, replicated: bool = True, in_parts: bool = False) -> Json:
         """Return `value` as tagged JSON; its large tensors become leaves of the unit "".
@@ -56,7 +59,7 @@ class State:
         """
 
         def store(where: str, tensor: Tensor) -> str:
-            self.add(("", where), whole(tensor, kind="factored", replicated=replicated))
+            self.add(("", where), full_leaf(tensor, kind="factored", replicated=replicated))
             return where
 
         try:

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 from accel_core.storage.codec import decode
-from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, understanding
-from accel_core.storage.leaves import Kind, Leaf
+from accel_core.storage.files import BLOCK_BYTES, DataFile, damaged, malformed_as_damaged
+from accel_core.storage.leaves import Box, Key, Kind, Leaf
 from accel_core.storage.opened import Block, Opened
-from accel_core.storage.plan import Box, Key, intersect, tiling_problem
+from accel_core.storage.plan import intersect, tiling_problem
 from accel_core.storage.tensor_bytes import DTYPES, bytes_within, copyable
 
 if TYPE_CHECKING:
@@ -159,10 +159,10 @@ class Checkpoint(Opened):
         cut: set[Key] = set()
         ranks: dict[int, Any] = {}
         for rank, (data, index) in files.shares.items():
-            with understanding(f"{data.home}/rank-{rank:05d}.json"):
+            with malformed_as_damaged(f"{data.home}/rank-{rank:05d}.json"):
                 cut |= _add_tensors(tensors, rank, files)
                 ranks[rank] = index["state"]
-        with understanding(files.place):
+        with malformed_as_damaged(files.place):
             for unit, key in cut if not files.absent else ():
                 stored = tensors[unit, key]
                 if problem := tiling_problem(stored.shape, stored.boxes):

@@ -1,22 +1,20 @@
-"""Tensors that wrap others, such as quantised ones: torch's traceable wrapper subclasses."""
+"""Nested data with tensors that wrap others: taken apart for a save, put together by a load."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from copy import copy
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import torch
 from attrs import frozen
-from torch import Tensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from accel_core.errors import CheckpointError
+from accel_core.storage.leaves import layout_of, parts_of, wraps
 
-_ORDINARY: Final = frozenset({Tensor, torch.nn.Parameter})
-"""Types of tensors that wrap no others."""
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _MAPPINGS: Final = frozenset({dict, OrderedDict, defaultdict})
 
@@ -27,29 +25,6 @@ class Parts:
 
     layout: str
     tensors: Mapping[str, Tensor]
-
-
-def wraps(tensor: object) -> bool:
-    """Return True if the tensor wraps others; a DTensor is this rank's part of one."""
-    if type(tensor) in _ORDINARY or not isinstance(tensor, Tensor):
-        return False
-    return bool(is_traceable_wrapper_subclass(tensor)) and not hasattr(tensor, "device_mesh")
-
-
-def layout_of(tensor: Any) -> str:
-    """Return the class, shape and context of a wrapper: wrappers that have them alike can exchange parts."""
-    return f"{type(tensor).__qualname__} {list(tensor.shape)} {tensor.__tensor_flatten__()[1]!r}"
-
-
-def parts_of(tensor: Any) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield (name, tensor, layout of its wrapper) of each part; of a wrapper inside, its own parts."""
-    layout = layout_of(tensor)
-    for key in tensor.__tensor_flatten__()[0]:
-        part = getattr(tensor, key)
-        if wraps(part):
-            yield from ((f"{key}#{name}", inner, inside) for name, inner, inside in parts_of(part))
-        else:
-            yield key, part, layout
 
 
 def taken_apart(value: Any) -> Any:

@@ -14,10 +14,9 @@ from accel_core.errors import CheckpointError
 from accel_core.storage.commit import begin, cannot_be_saved, new_save_id
 from accel_core.storage.files import as_json
 from accel_core.storage.layout import Layout
-from accel_core.storage.leaves import Kind, whole
+from accel_core.storage.leaves import Key, Kind, declare, full_leaf
 from accel_core.storage.pending import Pending, Share
-from accel_core.storage.plan import Key, declare
-from accel_core.storage.protocols import Alone
+from accel_core.storage.ranks import Alone
 from accel_core.storage.state import State
 from accel_core.storage.tensor_bytes import DTYPES, bytes_of
 
@@ -80,8 +79,8 @@ def _share(
         if outline.dtype not in DTYPES:
             raise CheckpointError(f"{key[1]}: torch has no dtype {outline.dtype}\nconvert it before")
         tensor = torch.empty(outline.shape, dtype=DTYPES[outline.dtype], device="meta")
-        state.leaves[key] = whole(tensor, kind=outline.kind, layout=outline.layout)
-        state.declared[key] = declare(state.leaves[key], spread=True)
+        state.leaves[key] = full_leaf(tensor, kind=outline.kind, layout=outline.layout)
+        state.declared[key] = declare(state.leaves[key], any_replica_may_write=True)
     text = as_json(state.encode(dict(shared), "state")) if rank == 0 else None
     told = as_json(state.encode(dict(own), f"rank[{rank}]"))
     writes = {key: list(declared.boxes) for key, declared in state.declared.items()}

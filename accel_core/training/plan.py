@@ -144,7 +144,7 @@ def _optimizer_in_words(optimizer: Optimizer) -> str:
 
     Tensors are left out: they would have to be read from a device.
     """
-    from accel_core.checkpoint.collect import NEVER_RESTORED  # late: only several ranks need it
+    from accel_core.checkpoint.sections.optimizers import NEVER_RESTORED  # late: only several ranks need it
 
     groups = [
         {key: each for key, each in group.items() if key not in NEVER_RESTORED and _is_plain(each)}

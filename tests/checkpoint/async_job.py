@@ -23,7 +23,7 @@ from accel_core.distributed import progress
 from accel_core.storage import pending, saver
 from accel_core.storage.commit import read_manifest
 from accel_core.storage.disk import Disk
-from accel_core.storage.mailbox import StoreMailbox
+from accel_core.storage.ranks import StoreMailbox
 from accel_testing.patience import patience
 
 

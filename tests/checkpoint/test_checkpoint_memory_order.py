@@ -12,7 +12,7 @@ from planning import plan
 
 from accel_core import CheckpointError, Leaf, flat_range
 from accel_core.storage.layout import Layout
-from accel_core.storage.plan import declare
+from accel_core.storage.leaves import declare
 
 
 @given(st.data())
@@ -48,13 +48,13 @@ def test_a_tensor_whose_memory_is_not_dense_has_no_flat_range(strides):
 
 def test_a_tensor_without_elements_is_one_box_that_any_rank_may_hold():
     leaves = [flat_range(torch.empty(0), (0, 3), 0) for _ in range(2)]
-    writes = plan([{("unit0", "model/w"): declare(leaf, spread=True)} for leaf in leaves])
+    writes = plan([{("unit0", "model/w"): declare(leaf, any_replica_may_write=True)} for leaf in leaves])
     assert [len(each) for each in writes] == [1, 0]
 
 
 def test_a_tensor_without_elements_that_no_rank_holds_is_refused():
     leaf = flat_range(torch.empty(0), (0, 3), 0)
-    nowhere = declare(leaf, spread=True)._replace(boxes=(), dtypes=())
+    nowhere = declare(leaf, any_replica_may_write=True)._replace(boxes=(), dtypes=())
     with pytest.raises(CheckpointError, match="held by no rank"):
         plan([{("unit0", "model/w"): nowhere}])
 
@@ -64,7 +64,7 @@ def test_a_tensor_without_elements_in_several_boxes_is_indexed_by_all_of_them(or
     """One of them may have the shape of the whole tensor."""
     shards = (((0, 0), torch.empty(4, 0)), ((4, 0), torch.empty(0, 0)))[::order]
     key, leaf = ("unit0", "model/w"), Leaf(kind="like_param", global_shape=(4, 0), shards=shards)
-    declared = {key: declare(leaf, spread=True)}
+    declared = {key: declare(leaf, any_replica_may_write=True)}
     layout = Layout.of("", declared, plan([declared])[0], {key: leaf})
     (_, boxes) = json.loads(b"{%b}" % layout.index)["tensors"]["unit0"]["model/w"]
     assert [(offset, shape) for offset, shape, _ in boxes] == [([0, 0], [4, 0]), ([4, 0], [0, 0])][::order]

@@ -11,9 +11,8 @@ import torch
 from torch import nn
 
 from accel_core import Accelerator, CheckpointError, open_checkpoint, storage_at
-from accel_core.checkpoint.restore import Restoration
-from accel_core.contract import state
-from accel_core.storage import leaves
+from accel_core.checkpoint import defaults
+from accel_core.checkpoint.load import compare
 from accel_core.storage.tensors import Checkpoint
 
 
@@ -196,7 +195,7 @@ def test_a_plan_that_is_not_carried_out_changes_nothing(tmp_path):
     before = deepcopy(optimizer.state_dict())
     with open_checkpoint(storage_at(first.save_state(tmp_path / "here"))) as opened:
         checkpoint = Checkpoint.with_tensors(opened)
-    restoration = Restoration(second.run, checkpoint, strict=True)
+    restoration = compare(second.run, checkpoint, strict=True)
     torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
     restoration.apply()
     assert optimizer.param_groups[0]["lr"] == 0.1
@@ -222,14 +221,13 @@ def stepped(tmp_path):
 
 def test_a_load_describes_each_tensor_of_an_optimizer_once(stepped, monkeypatch):
     accelerator, _, _, folder = stepped
-    described, leaf_of = [], leaves.leaf_of
+    described, leaf_of = [], defaults.leaf_of
 
     def counted(tensor, **options):
         described.append(tensor)
         return leaf_of(tensor, **options)
 
-    monkeypatch.setattr(state, "leaf_of", counted)
-    monkeypatch.setattr(leaves, "leaf_of", counted)
+    monkeypatch.setattr(defaults, "leaf_of", counted)
     accelerator.load_state(folder)
     assert len(described) == 2 + 2 * 3  # weight and bias; step and two moments of each
 

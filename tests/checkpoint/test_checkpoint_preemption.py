@@ -15,7 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from accel_core import Accelerator, CheckpointError
 from accel_core.runtime import preemption
-from accel_core.storage.mailbox import StoreMailbox
+from accel_core.storage.ranks import StoreMailbox
 from accel_testing.patience import patience
 
 

@@ -14,7 +14,7 @@ from lookup import home_of, members_of
 from rank_threads import Barred
 
 from accel_core import CollectiveError
-from accel_core.checkpoint.random_state import derived_seed
+from accel_core.checkpoint.sections.random_streams import derived_seed
 from accel_core.distributed.together import run_on_all_ranks
 from accel_core.storage.codec import decode
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from torch.distributed import HashStore
 
-from accel_core.storage import mailbox as module
-from accel_core.storage.mailbox import StoreMailbox
+from accel_core.storage import ranks as module
+from accel_core.storage.ranks import StoreMailbox
 from accel_testing.patience import patience
 
 TIMEOUT = 8.0

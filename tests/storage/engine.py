@@ -12,9 +12,10 @@ from torch import Tensor
 
 from accel_core.errors import CheckpointError
 from accel_core.storage.disk import Disk
-from accel_core.storage.leaves import whole
+from accel_core.storage.leaves import full_leaf
 from accel_core.storage.opened import open_checkpoint
-from accel_core.storage.protocols import Alone, Comm, Storage
+from accel_core.storage.protocols import Comm, Storage
+from accel_core.storage.ranks import Alone
 from accel_core.storage.saver import Saver
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.state import State
@@ -51,18 +52,17 @@ class Engine:
         def collect() -> State:
             state = State()
             for name, tensor in tensors.items():
-                state.add(("unit", name), whole(tensor))
+                state.add(("unit", name), full_leaf(tensor))
             state.shared["value"] = state.encode(shared, "shared")
+            state.members = members
             return state
 
         pending = self.saver.save(
             collect,
-            lambda state, notes: None,
-            members,
             series or series_in(Disk(Path("never-used"))),
             place,
             wait=wait,
-            entered=self.wait,
+            wait_for_previous_save=self.wait,
         )
         if wait:
             self.wait()

@@ -7,8 +7,8 @@ from contextlib import suppress
 from typing import Any
 
 from accel_core.storage import plan as planning
-from accel_core.storage.declarations import gather_groups
-from accel_core.storage.plan import Box, Declared, Group, Key
+from accel_core.storage.leaves import Box, Declared, Key
+from accel_core.storage.plan import Group, gather_groups
 
 
 class Untold(BaseException):

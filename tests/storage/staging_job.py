@@ -36,12 +36,12 @@ class Stream:
 
 def stage() -> None:
     """Have what is saved go through pieces of PIECE_BYTES."""
-    from accel_core.storage import staging
+    from accel_core.storage import layout
 
-    staging.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
-    staging.can_pin = lambda device: device.type == "sim"  # type: ignore[assignment]
-    staging._pinned = lambda size: torch.empty(size, dtype=torch.uint8)
-    staging._stream = lambda device: Stream()  # type: ignore[assignment, return-value]
+    layout.PIECE_BYTES = PIECE_BYTES  # type: ignore[misc]
+    layout.can_pin = lambda device: device.type == "sim"  # type: ignore[assignment]
+    layout._pinned = lambda size: torch.empty(size, dtype=torch.uint8)
+    layout._stream = lambda device: Stream()  # type: ignore[assignment, return-value]
 
 
 def pieces() -> list[tuple[bool, int, int]]:
@@ -50,7 +50,7 @@ def pieces() -> list[tuple[bool, int, int]]:
 
     module = simulate("sim")
     stage()
-    from accel_core.storage.staging import staged, staging_device
+    from accel_core.storage.layout import staged, staging_device
     from accel_core.storage.tensor_bytes import bytes_of
 
     whole = torch.arange(1000, dtype=torch.float32)
@@ -83,7 +83,7 @@ def of_two_devices() -> tuple[bool, int]:
 
     module = simulate("sim", devices=2)
     stage()
-    from accel_core.storage.staging import staged
+    from accel_core.storage.layout import staged
 
     tensors = [torch.full((50,), float(number)) for number in range(6)]
     here = [each.to(f"sim:{number % 2}") for number, each in enumerate(tensors)]
@@ -98,7 +98,7 @@ def cut_short() -> int:
 
     simulate("sim")
     stage()
-    from accel_core.storage.staging import staged
+    from accel_core.storage.layout import staged
 
     parts = staged([torch.ones(1000, device="sim")], torch.device("sim", 0), [])
     next(parts)
@@ -141,12 +141,12 @@ def pinned_by_saves(folder: str) -> list[int]:
     """Pieces pinned by a first save in the background, by a second, and by one after `free_memory`."""
     simulated.declare(Path(folder) / "plugins")
     from accel_core import Accelerator
-    from accel_core.storage import staging
+    from accel_core.storage import layout
 
     accelerator = Accelerator(device="sim")
     stage()
-    counts, pin = [0], staging._pinned
-    staging._pinned = lambda size: (counts.append(counts.pop() + 1), pin(size))[1]
+    counts, pin = [0], layout._pinned
+    layout._pinned = lambda size: (counts.append(counts.pop() + 1), pin(size))[1]
     model = accelerator.prepare(nn.Linear(30, 20))
     found = []
     for number in range(3):

@@ -17,8 +17,8 @@ from accel_core.storage import opened as opening
 from accel_core.storage.commit import begin, commits, manifests, prune, read_manifest
 from accel_core.storage.disk import Disk
 from accel_core.storage.files import DamagedError, UnreadableError
+from accel_core.storage.leaves import Key
 from accel_core.storage.opened import open_checkpoint
-from accel_core.storage.plan import Key
 from accel_core.storage.series import Numbering, Series
 from accel_core.storage.write import Outline, write_checkpoint
 

@@ -14,16 +14,18 @@ from tilings import tilings
 
 from accel_core.errors import CheckpointError
 from accel_core.storage import plan as module
-from accel_core.storage.declarations import gather_groups
-from accel_core.storage.plan import Box, Declared, Group, intersect, tiling_problem
+from accel_core.storage.leaves import Box, Declared
+from accel_core.storage.plan import Group, gather_groups, intersect, tiling_problem
 from accel_core.storage.plan import plan as plan_of_rank
 
 KEY = ("unit0", "model/w")
 
 
-def leaf(shape, *boxes, replicated=False, spread=True, dtype="float32", kind="like_param"):
+def leaf(shape, *boxes, replicated=False, any_replica_may_write=True, dtype="float32", kind="like_param"):
     dtypes = (dtype,) * len(boxes)
-    return Declared(kind, shape, None, replicated, spread, dtypes, tuple(Box(*box) for box in boxes))
+    return Declared(
+        kind, shape, None, replicated, any_replica_may_write, dtypes, tuple(Box(*box) for box in boxes)
+    )
 
 
 @given(tilings())
@@ -95,7 +97,7 @@ def test_replicas_are_spread_over_the_ranks():
 
 
 def test_replicas_that_may_differ_are_those_of_the_lowest_rank():
-    whole = {KEY: leaf((4,), ((0,), (4,)), replicated=True, spread=False)}
+    whole = {KEY: leaf((4,), ((0,), (4,)), replicated=True, any_replica_may_write=False)}
     assert plan([{}, whole, whole])[1] == {KEY: [Box((0,), (4,))]}
 
 
@@ -158,7 +160,7 @@ def several_leaves(draw):
                     shape,
                     *(box for box, holders in zip(boxes, held, strict=True) if rank in holders),
                     replicated=replicated,
-                    spread=spread,
+                    any_replica_may_write=spread,
                 )
                 for rank in range(ranks)
             ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from accel_core.storage.plan import Box
+from accel_core.storage.leaves import Box
 
 
 @st.composite

@@ -13,7 +13,7 @@ from accel_core import Accelerator, AccelError, ConfigError
 TOY = """
 import torch
 from torch.optim import Optimizer
-from accel_core import Card, Entry, hooks, implements, whole
+from accel_core import Card, Entry, hooks, implements, full_leaf
 
 class Slow(Optimizer):
     '''Lookahead without its slow weights: counts, and steps what it wraps.'''
@@ -56,14 +56,14 @@ KEEPS = """
     @implements(hooks.save_state)
     def save_state(self, unit):
         self.kept = getattr(self, "kept", torch.zeros(3))
-        return {"kept": Entry(value=whole(self.kept))}
+        return {"kept": Entry(value=full_leaf(self.kept))}
 """
 MARKED = """
     @implements(hooks.save_state)
     def save_state(self, unit):
         of_rank = Entry(value=[torch.full((20_000,), 5.0)], scope="per_rank")
         plain = Entry(value={"$stored": torch.full((20_000,), 2.0), "$dict": {"$stored": "a"}})
-        return {"$stored": plain, "$tensor": Entry(value=whole(torch.full((3,), 4.0))), "$x": of_rank}
+        return {"$stored": plain, "$tensor": Entry(value=full_leaf(torch.full((3,), 4.0))), "$x": of_rank}
 
     @implements(hooks.load_state)
     def load_state(self, unit, entries):

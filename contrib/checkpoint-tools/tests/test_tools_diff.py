@@ -23,8 +23,8 @@ from opened import rewrite
 from accel_checkpoint_tools.contents import Contents, Source
 from accel_core import commits, read_manifest, storage_at
 from accel_core.cli.group import accel
+from accel_core.storage.commit import manifest_of
 from accel_core.storage.files import write_file
-from accel_core.storage.manifest import manifest_of
 
 # click 8.1 joins both streams unless it is told not to; later ones keep them apart, and take no argument.
 APART = {"mix_stderr": False} if "mix_stderr" in signature(CliRunner).parameters else {}

@@ -28,7 +28,7 @@ from accel_core import (
     storage_at,
 )
 from accel_core.distributed import progress
-from accel_core.storage.manifest import manifest_of
+from accel_core.storage.commit import manifest_of
 
 
 class Tied(nn.Module):

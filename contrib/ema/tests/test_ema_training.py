@@ -21,9 +21,9 @@ from accel_core import (
     CheckpointError,
     ConfigError,
     LocalSGD,
+    full_leaf,
     open_checkpoint,
     storage_at,
-    whole,
 )
 from accel_ema import EMAConfig, averaged
 
@@ -277,7 +277,7 @@ def test_weights_that_are_copies_are_an_error(monkeypatch: pytest.MonkeyPatch) -
     offered = unit.hooks.model_state
 
     def copies(unit: Any) -> dict[str, Any]:
-        return {name: whole(leaf.shards[0][1].clone()) for name, leaf in offered(unit).items()}
+        return {name: full_leaf(leaf.shards[0][1].clone()) for name, leaf in offered(unit).items()}
 
     monkeypatch.setattr(unit.hooks, "model_state", copies)
     with pytest.raises(AccelError, match="offers copies of bias"):

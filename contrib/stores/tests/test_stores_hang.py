@@ -196,7 +196,7 @@ def test_a_request_to_a_silent_hdfs_server_ends(silent: str, monkeypatch: pytest
 
 @pytest.mark.full
 def test_list_and_verify_end_at_once_by_an_interrupt(s3: S3Server, silent: str, start_command) -> None:
-    for work in ("storage_at(url).list()", "storage_at(url).near('word').fetch('one', [(0, 1)])"):
+    for work in ("storage_at(url).list()", "storage_at(url).local_cache('word').fetch('one', [(0, 1)])"):
         code = (
             "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
             f"from accel_core import storage_at\nurl = '{STORE}/ck'\nprint('waits', flush=True)\n{work}"

@@ -53,7 +53,7 @@ def read(folder: Storage, start: int, size: int) -> bytes:
 
 
 def test_a_block_comes_once_and_goes_with_the_copy(s3: S3Server, spool: Path) -> None:
-    near = written(storage_at(f"s3://{BUCKET}/run")).near("word")
+    near = written(storage_at(f"s3://{BUCKET}/run")).local_cache("word")
     s3.seen.clear()
     assert read(near, BLOCK_BYTES + 5, 10) == CONTENT[BLOCK_BYTES + 5 :][:10]
     assert read(near, BLOCK_BYTES, 100) == CONTENT[BLOCK_BYTES:][:100]
@@ -69,7 +69,7 @@ def test_a_block_comes_once_and_goes_with_the_copy(s3: S3Server, spool: Path) ->
 def read_at_once(url: str) -> bool:
     """Read all of a file by each rank at the same time."""
     accelerator, *_ = job.made()
-    near = storage_at(url).near("word")
+    near = storage_at(url).local_cache("word")
     accelerator.wait_for_everyone()
     content = read(near, 0, len(CONTENT))
     accelerator.end_training()
@@ -87,7 +87,7 @@ def test_ranks_that_read_a_block_at_once_bring_it_once(s3: S3Server, run_process
 
 def test_a_block_that_a_cleaner_has_removed_comes_again(s3: S3Server, spool: Path) -> None:
     folder = written(storage_at(f"s3://{BUCKET}/run"))
-    near = folder.near("word")
+    near = folder.local_cache("word")
     near.fetch("data", [(0, len(CONTENT))])
     for path in spool.glob("near-*/data.*"):
         path.unlink()
@@ -98,7 +98,7 @@ def test_a_block_that_a_cleaner_has_removed_comes_again(s3: S3Server, spool: Pat
 def test_a_disk_that_gets_full_is_told_and_what_is_there_stays_right(
     s3: S3Server, spool: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    near = written(storage_at(f"s3://{BUCKET}/run")).near("word")
+    near = written(storage_at(f"s3://{BUCKET}/run")).local_cache("word")
     usage = shutil.disk_usage("/")._replace(free=BLOCK_BYTES)
     with monkeypatch.context() as full:
         full.setattr(shutil, "disk_usage", lambda path: usage)
@@ -119,7 +119,7 @@ def test_what_a_killed_process_has_left_is_removed_by_the_next_one(
         folder = storage_at("memory://bucket/run")
         with folder.writer("data") as file:
             file.write(bytes(10))
-        near = folder.near("word")
+        near = folder.local_cache("word")
         near.fetch("data", [(0, 10)])
         claim = folder.claim()
         claim.__enter__()

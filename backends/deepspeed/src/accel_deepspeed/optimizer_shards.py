@@ -10,7 +10,7 @@ import torch.distributed as dist
 from attrs import frozen
 from torch.optim import Optimizer
 
-from accel_core import CheckpointError, Leaf, flat_range, leaf_of, whole
+from accel_core import CheckpointError, Leaf, flat_range, full_leaf, leaf_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -42,7 +42,7 @@ class Fragment:
         """Return this part of `tensor`, which is laid out as `flat` is."""
         shape = shape_of(self.parameter)
         if tuple(tensor.shape) == shape and self.numel == tensor.numel():
-            return whole(tensor, replicated=self.copies)
+            return full_leaf(tensor, replicated=self.copies)
         return flat_range(self.cut(tensor), shape, self.start, replicated=self.copies)
 
     def cut(self, tensor: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ from accel_core import (
     Entry,
     Leaf,
     OptimizerState,
+    full_leaf,
     hooks,
     implements,
     refuse_own_state,
-    whole,
 )
 from accel_deepspeed.experts import elsewhere
 from accel_deepspeed.optimizer_shards import Fragment, fragments, live_part, nowhere, unstepped
@@ -253,7 +253,7 @@ def _by_flat(unit: Unit) -> Iterator[tuple[Tensor, list[Fragment]]]:
 
 def _leaf(part: Fragment, key: str, value: Any) -> Leaf:
     if key == "step" or not isinstance(value, Tensor) or (value.ndim == 0 and part.flat.ndim):
-        return whole(torch.as_tensor(value, dtype=torch.float32), kind="scalar")
+        return full_leaf(torch.as_tensor(value, dtype=torch.float32), kind="scalar")
     if value.shape != part.flat.shape:
         raise CheckpointError(
             f"deepspeed: {key}, of shape {list(value.shape)}, is state of several parameters together,"

@@ -19,10 +19,10 @@ from accel_core import (
     Leaf,
     OptimizerState,
     RandomStream,
+    full_leaf,
     hooks,
     implements,
     refuse_own_state,
-    whole,
 )
 from accel_megatron.building import first_ranks
 from accel_megatron.shard_map import boxes
@@ -99,7 +99,7 @@ class MegatronState:
                 if _is_number(value, each):
                     waiting = loading.get((each.key, key), {})
                     leaves |= {
-                        f"{name}/{key}": whole(waiting.get(name, _number(value)), kind="scalar")
+                        f"{name}/{key}": full_leaf(waiting.get(name, _number(value)), kind="scalar")
                         for name in _names(unit, pieces)
                     }
                 else:

@@ -156,9 +156,9 @@ class Bucket:
             return is_used(name)
         return not since.isdecimal() or time() - int(since) < CLAIM_SECONDS
 
-    def near(self, word: str) -> Storage:
+    def local_cache(self, nonce: str) -> Storage:
         """Return it with a copy on this node of what is read."""
-        return NodeCopy(Bucket(self.objects, self.objects.pinned(self.url)), word)
+        return NodeCopy(Bucket(self.objects, self.objects.pinned(self.url)), nonce)
 
     def local(self, name: str) -> None:
         """Return None."""

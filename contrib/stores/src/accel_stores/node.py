@@ -38,12 +38,12 @@ class NodeCopy:
 
     shared = False
 
-    def __init__(self, folder: Storage, word: str) -> None:
+    def __init__(self, folder: Storage, nonce: str) -> None:
         self.folder = folder
         self.name, self.at, self.create, self.writer = folder.name, folder.at, folder.create, folder.writer
         self.remove, self.claim, self.is_claimed = folder.remove, folder.claim, folder.is_claimed
         self.local = folder.local
-        self._place = f"near-{word}"
+        self._place = f"near-{nonce}"
         self._sizes: Mapping[str, int | None] | None = None
 
     def __str__(self) -> str:
@@ -77,9 +77,9 @@ class NodeCopy:
             self._disk.read(f"{name}.{block}", offset, part)
             start, into = start + len(part), into[len(part) :]
 
-    def near(self, word: str) -> NodeCopy:
+    def local_cache(self, nonce: str) -> NodeCopy:
         """Return itself."""
-        del word
+        del nonce
         return self
 
     def fetch(self, name: str, ranges: Iterable[tuple[int, int]]) -> None:

@@ -18,9 +18,9 @@ from accel_core import (
     StepOutput,
     Topology,
     flat_range,
+    full_leaf,
     hooks,
     implements,
-    whole,
 )
 
 
@@ -625,7 +625,9 @@ class OffersCopies(Averages):
 
     @implements(hooks.model_state)
     def model_state(self, unit):
-        return {name: whole(leaf.shards[0][1].clone()) for name, leaf in self.below.model_state(unit).items()}
+        return {
+            name: full_leaf(leaf.shards[0][1].clone()) for name, leaf in self.below.model_state(unit).items()
+        }
 
 
 class RenamesWeights(Averages):

@@ -115,7 +115,7 @@ def test_a_large_file_is_written_whole_and_read_in_parts(folder: Storage) -> Non
 
 def test_what_is_read_near_is_the_same(folder: Storage) -> None:
     write(folder, "large", LARGE)
-    near = folder.near(secrets.token_hex(8))
+    near = folder.local_cache(secrets.token_hex(8))
     near.fetch("large", [(0, 100), (5_000_000, 1_000_000)])
     assert near.list()["large"] == len(LARGE)
     assert read(near, "large", 3_000_001, 4_000_000) == LARGE[3_000_001:][:4_000_000]

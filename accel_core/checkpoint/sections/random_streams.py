@@ -1,56 +1,65 @@
-"""Restore random streams. In another world, they are derived from rank 0's."""
+"""Random streams. In another world they start anew, from seeds derived from rank 0's streams."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from xxhash import xxh3_64_intdigest
 
-from accel_core.distributed.random import seed_streams, set_stream_states
+from accel_core.distributed.random import seed_streams, set_stream_states, stream_states
 from accel_core.distributed.streams import check, reseed, restore, states
 from accel_core.storage.tensor_bytes import bytes_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from accel_core.checkpoint.problems import Action, Problems
-    from accel_core.contract.run import Run
-    from accel_core.storage.tensors import Checkpoint
+    from accel_core.checkpoint.tasks import Restoration, Save
 
 
-def plan_random(
-    run: Run, checkpoint: Checkpoint, saved: Any, problems: Problems, *, same_world: bool
-) -> list[Action]:
-    """Actions that restore random streams.
+def collect(save: Save) -> None:
+    """Collect the state of each stream of this rank, for its own file."""
+    run, state = save.run, save.state
+    streams = {**stream_states(run), **states(run)}
+    state.own["random"] = state.encode(streams, f"rank[{run.world.rank}].random", replicated=False)
 
-    saved: this rank's streams, still encoded.
-    """
-    streams: dict[str, Tensor] = checkpoint.decode(saved, "random")
+
+def plan(load: Restoration) -> None:
+    """Plan to restore the streams: exactly in the same world, else from derived seeds."""
+    with load.problems.noting_errors("random streams"):
+        for action in _actions(load):
+            load.copies.append(("random streams", action))
+
+
+def _actions(load: Restoration) -> list[Callable[[], None]]:
+    run, checkpoint, problems = load.run, load.checkpoint, load.problems
+    streams: dict[str, Tensor] = checkpoint.decode(load.own["random"], "random")
     own = states(run)
     here = run.hooks.random_streams().keys() | own.keys()
     # "kind:index" is a device that the process sees beside the run's own.
     beside = sorted(name for name in streams.keys() ^ here if ":" in name)
-    if same_world and streams.keys() ^ here == {*beside}:
+    if load.is_same_world and streams.keys() ^ here == {*beside}:
         if beside:
             seen = f"other devices are visible than when it was saved: {', '.join(beside)}"
             problems.warn(f"{seen}; the random streams of all others go on")
         known = {name: state for name, state in streams.items() if name in here - own.keys()}
         check(run, streams)
-        actions = [partial(set_stream_states, run, known), partial(restore, run, streams)]
-        return [("random streams", action) for action in actions]
-    first = checkpoint.decode(checkpoint.rank_state(0)["random"], "random")
-    seed = derived_seed(first, run.topology.reader)
+        return [partial(set_stream_states, run, known), partial(restore, run, streams)]
     if run.world.rank == 0:
         size = checkpoint.manifest.world["size"]
         same = size == run.world.size
         change = "the device has changed" if same else f"saved by {size} process(es), not {run.world.size}"
         problems.warn(f"{change}: random numbers, as of dropout, start anew, from derived seeds")
-    actions = [partial(seed_streams, run, seed), partial(reseed, run, derived_seed(first, 0))]
+    first = checkpoint.decode(checkpoint.rank_state(0)["random"], "random")
+    seeds = derived_seed(first, run.topology.reader), derived_seed(first, 0)
+    actions: list[Callable[[], None]] = [
+        partial(seed_streams, run, seeds[0]),
+        partial(reseed, run, seeds[1]),
+    ]
     if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
         actions.append(partial(set_stream_states, run, {"torch": first["torch"]}))
-    return [("random streams", action) for action in actions]
+    return actions
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
