@@ -264,7 +264,7 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
         for prefix, module in model.named_modules(remove_duplicate=False):
             for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
                 if name not in module._non_persistent_buffers_set:
-                    found[unit.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
+                    found[unit.names.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
     for name, tensor in found.items():
         if tensor.is_nested or is_lazy(tensor):  # without a shape to store
             from accel_core.storage.codec import require_plain  # late: start-up need not wait for it

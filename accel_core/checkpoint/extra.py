@@ -37,7 +37,7 @@ def exported(unit: Unit, number: int) -> tuple[dict[str, list[str]], dict[str, A
     Raises:
         CheckpointError: extra state is a weight, or is computed from weights that have no values here.
     """
-    model, prefix = unit.models[number], unit.qualify(number, "")
+    model, prefix = unit.models[number], unit.names.qualify(number, "")
     if not _adds_to_state_dict(model):
         return _own_keys(unit, number, model), {}
     if not unit.has_whole_weights:
@@ -45,11 +45,11 @@ def exported(unit: Unit, number: int) -> tuple[dict[str, list[str]], dict[str, A
     owners = {key: owner for owner, keys in _own_keys(unit, number, model).items() for key in keys}
     places: dict[int, list[str]] = {}
     for name, tensor in _tensors(model):
-        places.setdefault(id(tensor), []).append(unit.qualify(number, name).removeprefix(prefix))
+        places.setdefault(id(tensor), []).append(unit.names.qualify(number, name).removeprefix(prefix))
     names: dict[str, list[str]] = {owner: [] for owner in owners.values()}
     extra: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        key = unit.qualify(number, name).removeprefix(prefix)
+        key = unit.names.qualify(number, name).removeprefix(prefix)
         same = places.get(id(value), [key])
         weight = key if key in same else same[0]
         if weight not in owners:
@@ -76,10 +76,10 @@ def _adds_to_state_dict(model: nn.Module) -> bool:
 
 def _own_keys(unit: Unit, number: int, model: nn.Module) -> dict[str, list[str]]:
     """Return the names of each weight in the model, by the name that ties keep."""
-    prefix, names = unit.qualify(number, ""), dict[str, list[str]]()
+    prefix, names = unit.names.qualify(number, ""), dict[str, list[str]]()
     for name, _ in _tensors(model):
-        canonical = unit.qualify(number, name)
-        owner = unit.aliases.get(canonical, canonical)
+        canonical = unit.names.qualify(number, name)
+        owner = unit.names.aliases.get(canonical, canonical)
         names.setdefault(owner, []).append(canonical.removeprefix(prefix))
     return names
 
@@ -100,9 +100,9 @@ def _refuse_computed(model: nn.Module, key: str, value: Any) -> None:
 def _without_values(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
     """Return a copy of the module with parameters without values, and without what wraps its parts."""
     here = f"{name}." if name else ""
-    canonical = unit.qualify(number, name).rstrip(".")
+    canonical = unit.names.qualify(number, name).rstrip(".")
     for key, child in module._modules.items():
-        if child is not None and unit.qualify(number, here + key).rstrip(".") == canonical:
+        if child is not None and unit.names.qualify(number, here + key).rstrip(".") == canonical:
             return _without_values(unit, number, child, here + key)
     if isinstance(module, torch.jit.ScriptModule):
         return module
@@ -129,7 +129,7 @@ def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
 def warn_of_hooks_that_only_save(unit: Unit, extra: Iterable[str]) -> None:
     """Warn, once, of keys of extra state that a module's hooks add and the module cannot take back."""
     for number in range(len(unit.models)) if extra else ():
-        prefix = unit.qualify(number, "")
+        prefix = unit.names.qualify(number, "")
         mine = [key.removeprefix(prefix) for key in extra if key.startswith(prefix)]
         for module, keys in takers(unit, number, mine).items():
             if _own_hooks(module) and not _takes_back(module):
@@ -191,10 +191,12 @@ def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str
 
 def _modules_with_more(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
     """Yield (prefix of its keys, module) of each module that tells more than weights."""
-    start = unit.qualify(number, "")
+    start = unit.names.qualify(number, "")
     for name, module in unit.models[number].named_modules():
         if _has_more(module):
-            canonical = unit.qualify(number, name).rstrip(".").removeprefix(start.rstrip(".")).lstrip(".")
+            canonical = (
+                unit.names.qualify(number, name).rstrip(".").removeprefix(start.rstrip(".")).lstrip(".")
+            )
             yield f"{canonical}." if canonical else "", module
 
 

@@ -47,7 +47,7 @@ def _weights(
     to: torch.device | None = None,
 ) -> Iterator[tuple[Names, Tensor]]:
     """Yield (keys, whole weight) of the model `number`. `names`: as `exported` returns them."""
-    prefix = unit.qualify(number, "")
+    prefix = unit.names.qualify(number, "")
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
         # Names that are not known here: parts that only other ranks have.
         own = [canonical.removeprefix(prefix)] if canonical.startswith(prefix) else []
@@ -61,8 +61,8 @@ def full_parameters(
     """Make the model's parameters of these names whole in a context. Collective."""
     unit, number = _home(run, model)
     module = unit.models[number]
-    prefix, all_names = unit.qualify(number, ""), module.named_parameters(remove_duplicate=False)
-    known = [unit.qualify(number, name).removeprefix(prefix) for name, _ in all_names]
+    prefix, all_names = unit.names.qualify(number, ""), module.named_parameters(remove_duplicate=False)
+    known = [unit.names.qualify(number, name).removeprefix(prefix) for name, _ in all_names]
     wanted = known if names is None else list(names)
     if unknown := sorted({*wanted}.difference(known)):
         raise AccelError(
@@ -71,7 +71,7 @@ def full_parameters(
             "\nuse the names that named_parameters() of your own model gives"
         )
     canonical = [prefix + name for name in wanted]
-    once = list(dict.fromkeys(unit.aliases.get(name, name) for name in canonical))
+    once = list(dict.fromkeys(unit.names.aliases.get(name, name) for name in canonical))
     context: AbstractContextManager[Any] = unit.hooks.full_parameters(unit, once, writeback)
     return context
 
@@ -113,8 +113,8 @@ def state_dict(run: Run, model: nn.Module, *, rank0_only: bool) -> dict[str, Any
 
 
 def _key(unit: Unit, number: int, name: str) -> str:
-    start = unit.qualify(number, "")
-    return unit.qualify(number, name).removeprefix(start).rstrip(".") if name else ""
+    start = unit.names.qualify(number, "")
+    return unit.names.qualify(number, name).removeprefix(start).rstrip(".") if name else ""
 
 
 def save_model(

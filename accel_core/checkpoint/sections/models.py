@@ -31,7 +31,7 @@ def collect(save: Save) -> None:
 
 def _collect_unit(state: State, unit: Unit) -> dict[str, Any]:
     buffers = {
-        unit.qualify(number, name)
+        unit.names.qualify(number, name)
         for number, model in enumerate(unit.models)
         for name, _ in model.named_buffers(remove_duplicate=False)
     }
@@ -45,7 +45,7 @@ def _collect_unit(state: State, unit: Unit) -> dict[str, Any]:
     return {
         "strategy": unit.strategy,
         "models": len(unit.models),
-        "aliases": dict(unit.aliases),
+        "aliases": dict(unit.names.aliases),
         "extra": {
             name: state.encode(value, f"units.{unit.name}.{name} (in its state_dict)")
             for name, value in extra.items()
@@ -65,7 +65,7 @@ def without_unsaved(unit: Unit, named: Mapping[str, T]) -> dict[str, T]:
 def _extra_states(unit: Unit) -> dict[str, Any]:
     """Return the extra state of all models of the unit, by its keys in `state_dict`."""
     return {
-        f"{unit.qualify(number, '')}{key}": value
+        f"{unit.names.qualify(number, '')}{key}": value
         for number in range(len(unit.models))
         for key, value in extra_state(unit, number).items()
     }
@@ -146,7 +146,7 @@ def _units_of_all_ranks(load: Restoration) -> dict[str, dict[str, Any]]:
 def _plan_unit(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> UnitPlan:
     unit.names.drop_cut_ties()
     for alias, owner in saved["aliases"].items():
-        if unit.aliases.get(alias, alias) != unit.aliases.get(owner, owner):
+        if unit.names.aliases.get(alias, alias) != unit.names.aliases.get(owner, owner):
             untied = f"{alias} was tied to {owner}, and is not tied to it here"
             load.problems.found.append(f"{unit.name}: {untied}")
     tensors = _tensors_by_sort(load, unit)
@@ -164,9 +164,9 @@ def _tensors_by_sort(load: Restoration, unit: Unit) -> dict[str, dict[str, Store
         if name != unit.name:
             continue
         sort, _, here = key.partition("/")
-        if unit.aliases:
+        if unit.names.aliases:
             owner, slash, part = here.rpartition("/") if sort == "optimizer" else (here, "", "")
-            here = f"{unit.aliases.get(owner, owner)}{slash}{part}"
+            here = f"{unit.names.aliases.get(owner, owner)}{slash}{part}"
             if (first := first_keys.setdefault((sort, here), key)) != key:
                 tied = f"{first} and {key} are one here, by a tie, and were two"
                 load.problems.fatal.append(f"{unit.name}: {tied}")
@@ -182,7 +182,7 @@ def _plan_extra(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> None
     present = without_unsaved(unit, _extra_states(unit))
     takeable: list[str] = []
     for number in range(len(unit.models)):
-        prefix = unit.qualify(number, "")
+        prefix = unit.names.qualify(number, "")
         keys = {key.removeprefix(prefix): key for key in saved if key.startswith(prefix)}
         for module, names in takers(unit, number, keys).items():
             encoded = {name: saved[keys[key]] for name, key in names.items()}

@@ -96,7 +96,7 @@ class _UnitOptimizers:
     def __init__(self, load: Restoration, each: UnitPlan) -> None:
         self.load, self.problems, self.of_unit, self.unit = load, load.problems, each, each.unit
         self.unclaimed = {
-            each.unit.aliases.get(name, name): saved for name, saved in _saved_parameters(load, each)
+            each.unit.names.aliases.get(name, name): saved for name, saved in _saved_parameters(load, each)
         }
         """Saved parameters that no optimizer of this run has claimed yet."""
         self.regrouped: set[Optimizer] = set()
