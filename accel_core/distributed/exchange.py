@@ -244,7 +244,9 @@ def _disagreement(group: Collectives, call: Call) -> CollectiveError:
 
     Collective: all ranks notice the difference, and call it.
     """
-    names, inputs = zip(*group.all_gather_object((call.name + call.at, call.inputs())), strict=True)
+    of_ranks = group.all_gather_object((call.name, call.at, call.inputs()))
+    operation, inputs = of_ranks[0][0], [each for _, _, each in of_ranks]
+    names = [name + at for name, at, _ in of_ranks]
     if len(set(names)) > 1:
         finding, remedy = "ranks make different calls", ""
         found = [_in_words(name, each) for name, each in zip(names, inputs, strict=True)]
@@ -255,8 +257,8 @@ def _disagreement(group: Collectives, call: Call) -> CollectiveError:
         different = [place for place in places if len({each.get(place) for each in inputs}) > 1]
         found = [_in_words(names[0], each, different or list(each)) for each in inputs]
     listed = "".join(f"  rank {rank}: {text}\n" for rank, text in enumerate(found))
-    message = f"{call.name}: {finding}\n{listed}call it on all ranks alike{remedy}"
-    return CollectiveError(message, operation=call.name, found=found)
+    message = f"{operation}: {finding}\n{listed}call it on all ranks alike{remedy}"
+    return CollectiveError(message, operation=operation, found=found)
 
 
 def _in_words(name: str, inputs: Mapping[str, Description], places: Sequence[str] = ()) -> str:

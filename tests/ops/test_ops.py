@@ -424,7 +424,7 @@ class OtherRank(Alone):
 
     def all_gather_object(self, value):
         others = {"": Description("(9,) float32", is_tensor=True)}
-        return [value, value + 1 if isinstance(value, int) else (value[0], others)]
+        return [value, value + 1 if isinstance(value, int) else (*value[:2], others)]
 
 
 @pytest.mark.parametrize("variable", ["ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE"])

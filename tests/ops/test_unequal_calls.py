@@ -119,6 +119,7 @@ def test_a_branch_by_rank_is_an_error_that_names_both_calls(tmp_path, run_proces
         for first, second in pairs:
             finding, of_first, of_second, _ = said[first, second].splitlines()
             assert finding.endswith(": ranks make different calls"), (first, second)
+            assert finding.startswith(first.split("_state")[0]), (first, second)
             assert of_first.startswith(f"  rank 0: {first}"), (first, second)
             assert of_second.startswith(f"  rank 1: {second}"), (first, second)
 
