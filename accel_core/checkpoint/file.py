@@ -106,7 +106,7 @@ def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
     """Load an object that `save` wrote, in either format.
 
-    Loads tensors, arrays and plain data only; by default runs no code of the file.
+    By default loads tensors, arrays and plain data only, and runs no code of the file.
 
     Args:
         f: a path, or a file opened for reading bytes.

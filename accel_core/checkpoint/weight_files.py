@@ -58,8 +58,8 @@ def write_weights(
 ) -> None:
     """Write weights in the layout of `from_pretrained`.
 
-    Needs memory for the weights of one file. Files of an earlier save stay until all weights are written. In a
-    store, weights are never replaced: a reader could mix files of both saves.
+    Needs memory for the weights of one file. Files of an earlier save stay until all weights are written. In
+    a store, weights are never replaced: a reader could mix files of both saves.
 
     Args:
         folder: a local folder, or the URL of a store.
@@ -70,8 +70,8 @@ def write_weights(
         replace: remove weights in the other format too.
 
     Raises:
-        CheckpointError: a weight or the folder cannot be written, the store has weights already, or the folder
-            has safetensors that readers would take instead of the new files.
+        CheckpointError: a weight or the folder cannot be written, the store has weights already, or the
+            folder has safetensors that readers would take instead of the new files.
     """
     if scheme_of(path_text(folder)):
         with tempfile.TemporaryDirectory(prefix="accel-weights-") as beside:
