@@ -52,7 +52,7 @@ class Search:
     best: str | None = None
     """The metric by which checkpoints are sorted; None for the newest first."""
     missing_ok: bool = False
-    """Whether a load without a checkpoint is not an error."""
+    """True if a load that finds no checkpoint returns None instead of raising."""
 
     def look(self) -> list[tuple[int | None, list[str]]]:
         """Return (number, save ids, newest first) of each checkpoint on this disk."""

@@ -69,7 +69,7 @@ class Restoration:
         self.units: list[UnitPlan] = []
         """The units that both the run and the checkpoint have. The section `models` adds them."""
         self.calls: list[Action] = []
-        """Calls of other people's code, which may fail: they run first."""
+        """Calls of other people's code, which run first because they may fail."""
         self.copies: list[Action] = []
         """Copies and assignments by core, and calls that must follow them."""
         self.reads: list[Callable[[], Iterable[Read]]] = []

@@ -119,8 +119,8 @@ def _first_state(
 ) -> Mapping[str, Any]:
     """Return the state that the optimizer makes in the first step of such a parameter.
 
-    Only the optimizer knows how it quantises a parameter. It steps a stand-in of zeros, without hooks, so that
-    no weight and no count of steps changes.
+    Only the optimizer knows how it quantises a parameter. The optimizer steps a stand-in of zeros, without
+    hooks, so that no weight and no count of steps changes.
     """
     stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)

@@ -120,7 +120,7 @@ def shared_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> Devi
 
 
 def _forget_results() -> None:
-    """Clear torch's caches of DTensor operations: they hold meshes, and meshes hold groups."""
+    """Clear torch's caches of DTensor operations, which hold meshes, and through them groups."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
         tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()

@@ -1,4 +1,4 @@
-"""One step of a collective operation: done on all ranks, or raised on all."""
+"""Run one step of a collective operation on all ranks, or raise on all ranks."""
 
 from __future__ import annotations
 

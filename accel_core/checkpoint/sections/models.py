@@ -177,7 +177,7 @@ def _tensors_by_sort(load: Restoration, unit: Unit) -> dict[str, dict[str, Store
 def _plan_extra(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> None:
     """Plan to restore the state that modules add to `state_dict`.
 
-    Saved keys that a module has not made yet are accepted: it may make them in its first step.
+    Saved keys that a module has not made yet are accepted: modules may add keys in their first step.
     """
     present = without_unsaved(unit, _extra_states(unit))
     takeable: list[str] = []

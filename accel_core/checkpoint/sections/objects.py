@@ -1,6 +1,6 @@
 """Objects with a `state_dict` (loaders, registered objects, plugins of the run), and the caller's `extra`.
 
-Their `load_state_dict` is code of other people, which may fail: it runs before core copies any state.
+Their `load_state_dict` is code of other people, which runs before core copies any state because it may fail.
 """
 
 from __future__ import annotations
