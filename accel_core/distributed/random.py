@@ -30,8 +30,8 @@ def set_seed(
         device_specific: add the reader's number, so that only ranks that read the same data draw the same
             numbers (tensor parallel ranks must: each has a part of one model).
         deterministic: let torch use deterministic algorithms only.
-        run: the only live run by default. If there is no live run, or several, the launcher's variables give
-            the rank.
+        run: the only live run by default. If there is no live run, or several, `rank_here` takes the
+            place of the reader's number.
     """
     seed = operator.index(seed)  # Python's generator refuses numbers of numpy and torch
     runs = list(live_runs)
