@@ -1,4 +1,4 @@
-"""The state of a run: collected for `storage`, compared and restored; and whole weights.
+"""Collect the state of a run for `storage`, compare and restore it; read and write whole weights.
 
-`session` is what a run has of it.
+A run uses the room through `session.CheckpointSession`.
 """

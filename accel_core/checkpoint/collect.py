@@ -1,4 +1,4 @@
-"""Collect the state of a run: each section adds its part; then ranks compare what they have."""
+"""Collect the state of a run: each section adds its part, then ranks compare summaries."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ logger = logging.getLogger(__name__)
 
 
 class RankSummary(NamedTuple):
-    """A rank's state as the other ranks are told of it: digests, and the metrics that it was given."""
+    """Summary of a rank's state that all ranks exchange."""
 
     metrics: Mapping[str, Any]
+    """The metrics that the caller passed."""
     units: str
     extra: str
     registered: Sequence[str]
+    """Like `units` and `extra`, digests; one per registered object."""
 
 
 def collect(save: Save, metrics: Mapping[str, Any]) -> State:
-    """Collect the state of the run that this rank has.
+    """Return this rank's state of the run.
 
     Raises:
         CheckpointError: a unit has gradients that are not applied yet, or something cannot be stored.
@@ -71,10 +73,11 @@ def _unapplied(unit: Unit) -> CheckpointError:
 def merge_rank_summaries(state: State, summaries: Sequence[RankSummary], rank: int) -> None:
     """Move units that differ from rank 0's (pipeline stages) into this rank's file.
 
-    Of registered objects and `extra` rank 0's values are saved; if others differ, it says so, once.
+    Registered objects and `extra` are saved with rank 0's values; if other ranks have other values, rank 0
+    warns once.
 
     Raises:
-        CheckpointError: ranks have different metrics, or registered more or fewer objects. On all of them.
+        CheckpointError: metrics or numbers of registered objects differ between ranks. Raised on all ranks.
     """
     first = summaries[0]
     for other, each in enumerate(summaries):

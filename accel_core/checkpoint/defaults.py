@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from accel_core.contract.unit import Unit
 
 _CODES: Final = frozenset({torch.uint8, torch.int8, torch.bool})
-"""Dtypes of optimizer state in an encoding of its own, as 8-bit optimizers have."""
+"""Dtypes of state that an optimizer encodes itself, as 8-bit optimizers do."""
 
 
 class BaseState:
@@ -64,7 +64,7 @@ class BaseState:
         leaves = LeavesOnUse(partial(_state_leaves, tensors, type(optimizer).__qualname__))
         values = (value for *_, own in tensors for value in own.values())
         if any(type(value) not in PLAIN_TYPES or value.is_nested for value in values):
-            len(leaves)  # makes them now: leaves of such tensors may fail, and must do so before a load
+            len(leaves)  # makes the leaves: leaves of such tensors may raise, and must raise before a load
         return OptimizerState(leaves=leaves, plain=plain, groups=groups)
 
     @implements(hooks.refuse_optimizer_state)
@@ -77,7 +77,7 @@ class BaseState:
     ) -> Sequence[str]:
         if not _has_wrappers(template):
             return ()
-        from accel_core.checkpoint.wrapped_state import refusals  # late: few optimizers need it
+        from accel_core.checkpoint.wrapped_state import refusals  # late: few optimizers wrap tensors
 
         names = {id(parameter): name for name, parameter in unit.named_parameters().items()}
         return refusals(optimizer, names, template)
@@ -90,7 +90,7 @@ class BaseState:
         template: Mapping[str, Mapping[str, TensorTemplate]],
         plain: Mapping[str, Mapping[str, Json]],
     ) -> None:
-        # late: start-up need not wait for them
+        # late: slow to import
         from accel_core.checkpoint.wrapped_state import take_wrappers
         from accel_core.storage.tensor_bytes import DTYPES
 
@@ -143,7 +143,7 @@ class BaseState:
                 lambda state: np.random.set_state(_unpack(state, "numpy")),  # noqa: NPY002
                 lambda seed: np.random.seed(seed % 2**32),  # noqa: NPY002
             ),
-            # Its seed is that of every device too.
+            # torch.manual_seed seeds every device too.
             "torch": RandomStream(torch.get_rng_state, torch.set_rng_state, torch.manual_seed),
             **_device_streams(self.run),
         }
@@ -152,8 +152,8 @@ class BaseState:
 def model_state(unit: Unit) -> dict[str, Leaf]:
     """Return the unit's parameters and persistent buffers, as torch holds them.
 
-    Tied weights stand there once. A tensor that wraps others, such as a quantised weight, is stored as those:
-    `NAME#PART`, of a layout that names its class.
+    Tied weights are returned once. A tensor that wraps others, such as a quantised weight, is stored as its
+    parts, `NAME#PART`, with a layout that names the wrapper's class.
     """
     leaves: dict[str, Leaf] = {}
     for name, tensor in _tensors(unit).items():
@@ -166,7 +166,7 @@ def model_state(unit: Unit) -> dict[str, Leaf]:
 
 
 def _named_groups(unit: Unit, optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Return the optimizer's groups with names in the place of parameters.
+    """Return the optimizer's groups with names instead of parameters.
 
     Raises:
         CheckpointError: a parameter belongs to no prepared model.
@@ -187,9 +187,11 @@ def _named_groups(unit: Unit, optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layout: str) -> dict[str, Leaf]:
-    """Return the leaves of (parameter's name, parameter, its tensors by key).
+    """Return the leaves of an optimizer's tensors.
 
-    layout: of tensors in an encoding of the optimizer's own, which cannot be split.
+    Args:
+        kept: (parameter's name, parameter, its tensors by key) of each parameter.
+        layout: layout of tensors that the optimizer encodes itself, and that cannot be split.
     """
     from accel_core.checkpoint.wrapped_state import part_leaves  # late: start-up need not wait for it
 
@@ -211,12 +213,12 @@ def _state_leaves(kept: Sequence[tuple[str, Tensor, Mapping[str, Tensor]]], layo
 
 
 def refuse_own_state(optimizer: Optimizer) -> None:
-    """Raise if an optimizer keeps other state than that of its parameters and groups.
+    """Refuse an optimizer with state that belongs to no parameter or group.
 
     Raises:
-        CheckpointError: the optimizer has other state, by name.
+        CheckpointError: the optimizer has such state; the message names it.
     """
-    held: dict[Any, Any] = optimizer.state  # by parameter, says torch
+    held: dict[Any, Any] = optimizer.state  # torch declares that keys are parameters
     odd = [key for key in held if not isinstance(key, Tensor)]
     if not odd and _has_own_state_dict(optimizer):
         odd = [key for key in optimizer.state_dict() if key not in ("state", "param_groups")]
@@ -234,7 +236,7 @@ def _has_own_state_dict(optimizer: Optimizer) -> bool:
 
 
 def _require_names(optimizer: Optimizer, keys: Iterable[Any]) -> None:
-    """Refuse keys of an optimizer's tensors that the key of a leaf cannot end with."""
+    """Refuse keys of an optimizer's tensors that cannot be the last part of a leaf's key."""
     for key in keys:
         if type(key) is not str or "/" in key:
             raise CheckpointError(
@@ -244,9 +246,9 @@ def _require_names(optimizer: Optimizer, keys: Iterable[Any]) -> None:
 
 
 def _require_present(unit: Unit) -> None:
-    """Refuse weights that are away.
+    """Refuse models with weights that are loaded only while they are used.
 
-    A forward hook's `weight_away` names one whose values its parameter does not have.
+    The attribute `weight_away` of a forward pre-hook names a weight whose parameter has no values.
     """
     for model in unit.models:
         for hook in (hook for module in model.modules() for hook in module._forward_pre_hooks.values()):
@@ -266,7 +268,7 @@ def _tensors(unit: Unit) -> dict[str, Tensor]:
                 if name not in module._non_persistent_buffers_set:
                     found[unit.names.qualify(number, f"{prefix}.{name}" if prefix else name)] = buffer
     for name, tensor in found.items():
-        if tensor.is_nested or is_lazy(tensor):  # without a shape to store
+        if tensor.is_nested or is_lazy(tensor):  # has no shape to store
             from accel_core.storage.codec import require_plain  # late: start-up need not wait for it
 
             require_plain(f"model/{name} of unit {unit.name!r}", tensor)
@@ -311,9 +313,9 @@ def _unpack(stream: Tensor, name: str) -> Any:
 
 
 def _device_streams(run: Run) -> dict[str, RandomStream]:
-    """Streams of the run's own device, and of others that its only process may use."""
+    """Return the streams of the run's device and, in a world of one, of all other devices of its kind."""
     kind, own = run.device.type, run.device
-    module: Any = getattr(torch, kind, None)  # not every backend gives torch a module of its device
+    module: Any = getattr(torch, kind, None)  # not every backend adds a device module to torch
     if not hasattr(module, "get_rng_state"):
         return {}
     others = range(module.device_count() if run.world.size == 1 else 0)

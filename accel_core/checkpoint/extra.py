@@ -1,7 +1,7 @@
 """Names and entries that a model's `state_dict` has beside the names of its weights.
 
-A weight is recognised by identity. Where ranks hold parts of weights, a copy of the model with parameters
-that have no values is asked: no rank gathers anything, and nothing is computed from parts.
+A weight is recognised by identity. If ranks hold parts of weights, `state_dict` is called on a copy of the
+model whose parameters have no values: no rank gathers weights, and no value is computed from parts.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _WRAPPERS: Final = ("torch.distributed.", "torch.nn.parallel.", "torch._dynamo.")
-"""Modules of torch whose methods only undo what they do to names."""
+"""Modules of torch whose `state_dict` methods only undo the changes that the modules make to names."""
 
 
 def exported(unit: Unit, number: int) -> tuple[dict[str, list[str]], dict[str, Any]]:
     """Return the keys of each weight in `state_dict` of the unit's model `number`, and its extra state.
 
-    Not collective. Weights by canonical name, tied ones together; a weight that `state_dict` leaves out has
-    no keys. Extra state by key: what modules return by `get_extra_state`, or add by `_save_to_state_dict`,
-    by hooks or by a `state_dict` of their own.
+    Not collective. The keys are by canonical name: tied weights have one name and several keys, a weight that
+    `state_dict` leaves out has no keys. Extra state is by key: values that modules return by
+    `get_extra_state`, or add by `_save_to_state_dict`, by hooks or by a `state_dict` of their own.
 
     Raises:
         CheckpointError: extra state is a weight, or is computed from weights that have no values here.
@@ -75,7 +75,7 @@ def _adds_to_state_dict(model: nn.Module) -> bool:
 
 
 def _own_keys(unit: Unit, number: int, model: nn.Module) -> dict[str, list[str]]:
-    """Return the names of each weight in the model, by the name that ties keep."""
+    """Return all names of each weight, by its canonical name (the first name of tied weights)."""
     prefix, names = unit.names.qualify(number, ""), dict[str, list[str]]()
     for name, _ in _tensors(model):
         canonical = unit.names.qualify(number, name)
@@ -98,7 +98,7 @@ def _refuse_computed(model: nn.Module, key: str, value: Any) -> None:
 
 
 def _without_values(unit: Unit, number: int, module: nn.Module, name: str) -> nn.Module:
-    """Return a copy of the module with parameters without values, and without what wraps its parts."""
+    """Return a copy of the module whose parameters have no values, without modules that wrap its parts."""
     here = f"{name}." if name else ""
     canonical = unit.names.qualify(number, name).rstrip(".")
     for key, child in module._modules.items():
@@ -122,12 +122,12 @@ def _without_values(unit: Unit, number: int, module: nn.Module, name: str) -> nn
 
 def _stand_in(parameter: nn.Parameter) -> nn.Parameter:
     stand = nn.Parameter(torch.empty(parameter.shape, dtype=parameter.dtype, device="meta"), False)
-    vars(stand).update(vars(parameter))  # modules may tell of what a weight keeps in attributes
+    vars(stand).update(vars(parameter))  # extra state may come from attributes of a weight
     return stand
 
 
 def warn_of_hooks_that_only_save(unit: Unit, extra: Iterable[str]) -> None:
-    """Warn, once, of keys of extra state that a module's hooks add and the module cannot take back."""
+    """Warn once of keys of extra state that a module's hooks add and the module cannot take back."""
     for number in range(len(unit.models)) if extra else ():
         prefix = unit.names.qualify(number, "")
         mine = [key.removeprefix(prefix) for key in extra if key.startswith(prefix)]
@@ -152,12 +152,12 @@ def _takes_back(module: nn.Module) -> bool:
 
 
 def takers(unit: Unit, number: int, keys: Iterable[str]) -> dict[nn.Module, dict[str, str]]:
-    """Return for each module the keys that it can take back: its own key -> that of the model."""
+    """Return module -> the keys that it can take back: key in the module -> key in the model."""
     taken: dict[nn.Module, dict[str, str]] = {}
     modules = dict(_modules_with_more(unit, number))
     for key in keys:
         prefix, name = key, ""
-        while prefix:  # the innermost module that tells such state
+        while prefix:  # until the innermost module that has extra state
             prefix, _, part = prefix.removesuffix(".").rpartition(".")
             prefix, name = f"{prefix}." if prefix else "", f"{part}.{name}" if name else part
             if (module := modules.get(prefix)) is not None:
@@ -167,12 +167,15 @@ def takers(unit: Unit, number: int, keys: Iterable[str]) -> dict[nn.Module, dict
 
 
 def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Give a module its extra state back. Weights are left as they are.
+    """Load a module's extra state. Weights are left as they are.
 
-    here: what it has now.
+    Args:
+        module: the module.
+        here: the extra state that the module has now.
+        state: the extra state to load.
 
     Raises:
-        CheckpointError: it does not take it.
+        CheckpointError: the module does not take a value, and has another value now.
     """
     values = {
         key: value.to(here[key].device)
@@ -190,7 +193,7 @@ def restore_extra(module: nn.Module, here: Mapping[str, Any], state: Mapping[str
 
 
 def _modules_with_more(unit: Unit, number: int) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (prefix of its keys, module) of each module that tells more than weights."""
+    """Yield (prefix of its keys, module) of each module whose `state_dict` has more than weights."""
     start = unit.names.qualify(number, "")
     for name, module in unit.models[number].named_modules():
         if _has_more(module):
@@ -207,13 +210,13 @@ def _has_more(module: nn.Module) -> bool:
 
 
 def _overrides(module: nn.Module, *names: str) -> bool:
-    """Return whether the module's class has methods of its own; torch's wrappers only undo their names."""
+    """Return whether the module's class overrides a method; methods of torch's wrappers do not count."""
     methods = ((getattr(type(module), name), getattr(nn.Module, name)) for name in names)
     return any(own is not plain and not _is_from(own, _WRAPPERS) for own, plain in methods)
 
 
 def _own_hooks(module: nn.Module) -> list[Any]:
-    """Return hooks on what the module's `state_dict` tells, but for those of torch's own wrappers."""
+    """Return the hooks on the module's `state_dict`, without hooks of torch."""
     return [each for each in module._state_dict_hooks.values() if not _is_from(each, "torch.")]
 
 

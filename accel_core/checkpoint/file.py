@@ -17,19 +17,20 @@ from accel_core.errors import CheckpointError
 
 
 class UnwritableError(CheckpointError, RuntimeError):
-    """A place that the disk does not write: a RuntimeError, as of `torch.save`."""
+    """A file or folder that cannot be written. A RuntimeError too, as `torch.save` raises."""
 
 
 def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serialization: bool = False) -> None:
-    """Write `obj` beside `path`, then replace `path` by it, or into an open file.
+    """Write `obj` to a temporary file beside `path`, then replace `path` by it. Not collective.
 
-    Not collective.
-
-    safe_serialization: as safetensors; `obj` then maps names to tensors. Else by `torch.save`.
+    Args:
+        obj: the object; with `safe_serialization` a mapping of names to tensors.
+        path: a local path, or a file opened for writing bytes, which is written directly.
+        safe_serialization: write safetensors, instead of by `torch.save`.
 
     Raises:
-        CheckpointError: `path` is a URL, or the disk does not take it: then it is a RuntimeError too. Where
-            safetensors cannot hold it, the error is a TypeError and a ValueError too.
+        CheckpointError: `path` is a URL, or safetensors cannot hold `obj`.
+        UnwritableError: the disk cannot be written.
     """
     if not isinstance(path, str | os.PathLike) and hasattr(path, "write"):
         _write(obj, path, safe_serialization)
@@ -47,8 +48,8 @@ def save(obj: Any, path: str | os.PathLike[str] | IO[bytes], *, safe_serializati
 
 
 def not_written(path: object, error: Exception) -> CheckpointError:
-    """Return the error for a file or folder that the disk does not take."""
-    reason = getattr(error, "strerror", None) or error  # alone: the file in the text is a temporary one
+    """Return the error for a file or folder that cannot be written."""
+    reason = getattr(error, "strerror", None) or error  # not the whole text: it names a temporary file
     return UnwritableError(
         f"{path} could not be written: {type(error).__name__}: {reason}\n"
         "what was there before is unchanged; free some space, or write to another folder",
@@ -57,9 +58,9 @@ def not_written(path: object, error: Exception) -> CheckpointError:
 
 
 def write_whole(obj: Any, path: Path, *, safe_serialization: bool) -> None:
-    """Write and sync a new file. Raises OSError, or as `save`."""
+    """Write and sync a new file. Raises OSError, or CheckpointError if safetensors cannot hold `obj`."""
     path.touch()
-    mode = path.stat().st_mode  # as the user wants new files; safetensors makes private ones
+    mode = path.stat().st_mode  # by the user's umask; safetensors makes private files
     if safe_serialization:
         _as_safetensors(obj, path)
     else:
@@ -83,7 +84,7 @@ def _as_safetensors(obj: Any, path: Path) -> None:
 
 @contextmanager
 def _refused_objects() -> Iterator[None]:
-    """Raise CheckpointError where safetensors refuses an object, by any error."""
+    """Raise CheckpointError if safetensors refuses an object, by any error."""
     try:
         yield
     except (KeyError, TypeError, ValueError, RuntimeError) as error:
@@ -103,14 +104,14 @@ def _write(obj: Any, file: IO[bytes], safe_serialization: bool) -> None:
 
 
 def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwargs: Any) -> Any:
-    """Load what `save` wrote, in either form.
+    """Load an object that `save` wrote, in either format.
 
-    Runs no code: only tensors, arrays, plain data.
+    By default loads tensors, arrays and plain data only, and runs no code of the file.
 
     Args:
         f: a path, or a file opened for reading bytes.
-        map_location: where tensors go: a device, or (not for safetensors) all that `torch.load` takes.
-        kwargs: for `torch.load`. `weights_only=False` runs what is in the file: for your own files.
+        map_location: the device of the tensors, or (not for safetensors) any `map_location` of `torch.load`.
+        kwargs: for `torch.load`. `weights_only=False` runs code of the file: for your own files only.
     """
     if isinstance(f, str | os.PathLike) or not hasattr(f, "read"):
         with local_path(f).open("rb") as file:
@@ -126,7 +127,7 @@ def load(f: str | os.PathLike[str] | IO[bytes], map_location: Any = None, **kwar
 
 
 def _numpys_own() -> list[Any]:
-    """NumPy's classes for arrays and scalars, which only hold numbers and strings."""
+    """Return NumPy's classes for arrays and scalars, which only hold numbers and strings."""
     made_by = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
     dtypes = [getattr(np.dtypes, name) for name in np.dtypes.__all__ if name != "ObjectDType"]
     return [np.ndarray, np.dtype, *made_by, *dtypes]

@@ -1,4 +1,4 @@
-"""Load a checkpoint: choose one, compare, verify, and only then restore. Four rounds of the ranks."""
+"""Load a checkpoint: choose, compare, verify, and only then restore, in four collective rounds."""
 
 from __future__ import annotations
 
@@ -28,36 +28,38 @@ logger = logging.getLogger(__name__)
 
 
 class Choice(NamedTuple):
-    """A checkpoint that all disks have. number: None of the caller's own. save_id: None of a damaged one."""
+    """A checkpoint that all disks have."""
 
     number: int | None
+    """None for a folder that the caller named."""
     save_id: str | None
+    """None if the manifest is damaged."""
     nonce: str
-    """The same on all ranks, and of this load alone."""
+    """Text that is the same on all ranks, and used by no other load."""
 
 
 _Seen: TypeAlias = tuple[str, list[tuple[int | None, list[str]]]]
-"""A nonce, and number and save ids of what is on a rank's disk."""
+"""A nonce, and (number, save ids) of each checkpoint on a rank's disk."""
 
 
 @frozen
 class Search:
-    """The checkpoints to load from: `place`, or those of the series, the newest or best first.
-
-    best: by this metric. missing_ok: there may be none.
-    """
+    """The checkpoints to load from: `place`, or the checkpoints of the series, newest or best first."""
 
     series: Series
     place: Storage | None
+    """The checkpoint's folder; None for the series."""
     best: str | None = None
+    """The metric by which checkpoints are sorted; None for the newest first."""
     missing_ok: bool = False
+    """True if a load that finds no checkpoint returns None instead of raising."""
 
     def look(self) -> list[tuple[int | None, list[str]]]:
-        """Return number and save ids, the newest first, of what is on this disk."""
+        """Return (number, save ids, newest first) of each checkpoint on this disk."""
         if self.place is not None:
             entries = listed(self.place)
             if not commits(self.place) and (not entries or any(map(SAVE.fullmatch, entries))):
-                return []  # of killed saves only
+                return []  # only killed saves have written here
             return [(None, [manifest.save_id for manifest in manifests(self.place)])]
         numbers = self.series.candidates(best=self.best is not None)
         if self.best is not None and not numbers and self.series.candidates():
@@ -76,11 +78,11 @@ class Search:
 
     @property
     def folder(self) -> Storage:
-        """The folder that is looked into."""
+        """The folder of the checkpoint or of the series."""
         return self.place or self.series.folder
 
     def nothing(self, tried: int, lacking: Sequence[str]) -> CheckpointError:
-        """Return the error where none was loaded. lacking: what only some nodes have."""
+        """Return the error if no checkpoint was loaded; `lacking`: descriptions of incomplete checkpoints."""
         if lacking:
             return CheckpointError(
                 f"{lacking[0]}\ncopy its folder to where it is missing, or load another: load_state('path')",
@@ -105,9 +107,14 @@ class Search:
 def load(
     run: Run, comm: Comm, search: Search, *, strict: bool, wait_for_previous_save: Callable[[], None]
 ) -> tuple[Storage, Manifest, dict[str, Any]] | None:
-    """Load a checkpoint, and return its folder, manifest and `extra`.
+    """Load a checkpoint; return its folder, manifest and `extra`, or None. See `CheckpointSession.load`.
 
-    See `CheckpointSession.load`. wait_for_previous_save: does nothing if no save is under way.
+    Args:
+        run: the run to restore.
+        comm: the ranks that load.
+        search: the checkpoints to choose from.
+        strict: whether all differences are errors.
+        wait_for_previous_save: waits for a save under way, and raises if it failed.
     """
 
     def look() -> _Seen:
@@ -136,7 +143,7 @@ def load(
                 raise
             tried.append(choice.number)
             if comm.rank == 0:
-                logger.warning("passed over: %s", str(error))  # a record of it would keep what was read
+                logger.warning("passed over: %s", str(error))  # a record of the error keeps its traceback
         else:
             return place, manifest, restoration.extra
     if search.missing_ok and not (tried or lacking):
@@ -158,9 +165,10 @@ def compare(run: Run, checkpoint: Checkpoint, *, strict: bool) -> Restoration:
 
 
 def _choices(comm: Comm, search: Search, look: Callable[[], _Seen]) -> tuple[list[Choice], list[str]]:
-    """Return the checkpoints that all disks have, in the order in which they are tried. One round.
+    """Return the checkpoints that all disks have, in the order to try, and descriptions of the others.
 
-    And in words those that only some have: a node was killed before it had committed, or lost its disk.
+    Takes one collective round. Some disks lack a checkpoint if a node was killed before its commit, or lost
+    its disk.
     """
     found = comm.together("load_state: look", look)
     nonce, leading = found[0][0], firsts(comm, search.folder)

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Storage
 
 _URL: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""Start of a URL, with one slash, since `Path` makes one of two.
+"""Start of a URL. One slash is enough, since `Path` joins two slashes to one.
 
-It has two letters or more, since a drive of Windows has one.
+A scheme has two letters or more, since a drive of Windows has one letter.
 """
 _SECRET: Final = re.compile(r"[^/]*:[^/]*@")
 """User and password, before the first slash."""
 
 
 def scheme_of(text: str) -> str | None:
-    """Return the scheme of a URL, None of a path."""
+    """Return the scheme of a URL, or None for a path."""
     found = _URL.match(text)
     return found[1].lower() if found else None
 
@@ -34,7 +34,7 @@ def path_text(given: object) -> str:
     """Return a path or a URL as text.
 
     Raises:
-        CheckpointError: it is neither.
+        CheckpointError: `given` is neither.
     """
     text = os.fspath(given) if isinstance(given, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -46,7 +46,7 @@ def local_path(given: object) -> Path:
     """Return the file or folder that a user names; `~` is the home folder.
 
     Raises:
-        CheckpointError: it is a URL, or not a path.
+        CheckpointError: `given` is a URL, or is not a path.
     """
     text = path_text(given)
     if scheme := scheme_of(text):
@@ -59,12 +59,14 @@ def local_path(given: object) -> Path:
 
 
 def storage_at(given: str | os.PathLike[str], *, each_node: bool = False) -> Storage:
-    """Return the folder that a user names, by a path or a URL. `~` is the home folder.
+    """Return the folder that a user names by a path or a URL; `~` is the home folder.
 
-    each_node: a path is on a disk that each node has for itself.
+    Args:
+        given: the path or URL.
+        each_node: the path is on a disk of each node's own, not on a shared disk.
 
     Raises:
-        CheckpointError: no plugin serves the URL, or it holds a password; or this is not a path.
+        CheckpointError: no plugin serves the URL, the URL holds a password, or `given` is not a path.
     """
     text = path_text(given)
     if (scheme := scheme_of(text)) is None:
@@ -83,17 +85,17 @@ def storage_at(given: str | os.PathLike[str], *, each_node: bool = False) -> Sto
 
 
 def as_user_path(where: Storage) -> Path | str:
-    """Return a place as users get it: a path, or a URL as text."""
+    """Return a place in the form for users: a Path, or a URL as text."""
     text = str(where)
     return text if scheme_of(text) else Path(text)
 
 
 @cache
 def store_for(scheme: str) -> Callable[[str], Storage]:
-    """Return the function of the installed plugin that serves these URLs.
+    """Return the function of the installed plugin that serves URLs of this scheme.
 
     Raises:
-        CheckpointError: there is none, or it cannot be used here.
+        CheckpointError: no installed plugin serves the scheme, or the plugin cannot be used here.
     """
     from accel_core.plugins.catalog import catalog_entry, install_hint
     from accel_core.plugins.discovery import discover

@@ -19,29 +19,29 @@ if TYPE_CHECKING:
     from accel_core.storage.tensors import Stored
 
 Action = tuple[str, Callable[[], object]]
-"""(name of what is restored, function that restores it)."""
+"""(name of a state, function that restores it)."""
 
 logger = logging.getLogger(__name__)
 
 
 class MisfitError(CheckpointError):
-    """The checkpoint does not fit the run, damaged or not."""
+    """The checkpoint does not fit the run, whether or not it is damaged."""
 
 
 @frozen
 class Problems:
-    """Differences between a checkpoint and a run.
-
-    Not strict, only `fatal` ones count.
-    """
+    """Differences between a checkpoint and a run."""
 
     folder: object
+    """The checkpoint's folder, for messages."""
     strict: bool
     found: list[str] = field(factory=list)
+    """Differences that are errors if `strict` is set, and are logged otherwise."""
     fatal: list[str] = field(factory=list)
+    """Differences that are always errors."""
 
     def compare(self, what: str, saved: Iterable[object], here: Iterable[object]) -> None:
-        """Name what only one side has."""
+        """Note the names that only the checkpoint or only the run has."""
         saved, here = dict.fromkeys(saved), dict.fromkeys(here)
         if saved.keys() == here.keys():
             return
@@ -50,10 +50,7 @@ class Problems:
         self.found.extend(f"{extra}: {what}{name}" for name in saved if name not in here)
 
     def tensor_fits(self, what: str, leaf: Leaf, stored: Stored) -> bool:
-        """Note differences.
-
-        Returns whether the stored tensor can be copied into the leaf.
-        """
+        """Note differences; return whether the stored tensor can be copied into the leaf."""
         if stored.layout != leaf.layout:
             layouts = f"{stored.layout} in the checkpoint, {leaf.layout} here"
             self.fatal.append(f"{what} has layout {layouts}")
@@ -69,20 +66,20 @@ class Problems:
 
     @contextmanager
     def noting_errors(self, what: str) -> Iterator[None]:
-        """Note any error of code that reads values of any content as a problem."""
+        """Note any error in the context as a fatal problem; CheckpointError passes through."""
         try:
             yield
         except CheckpointError:
             raise
-        except Exception as error:  # torch's, Python's and numpy's generators raise what they like
+        except Exception as error:  # generators of torch, Python and numpy raise errors of many types
             self.fatal.append(f"{what}: {type(error).__name__}: {error}")
 
     def warn(self, what: str) -> None:
-        """Log what is left out, though nothing is wrong."""
+        """Log a difference that is not an error."""
         logger.warning("%s: %s", self.folder, what)
 
     def raise_if_any(self) -> None:
-        """Raise MisfitError if there are problems that count; the others are logged."""
+        """Raise MisfitError if there are errors; else log the differences in `found`."""
         remedy = "prepare what was prepared when it was saved"
         raise_problems(
             [*self.fatal, *(self.found if self.strict else ())],

@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @frozen
 class LoadedState:
-    """The checkpoint that was loaded, and what its save was given. As text it is the directory."""
+    """The checkpoint that was loaded, and the arguments of its save. `str(state)` is the directory."""
 
     directory: Path | str
-    """A URL is text."""
+    """A URL is a str."""
     step: int | None
     metrics: Mapping[str, float]
     extra: Mapping[str, Any]
@@ -42,9 +42,9 @@ class LoadedState:
 
 
 class CheckpointSession:
-    """State that one save or load of a run leaves to the next.
+    """Saves and loads of a run, and the data that a save or load leaves to the next.
 
-    Only the session and its series write it.
+    Only the session and its series change these data.
     """
 
     def __init__(self, run: Run) -> None:
@@ -52,11 +52,11 @@ class CheckpointSession:
         self._comm: Comm | None = None
         self._saver: Saver | None = None
         self._step: int | None = None
-        """Of the save under way, as the caller gave it."""
+        """The step of the save under way, or None if no step is known."""
 
     @cached_property
     def series(self) -> Series:
-        """The numbers and the lineage of the run's checkpoints."""
+        """Numbers and lineage of the run's checkpoints."""
         from accel_core.storage.series import Series  # late: start-up need not wait for it
 
         return Series(self._numbering, self.run.config.project.iteration)
@@ -80,7 +80,7 @@ class CheckpointSession:
         return self._comm
 
     def check_place(self) -> None:
-        """Refuse a project's URL that cannot be reached. Raises CheckpointError."""
+        """Raise CheckpointError if the project's URL cannot be reached."""
         project = self.run.config.project
         if project.automatic_checkpoint_naming and "://" in (project.project_dir or ""):
             from accel_core.distributed.progress import show_progress  # late: start-up need not wait for them
@@ -101,21 +101,24 @@ class CheckpointSession:
     ) -> Storage:
         """Save all state of the run as the checkpoint `directory`.
 
-        Collective: all ranks, one directory. With `alone` it is not collective: this rank saves what it
-        holds as the checkpoint of a world of one.
+        Collective, with the same directory on all ranks, unless `alone` is set. An earlier checkpoint in the
+        directory stays until the new checkpoint is complete: a kill at any instant leaves a whole checkpoint.
 
-        Until it is complete, a checkpoint that was there before stays; a kill at any instant leaves one
-        of the two, whole. `step` and `metrics` are recorded; those of a numbered one have that of
-        `project.keep_best`. Without a directory it is the next of the numbered ones, and those over
-        `total_limit` are removed once it is complete. With `wait=False` a copy of the state is taken now,
-        and a thread writes it while training goes on; the next save waits for that, and raises what went
-        wrong, as do `wait` and the end of the run.
+        Args:
+            directory: path or URL. None: the next numbered checkpoint; once it is complete, numbered
+                checkpoints over `total_limit` are removed.
+            step: recorded in the checkpoint. Default: the most steps that a prepared optimizer has done.
+            wait: False: copy the state now, and write the copy in a thread while training continues. An error
+                is raised by the next save, by `wait` or at the end of the run, which all wait for the thread.
+            alone: not collective: save the state of this rank as the checkpoint of a world of one.
+            metrics: recorded in the checkpoint. Numbered checkpoints need the metric of `project.keep_best`.
+            extra: values of the caller's own to store.
 
         Raises:
-            CheckpointError: a unit has gradients that are not applied yet, something cannot be stored, the
-                directory holds something else, a rank failed to write, now or in the save before, or
-                `alone` this rank holds only a part of something.
-                Raised on all ranks; what was there before is unchanged.
+            CheckpointError: a unit has gradients that are not applied yet, a value cannot be stored, the
+                directory holds other files, a rank failed to write in this or the previous save, or this
+                rank has only a part of a tensor and `alone` is set. Raised on all ranks; earlier files are
+                unchanged.
         """
         from accel_core.checkpoint.collect import collect
         from accel_core.checkpoint.places import storage_at
@@ -202,23 +205,24 @@ class CheckpointSession:
         missing_ok: bool = False,
         best: bool = False,
     ) -> LoadedState | None:
-        """Bring the run into the state that the checkpoint `directory` holds.
+        """Restore the run's state from the checkpoint `directory`. Collective.
 
-        Collective: all ranks.
+        The checkpoint may come from another stack or world size; docs/checkpoint-format.md describes the
+        effect on random numbers. Runs no code of the checkpoint. Gradients are dropped, and windows start
+        anew, because checkpoints are saved between windows.
 
-        The checkpoint may have been saved by another stack, or at another world size; what that means for
-        random numbers is said in docs/checkpoint-format.md. Runs no code of the checkpoint's. Gradients are
-        dropped, and windows begin anew: a checkpoint is taken between two.
-        `strict=False` loads what fits and logs the rest. Without a directory it is the newest valid one of
-        the numbered, or the `best`; what is damaged is logged and passed over. Returns the folder that was
-        loaded; None, with `missing_ok`, if there is none.
+        Args:
+            directory: path or URL. None: the newest valid numbered checkpoint; damaged checkpoints are logged
+                and passed over.
+            strict: False: load the state that fits, and log the differences.
+            missing_ok: return None if there is no checkpoint.
+            best: take the numbered checkpoint with the best `project.keep_best` instead of the newest.
 
         Raises:
-            CheckpointError: it is not a checkpoint, a file is damaged, or (strict) the run has other state
-                than it has: missing, unexpected and mismatched states are named; or a save that was under
-                way has failed. Raised on all ranks, before any state is touched. Or code of the user's own
-                or of a plugin failed while state was being restored: the message says what, and what has
-                changed.
+            CheckpointError: the directory is not a checkpoint, a file is damaged, (strict) the state of the
+                checkpoint and of the run differ, with all differences named, or a save that was under way has
+                failed. Raised on all ranks, before any state is changed. Also if code of the user or of a
+                plugin failed during the restoration: the message names the code and the changed state.
         """
         from accel_core.checkpoint.load import Search, load
         from accel_core.checkpoint.places import as_user_path, storage_at
@@ -227,7 +231,7 @@ class CheckpointSession:
         run.require_alive()
         where = None if directory is None else storage_at(directory, each_node=project.save_on_each_node)
         search = Search(self.series, where, project.keep_best if best else None, missing_ok)
-        with without_collecting_garbage():  # until `load` has dropped what it made
+        with without_collecting_garbage():  # until `load` has dropped its temporary objects
             loaded = load(run, self.comm, search, strict=strict, wait_for_previous_save=self.wait)
         if loaded is None:
             return None
@@ -238,12 +242,10 @@ class CheckpointSession:
         return LoadedState(as_user_path(found), manifest.members.get("step"), _metrics_of(manifest), extra)
 
     def wait(self, patience: float | None = None) -> None:
-        """Wait for the save that is under way. Not collective.
-
-        patience: the most seconds to wait.
+        """Wait at most `patience` seconds for the save that is under way. Not collective.
 
         Raises:
-            CheckpointError: it failed; raised once.
+            CheckpointError: the save failed; raised once.
         """
         if self._saver is not None and (pending := self._saver.wait(patience)) is not None:
             from accel_core.checkpoint.places import as_user_path  # late: start-up need not wait for it
@@ -251,20 +253,20 @@ class CheckpointSession:
             self.run.hooks.checkpoint_committed(as_user_path(pending.place), self._step)
 
     def free_memory(self) -> None:
-        """Free the copy of the state that a save with `wait=False` keeps for the next."""
+        """Free the memory for copies of the state, which saves with `wait=False` keep for the next save."""
         if self._saver is not None:
             self._saver.free_memory()
 
     def forget_groups(self) -> None:
-        """Drop what holds the process group."""
+        """Drop the objects that reference the process group."""
         self._saver = self._comm = None
 
 
 def _metrics_as_json(metrics: Mapping[str, Any] | None, needed: str | None) -> dict[str, float | str]:
-    """Return the caller's metrics as a manifest has them: "nan" and "inf" are text there.
+    """Return the metrics for a manifest, with NaN and infinity as text.
 
     Raises:
-        CheckpointError: the metric that `keep_best` goes by is missing.
+        CheckpointError: the metric `needed`, of `keep_best`, is missing.
     """
     values = {name: float(value) for name, value in (metrics or {}).items()}
     if needed is not None and needed not in values:
@@ -288,9 +290,9 @@ def _metrics_of(manifest: Manifest) -> dict[str, float]:
 
 @contextmanager
 def without_collecting_garbage() -> Iterator[None]:
-    """Keep the garbage collector off while many objects are made and dropped at once.
+    """Disable the garbage collector while many objects are made and dropped at once.
 
-    A search for cycles would find none, and take as long as the rest of a save.
+    A search for cycles would find no cycle, and take as long as the rest of a save.
     """
     enabled = gc.isenabled()
     try:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], Stored]]:
     """Yield (all names, stored weight) for each weight of a checkpoint's only model.
 
-    No run is needed. Everything is verified first, and no weight is read. A stored weight has `shape`,
-    `dtype` (torch's name without the prefix), `tensor()`, `read(target)`, and `place`: (file, start in
-    bytes) if it lies in one piece.
+    No run is needed. The whole checkpoint is verified first, and no weight is loaded. A stored weight has
+    `shape`, `dtype` (torch's name without the prefix), `tensor()`, `read(target)`, and `place`: (file, start
+    in bytes) if the weight is contiguous in one file.
 
     Raises:
-        CheckpointError: the folder is not a checkpoint, is damaged, has several models, or a weight that only
-            the plugin that saved it can read.
+        CheckpointError: the folder is not a checkpoint, is damaged, has several models, or has a weight that
+            only the plugin that saved it can read.
     """
     with open_checkpoint(storage_at(folder)) as files:
         checkpoint = Checkpoint.with_tensors(files)
@@ -45,7 +45,9 @@ def stored_weights(folder: str | os.PathLike[str]) -> Iterator[tuple[list[str], 
 def weights_of_unit(
     checkpoint: Checkpoint, unit: str, prefix: str = ""
 ) -> Iterator[tuple[list[str], Stored]]:
-    """Yield (all names, stored weight) of a unit. prefix: of the names, which is left out.
+    """Yield (all names, stored weight) for each weight of a unit whose names begin with `prefix`.
+
+    Names are yielded without the prefix.
 
     Raises:
         CheckpointError: only the plugin that saved a weight can read it.
@@ -64,7 +66,7 @@ def weights_of_unit(
 
 
 def named_weights(checkpoint: Checkpoint, unit: str) -> Iterator[tuple[list[str], Stored]]:
-    """Each stored parameter and buffer of a unit, with all names that it has there."""
+    """Yield (all names, stored tensor) for each stored parameter and buffer of a unit."""
     names: dict[str, list[str]] = {}
     for alias, name in checkpoint.state["units"][unit]["aliases"].items():
         names.setdefault(name, [name]).append(alias)

@@ -1,4 +1,4 @@
-"""A save and a load under way, as the sections are given them."""
+"""The save or load under way, which each section gets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from accel_core.storage.tensors import Stored
 
 Read = tuple["Stored", "Leaf | None"]
-"""A stored tensor and the leaf that it fills; None if all of it may be read."""
+"""A stored tensor and the leaf that it fills; None if the whole tensor may be read."""
 
 
 @frozen
@@ -33,29 +33,31 @@ class Save:
     extra: Mapping[str, Any] | None
     """Values of the caller's own."""
     alone: bool
-    """True if this rank saves as rank 0 and reader 0 of a world of one, whatever rank it is."""
+    """True if this rank saves as rank 0 and reader 0 of a world of one."""
     state: State = field(factory=State)
 
 
 @define(eq=False)
 class UnitPlan:
-    """A unit of this run and what the checkpoint has of it."""
+    """A unit of this run, and its state in the checkpoint."""
 
     unit: Unit
     saved: Mapping[str, Any]
-    """The unit as it was described in JSON."""
+    """The unit's description in the checkpoint, decoded from JSON."""
     leaves: Mapping[str, Leaf]
     """The weights and buffers of this run, by name."""
     model: dict[str, Stored]
-    """Stored weights by name; tied weights are named as in this run, here and in the other two."""
+    """Stored weights by name, with this run's names of tied weights."""
     optimizer: dict[str, Stored]
+    """Stored optimizer tensors by NAME/KEY, with this run's names of tied weights."""
     plugins: dict[str, Stored]
+    """Stored tensors of plugins by key."""
     misfits: set[str]
-    """Parameters that do not fit."""
+    """Names of weights that do not fit."""
 
 
 class Restoration:
-    """The actions that bring a run into a checkpoint's state, as the sections plan them."""
+    """A load under way: the actions that restore a checkpoint's state, which the sections plan."""
 
     def __init__(self, run: Run, checkpoint: Checkpoint, *, strict: bool) -> None:
         world, topology = checkpoint.manifest.world, run.topology
@@ -63,20 +65,20 @@ class Restoration:
         self.problems = Problems(checkpoint.place, strict)
         self.is_same_world = (world["readers"], world["size"]) == (topology.readers, run.world.size)
         self.own = checkpoint.rank_state(run.world.rank if self.is_same_world else 0)
-        """The part of a rank's own file that this rank takes, still encoded."""
+        """The encoded content of the rank's own file that this rank restores: rank 0's in another world."""
         self.units: list[UnitPlan] = []
-        """The units that both sides have. The section `models` adds them."""
+        """The units that both the run and the checkpoint have. The section `models` adds them."""
         self.calls: list[Action] = []
-        """Code of other people, which may fail: it runs first."""
+        """Calls of other people's code, which run first because they may fail."""
         self.copies: list[Action] = []
-        """Copies and settings of core, and calls that must come after them."""
+        """Copies and assignments by core, and calls that must follow them."""
         self.reads: list[Callable[[], Iterable[Read]]] = []
-        """Tensors in data files that `copies` read."""
+        """Functions that return the stored tensors that `copies` read from data files."""
         self.extra: dict[str, Any] = {}
         """Values of the caller's own; `apply` fills them in."""
 
     def give(self, what: str, encoded: Any, take: Callable[[Any], object]) -> None:
-        """Plan to give the decoded value to `take`. A value that cannot be decoded raises now."""
+        """Plan to call `take` with the decoded value; raise now if the value cannot be decoded."""
         self.calls.append((what, partial(take, self.checkpoint.decode(encoded, what))))
 
     def fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
@@ -95,17 +97,17 @@ class Restoration:
         return misfits
 
     def blocks(self) -> set[Block]:
-        """Return the blocks that `apply` reads: values of objects are read already."""
+        """Return the blocks that `apply` reads; values of objects have been read already."""
         return self.checkpoint.blocks_of(read for reads in self.reads for read in reads())
 
     def apply(self) -> None:
-        """Make all changes.
+        """Run all actions.
 
         Raises:
-            CheckpointError: an action failed; it says which, and what it leaves behind.
+            CheckpointError: an action failed; the message names it and the state that has changed before.
         """
         actions = [*self.calls, *self.copies]
-        with torch.inference_mode(False), torch.no_grad():  # what is made here is trained on
+        with torch.inference_mode(False), torch.no_grad():  # tensors made here are trained on
             for done, (what, action) in enumerate(actions):
                 try:
                     action()

@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from accel_core.storage.protocols import Storage
 
 Names = list[str]
-"""All names of one weight, in the model's order; a tied weight has several."""
+"""All names of one weight, in the model's order; a tied weight has several names."""
 
 
 def bytes_in(size: int | str) -> int:
-    """Return a size in bytes, given as a number or as in "10GB" or "500MiB"."""
+    """Return a size in bytes, from a number or from text such as "10GB" or "500MiB"."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMGT]?)(i?)B?", str(size), re.IGNORECASE)
     number, unit, binary = found.groups() if found else ("0", "", "")
     limit = int(float(number) * (1024 if binary else 1000) ** " KMGT".index(unit.upper() or " "))
@@ -56,11 +56,22 @@ def write_weights(
     safe: bool,
     replace: bool = False,
 ) -> None:
-    """Write weights in the layout of `from_pretrained`, `limit` bytes a file at most.
+    """Write weights in the layout of `from_pretrained`.
 
-    Needs memory for one file's. What was there before stays until all of it is written. replace: weights of
-    the other format go too; else they stay beside. In a store, weights that are there are not replaced: a
-    reader could mix the two.
+    Needs memory for the weights of one file. Files of an earlier save stay until all weights are written. In
+    a store, weights are never replaced: a reader could mix files of both saves.
+
+    Args:
+        folder: a local folder, or the URL of a store.
+        weights: (all names, tensor) of each weight.
+        extra: further entries of the state dict, by key.
+        limit: most bytes per file.
+        safe: write safetensors, instead of by `torch.save`.
+        replace: remove weights in the other format too.
+
+    Raises:
+        CheckpointError: a weight or the folder cannot be written, the store has weights already, or the
+            folder has safetensors that readers would take instead of the new files.
     """
     if scheme_of(path_text(folder)):
         with tempfile.TemporaryDirectory(prefix="accel-weights-") as beside:
@@ -82,7 +93,7 @@ def write_weights(
 
 @contextmanager
 def _staging_folder(folder: Path) -> Iterator[Path]:
-    """Give a folder to write into, which is removed; so are those that killed writers have left."""
+    """Give a temporary folder to write into, and remove temporary folders that killed writers have left."""
     disk = Disk(folder.absolute())
     prune(disk, 0)
     beside = disk.at(new_save_id())
@@ -94,7 +105,7 @@ def _staging_folder(folder: Path) -> Iterator[Path]:
 
 
 def weights_in(folder: Storage) -> list[str]:
-    """Return the names of files of weights in a folder that is to be written, whatever wrote them."""
+    """Return the names of all files of weights in a folder, in any format and from any writer."""
     try:
         return sorted(filter(_ANY.fullmatch, folder.list()))
     except OSError as error:
@@ -110,7 +121,7 @@ def _refuse_there(folder: Storage) -> None:
 
 
 def _send(source: Path, folder: Storage) -> None:
-    """Send all files, the index last; if one cannot be sent, none is left."""
+    """Send all files, the index last; if a file cannot be sent, remove the others."""
     names = sorted((path.name for path in source.iterdir()), key=lambda name: name.endswith(".json"))
     try:
         for name in names:
@@ -135,7 +146,7 @@ def _refuse_unread(folder: Path) -> None:
 def _write_parts(
     beside: Path, weights: Iterable[tuple[Names, Tensor]], extra: Mapping[str, Any], limit: int, *, safe: bool
 ) -> list[tuple[Names, int]]:
-    """Write files "0", "1", ... one at a time. Returns the names and bytes in each."""
+    """Write files "0", "1", ... one at a time; return (names, bytes) of each file."""
     written: list[tuple[Names, int]] = []
     told = {name: value for name, value in extra.items() if isinstance(value, Tensor)}
     part, size = {name: value for name, value in extra.items() if name not in told}, 0
@@ -161,7 +172,7 @@ def _write_parts(
 
 
 def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> Tensor:
-    """Return the tensor in memory of its own, and note that memory in `storages`.
+    """Return the tensor in memory of its own, and add the address of the memory to `storages`.
 
     A tensor that wraps others is returned as it is; with `safe` it raises CheckpointError.
     """
@@ -173,7 +184,7 @@ def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> T
             )
         return tensor
     tensor = tensor.resolve_conj().resolve_neg()  # a file holds memory as it is
-    # A file would hold the whole storage of a part of it, and is refused if two share one.
+    # torch.save writes the whole storage of a view; safetensors refuses tensors that share a storage.
     storage = tensor.untyped_storage()
     if storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages or not tensor.is_contiguous():
         tensor = tensor.clone(memory_format=torch.contiguous_format)
@@ -184,7 +195,7 @@ def _writable(name: str, tensor: Tensor, storages: set[int], *, safe: bool) -> T
 def _publish(
     folder: Path, beside: Path, written: Sequence[tuple[Names, int]], *, safe: bool, replace: bool
 ) -> None:
-    """Name the files so that a reader finds the old save, this one, or an error."""
+    """Rename the files so that a reader finds the earlier save, this save, or an error, never a mixture."""
     stem, suffix = ("model", ".safetensors") if safe else ("pytorch_model", ".bin")
     count, index = len(written), f"{stem}{suffix}.index.json"
     files = [f"{stem}-{number + 1:05d}-of-{count:05d}{suffix}" for number in range(count)]

@@ -28,12 +28,10 @@ if TYPE_CHECKING:
 def weights_of(
     run: Run, model: nn.Module, dtype: torch.dtype | None = None, to: torch.device | None = None
 ) -> Iterator[tuple[Names, Tensor]]:
-    """Each parameter and persistent buffer of the model, whole, one after the other.
+    """Yield (names, whole tensor) of each parameter and persistent buffer of the model. Collective.
 
-    Collective.
-
-    Names are canonical, without the number that a unit of several models puts before them. A model that
-    was not prepared is read as it is.
+    Names are canonical, without the model's number that a unit of several models puts before them. A model
+    that was not prepared is read as it is.
     """
     unit, number = _home(run, model)
     yield from _weights(unit, number, exported(unit, number)[0], dtype, to)
@@ -46,10 +44,10 @@ def _weights(
     dtype: torch.dtype | None = None,
     to: torch.device | None = None,
 ) -> Iterator[tuple[Names, Tensor]]:
-    """Yield (keys, whole weight) of the model `number`. `names`: as `exported` returns them."""
+    """Yield (keys, whole weight) of the model `number`, with `names` from `exported`."""
     prefix = unit.names.qualify(number, "")
     for canonical, tensor in unit.hooks.iter_weights(unit, dtype, to):
-        # Names that are not known here: parts that only other ranks have.
+        # Names may be unknown on this rank: parts of the model that only other ranks have.
         own = [canonical.removeprefix(prefix)] if canonical.startswith(prefix) else []
         if keys := names.get(canonical, own):
             yield keys, tensor
@@ -77,7 +75,7 @@ def full_parameters(
 
 
 class _OnRank0(OrderedDict[str, Any]):
-    """Stands for the weights that rank 0 has alone."""
+    """Empty state dict of ranks other than rank 0; its errors say that rank 0 has the weights."""
 
     def __missing__(self, key: str) -> NoReturn:
         raise KeyError(f"{key}: {self!r}")
@@ -89,7 +87,8 @@ class _OnRank0(OrderedDict[str, Any]):
 def state_dict(run: Run, model: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
     """Return the model's state dict as if whole and unwrapped. Collective.
 
-    Of a model whose weights are in parts it is of CPU tensors, and `rank0_only` leaves it empty elsewhere.
+    If ranks hold parts of the weights, tensors are on the CPU, and with `rank0_only` other ranks get an empty
+    dict.
     """
     unit, number = _home(run, model)
     names, extra = exported(unit, number)
@@ -120,14 +119,18 @@ def _key(unit: Unit, number: int, name: str) -> str:
 def save_model(
     run: Run, model: nn.Module, directory: str | os.PathLike[str], *, limit: int | str, safe: bool, here: bool
 ) -> None:
-    """Write the model's weights into `directory`.
+    """Write the model's weights into `directory`. Collective.
 
-    Collective; ranks with `here` write.
-
-    limit: bytes of a file, as a number or as in "10GB". safe: as safetensors, else by `torch.save`.
+    Args:
+        run: the run.
+        model: the model, prepared or not.
+        directory: a local folder, or the URL of a store.
+        limit: most bytes per file, as a number or as in "10GB".
+        safe: write safetensors, instead of by `torch.save`.
+        here: True on ranks that write.
 
     Raises:
-        CheckpointError: a rank could not write them; raised on all.
+        CheckpointError: a rank could not write the weights; raised on all ranks.
     """
     unit, number = _home(run, model)
     names, extra = exported(unit, number)
@@ -138,7 +141,7 @@ def save_model(
             if here:
                 write_weights(directory, weights, extra, limit, safe=safe)
         finally:
-            # Whole weights are made by all ranks together: whatever happened here, go on to the end.
+            # Collective: after an error this rank must still take part in making the other weights.
             deque(weights, maxlen=0)
 
     agree_on_call(run, "save_model")
@@ -146,12 +149,11 @@ def save_model(
 
 
 def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
-    """Return the model's unit and its number there.
-
-    A unit of its own if it was not prepared.
+    """Return the model's unit and its number in the unit; a new unit for a model that was not prepared.
 
     Raises:
-        AccelError: it was not, but has weights of one that was, of which this rank has parts.
+        AccelError: the model was not prepared, but shares weights with a prepared model of which this rank
+            has parts.
     """
     run.require_alive()
     place = run.prepared.place_of(model)
@@ -169,7 +171,7 @@ def _home(run: Run, model: nn.Module) -> tuple[Unit, int]:
 
 
 def _refuse_parts(unit: Unit, model: nn.Module) -> None:
-    """Raise for a model that shares weights of which this rank has parts."""
+    """Refuse a model that shares weights of the unit of which this rank has parts."""
     asked = {*model.parameters()}
     shared = {name: each for name, each in unit.named_parameters().items() if each in asked}
     leaves = unit.hooks.model_state(unit) if shared else {}

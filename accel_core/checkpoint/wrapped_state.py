@@ -1,7 +1,7 @@
 """Optimizer state that wraps other tensors, such as quantised moments.
 
 A wrapper under `KEY` is stored as its parts, `KEY#PART`. In a sharded DTensor each rank has a wrapper of its
-own, stored as `KEY#PART@OFFSET`: a load takes it back where the parameter is cut in the same places.
+own, stored as `KEY#PART@OFFSET`: a load can restore it if the parameter is sharded at the same offsets.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 Template = Mapping[str, TensorTemplate]
-"""Key -> stored tensor, of one parameter."""
+"""Key -> stored tensor of one parameter."""
 
 
 def part_leaves(key: str, value: Any) -> dict[str, Leaf]:
-    """Return the leaves of a wrapper's parts; none of another tensor."""
+    """Return the leaves of a wrapper's parts; empty for other tensors."""
     suffix = place = ""
     if hasattr(value, "device_mesh"):
         value, dtensor = value.to_local(), value
@@ -46,7 +46,7 @@ def part_leaves(key: str, value: Any) -> dict[str, Leaf]:
 def refusals(
     optimizer: Optimizer, names: Mapping[int, str], templates: Mapping[str, Template]
 ) -> Sequence[str]:
-    """Return the reasons why stored wrappers cannot be taken back. names: by the id of a parameter."""
+    """Return the reasons why stored wrappers cannot be restored; `names` are by the id of a parameter."""
     reasons = []
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -65,14 +65,14 @@ def refusals(
 def take_wrappers(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, template: Template
 ) -> tuple[Mapping[str, Tensor], Template]:
-    """Return key -> a wrapper that the stored parts fit, and the template without these parts."""
+    """Return key -> a wrapper that the stored parts fit, and the template without the parts of wrappers."""
     stored = _stored_wrappers(template)
     rest = {name: each for name, each in template.items() if name.partition("#")[0] not in stored}
     return _fitting(optimizer, group, parameter, stored), rest
 
 
 def _stored_wrappers(template: Template) -> dict[str, dict[str, TensorTemplate]]:
-    """Return key -> the stored parts of the wrapper under it, on all ranks."""
+    """Return key -> the stored parts, from all ranks, of the wrapper under the key."""
     found: dict[str, dict[str, TensorTemplate]] = {}
     for name, part in template.items():
         if "#" in name and part.kind == "opaque":
@@ -83,7 +83,7 @@ def _stored_wrappers(template: Template) -> dict[str, dict[str, TensorTemplate]]
 def _fitting(
     optimizer: Optimizer, group: Mapping[str, Any], parameter: nn.Parameter, stored: Mapping[str, Template]
 ) -> dict[str, Tensor]:
-    """Return key -> a wrapper that its stored parts fit, of the parameter's state or made anew."""
+    """Return key -> a wrapper that its stored parts fit, from the parameter's state or newly made."""
     here = dict(optimizer.state[parameter]) if parameter in optimizer.state else {}
     if not all(_fits(key, here.get(key), parts) for key, parts in stored.items()):
         here |= _first_state(optimizer, group, parameter)
@@ -105,7 +105,7 @@ def _uncut(key: str) -> str:
 
 
 def _fits(key: str, value: Any, wanted: Template) -> bool:
-    """Return whether the value is a wrapper of which these are the parts."""
+    """Return whether the value is a wrapper whose parts have the stored layouts and shapes."""
     leaves = part_leaves(key, value) if isinstance(value, Tensor) else {}
     here = {name: (leaf.layout, leaf.global_shape) for name, leaf in leaves.items()}
     return bool(here) and here == {
@@ -119,8 +119,8 @@ def _first_state(
 ) -> Mapping[str, Any]:
     """Return the state that the optimizer makes in the first step of such a parameter.
 
-    Only the optimizer knows how it quantises which parameter. It steps one of zeros in the parameter's place,
-    without hooks, so that no weight, and no count of steps, changes.
+    Only the optimizer knows how it quantises a parameter. The optimizer steps a stand-in of zeros, without
+    hooks, so that no weight and no count of steps changes.
     """
     stand_in = torch.nn.Parameter(torch.zeros_like(parameter))
     stand_in.grad = torch.zeros_like(parameter)

@@ -1,19 +1,21 @@
 """Process groups, collectives over nested structures, and random streams.
 
-Files, each above those that it uses:
+Files, each above the files that it uses:
 
     collectives      gather, reduce, ...: public by `from accel_core import ops`
-      exchange         one call: ranks are compared, small payloads travel along
+      exchange         compare the calls of all ranks; small payloads travel in the same message
         nested           walk structures of tensors
-        packing          tensors as one run of bytes
-      process_group    torch's groups: made, counted, and named in errors
+        packing          tensors of an operation as contiguous bytes
+      process_group    make, share and end torch's groups; their collectives, with ranks named in errors
+    together         run a step on all ranks, or raise on all ranks
+    gradients        gradients of collectives
     random, streams  seeds and generators of ranks, random streams of split units
     logging          loggers that know their rank
-    mailbox          messages of ranks through the store, from any thread
-    silence          requests to a store whose machine is silent end
-    forks            forked children leave what they inherit alone
-    progress         what is under way, where people wait for it
-    stderr           lines that never fail the work they tell of
+    mailbox          messages between ranks through the store, from any thread
+    silence          end requests to a store whose machine is silent
+    forks            keep forked children from collecting inherited objects
+    progress         show the progress of long operations
+    stderr           write to stderr without ever raising
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
 """Collectives over nested structures.
 
-Tensors of one dtype travel together, and each operation is checked before it starts.
-
-All ranks must call. Ranks that disagree all raise, and the error shows what each one passed: always on CPU
-groups, in debug mode on others (see `exchange`). None in a structure stays None. Results lie on the run's
-device, and carry no gradient, unless `gather` or `reduce` is asked for it. A world of one never communicates,
-but gets results of the same shapes.
+Tensors of one dtype travel together. All ranks must call. If ranks disagree, all of them raise an error that
+shows the input of each rank: always on CPU groups, in debug mode on other groups (see `exchange`). None in a
+structure stays None. Results are on the run's device, and carry a gradient only if `gather` or `reduce` is
+called with `gradients=True`. A world of one never communicates, but gets results of the same shapes.
 
 Readers are the ranks that read data of their own: ranks that share their data (tensor or pipeline parallel)
-count as one. `run` defaults to the only live run.
+count as one reader. `run` defaults to the only live run.
 """
 
 from __future__ import annotations
@@ -53,26 +51,27 @@ _WIDER: Final = {
     **dict.fromkeys((torch.uint32, torch.uint64), torch.int64),
     torch.complex32: torch.complex64,
 }
-"""Dtypes that process groups do not reduce.
+"""Dtypes that process groups do not reduce -> a wider dtype in which they are reduced.
 
-Integers converted back wrap around as in their own dtype.
+Integers that are converted back wrap around, as a sum in their own dtype would.
 """
 
 
 def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> Any:
-    """Concatenate each tensor (n, ...) of every reader: (readers * n, ...).
+    """Concatenate each tensor (n, ...) of every reader, in reader order: (readers * n, ...).
 
-    Parts are in reader order.
+    A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes them
+    equal.
 
-    A 0-dim tensor counts as (1,). Shapes must be equal on all ranks; `pad_across_processes` makes
-    them so.
-
-    gradients: the result carries the gradient, for losses over the samples of all readers. A rank gets the
-    sum of the gradients that all readers have for its part: after the strategy's average, the gradient of the
-    mean of their losses. Backward is collective then.
+    Args:
+        tensor: a nested structure of tensors.
+        gradients: the result carries the gradient, for losses over the samples of all readers. A rank gets
+            the sum of the gradients that all readers have for its part: after the strategy's average, the
+            gradient of the mean of their losses. Backward is then collective.
+        run: the only live run by default.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        CollectiveError: structures, shapes or dtypes differ between ranks; the message lists them by rank.
         TypeError: a leaf is not a tensor; `gather_for_metrics` and `gather_object` take other objects.
     """
     run = run or current()
@@ -81,7 +80,7 @@ def gather(tensor: Any, *, gradients: bool = False, run: Run | None = None) -> A
 
 
 def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, Sequence[Tensor]]:
-    """Return what was gathered, and this rank's tensors."""
+    """Return the gathered structure, and this rank's tensors."""
     with collective_call(run, run.topology.gather_dim, operation, tensor, at=at) as call:
         tensors, plan = call.tensors()
         if call.size == 1:
@@ -95,7 +94,7 @@ def _gather(tensor: Any, run: Run, operation: str, at: str = "") -> tuple[Any, S
 
 
 def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return this reader's parts of the sums, over readers, of gradients of what was gathered."""
+    """Sum the gradients of gathered tensors over readers, and return this reader's parts of the sums."""
     dim = run.topology.gather_dim
     group = run.collectives(dim)
     sums = _reduce(gradients, run, dim, "sum", gradients=True)
@@ -105,9 +104,9 @@ def _own_parts(run: Run, gradients: Sequence[Tensor]) -> list[Tensor]:
 def gather_object(object: Any, *, run: Run | None = None) -> Any:
     """Return every reader's picklable objects, in reader order.
 
-    Lists and tensors are concatenated, mappings of equal keys key by key, and tuples of lists or tensors, or
-    named ones, item by item. Other tuples are concatenated into a list, and anything else becomes a list with
-    one object per reader. Tensors arrive on the CPU.
+    Lists and tensors are concatenated. Mappings with equal keys are joined key by key; named tuples, and
+    tuples of lists, mappings or tensors, item by item. Other tuples are concatenated into a list, and all
+    other objects become a list with one object per reader. Tensors arrive on the CPU.
 
     Raises:
         CollectiveError: another rank calls something else.
@@ -125,10 +124,10 @@ def _gather_object(
 
 
 def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run: Run | None = None) -> Any:
-    """Gather a batch's results, without those of samples that only padded it.
+    """Gather the results of a batch, without the results of samples that only padded the batch.
 
-    Call it once for each batch of the innermost loader that is being iterated. Data that hold other
-    objects than tensors are gathered as objects, into a list in reader order.
+    Call `gather_for_metrics` once per batch of the innermost loader that is being iterated. Data that hold
+    other objects than tensors are gathered as objects, see `gather_object`.
 
     Args:
         input_data: a structure of tensors, or a sequence of objects.
@@ -154,12 +153,10 @@ def gather_for_metrics(input_data: Any, use_gather_object: bool = False, *, run:
 
 
 def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> Any:
-    """Overwrite each tensor, in place, with that of rank `from_process`.
-
-    Returns the structure.
+    """Overwrite each tensor, in place, with the tensor of rank `from_process`; return the structure.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        CollectiveError: structures, shapes or dtypes differ between ranks; the message lists them by rank.
         TypeError: a leaf is not a tensor.
     """
     with collective_call(run or current(), "world", f"broadcast from {from_process}", tensor) as call:
@@ -182,11 +179,9 @@ def broadcast(tensor: Any, from_process: int = 0, *, run: Run | None = None) -> 
 def broadcast_object_list(
     object_list: list[Any], from_process: int = 0, *, run: Run | None = None
 ) -> list[Any]:
-    """Replace the list's items, in place, with those of rank `from_process`.
+    """Replace the list's items, in place, with the items of rank `from_process`; return the list.
 
-    Returns the list.
-
-    Only that rank's items must be picklable, and the others' may be fewer or more.
+    Only the items of rank `from_process` must be picklable. Lists of other ranks may have any length.
 
     Raises:
         CollectiveError: another rank calls something else.
@@ -207,18 +202,18 @@ def reduce(
 ) -> Any:
     """Reduce each tensor over the ranks that have a loss of their own.
 
-    Shapes must be equal on all ranks, and stay. The tensors given are not changed. Booleans are counted by
-    `sum`; floats of 8 and 16 bits are reduced in float32 and rounded once.
+    Shapes must be equal on all ranks; results have the same shapes. The input tensors are not changed. `sum`
+    counts booleans; floats of 8 and 16 bits are reduced in float32 and rounded once.
 
     Args:
-        tensor: the structure.
+        tensor: a nested structure of tensors.
         reduction: "sum", "mean", "min", "max"; or "none", which returns `tensor` as it is, not scaled.
         scale: multiplies the result.
         gradients: a sum or mean carries the gradient, as in `gather`.
         run: the only live run by default.
 
     Raises:
-        CollectiveError: structures, shapes or dtypes differ between ranks; it shows those of each rank.
+        CollectiveError: structures, shapes or dtypes differ between ranks; the message lists them by rank.
         TypeError: a leaf is not a tensor; `mean` of integers, `min` or `max` of complex numbers.
         ValueError: an unknown reduction, or gradients of "min" and "max".
     """
@@ -255,14 +250,14 @@ def pad_across_processes(
     """Pad each tensor along `dim` to the longest of all readers.
 
     Args:
-        tensor: the structure; tensors without that dimension stay as they are.
+        tensor: a nested structure of tensors; tensors without dimension `dim` stay as they are.
         dim: the dimension in which lengths may differ.
         pad_index: the value to pad with.
         pad_first: pad at the start instead of the end.
         run: the only live run by default.
 
     Raises:
-        CollectiveError: the structures differ between ranks; it shows those of each rank.
+        CollectiveError: the structures differ between ranks; the message lists them by rank.
         TypeError: a leaf is not a tensor.
     """
     run = run or current()
@@ -297,15 +292,17 @@ def split_between_processes(
 ) -> Iterator[Any]:
     """Give this reader's contiguous part of a sequence, tensor, array or dict.
 
-    Not collective. Sequences are lists, tuples and ranges, and tables that `select` rows, as datasets do. The
-    values of a dict are split alike, and so are those of dicts in it.
+    Not collective. If the length is not a multiple of the readers, the first readers get one item more.
 
-    The first readers get one item more where the length does not divide.
-    apply_padding: repeat the last item, so that all readers have equally many.
+    Args:
+        inputs: a list, tuple, range, tensor or array, a table with a method `select` for rows (as Hugging
+            Face datasets), or a dict of such values, which may contain dicts.
+        apply_padding: repeat the last item until all readers have equally many items.
+        run: the only live run by default.
 
     Raises:
         ValueError: the values of a dict differ in length.
-        TypeError: there are several readers, and something else to split: each would get all of it.
+        TypeError: `inputs` has another type, and there are several readers, which would all get all of it.
     """
     topology = (run or current()).topology
     lengths = {*_lengths(inputs)} if topology.readers > 1 or isinstance(inputs, Mapping) else set()
@@ -373,7 +370,7 @@ def _lengths(value: Any) -> Iterator[int]:
 def _part(value: Any, start: int, stop: int, missing: int) -> Any:
     if isinstance(value, Mapping):
         return {key: _part(item, start, stop, missing) for key, item in value.items()}
-    if hasattr(value, "select") and not isinstance(value, Tensor):  # tables, which are not sliced
+    if hasattr(value, "select") and not isinstance(value, Tensor):  # a slice of a table is not a table
         return value.select([*range(start, stop), *[len(value) - 1] * missing])
     if not isinstance(value, list | tuple | range | Tensor | np.ndarray):
         raise TypeError(
@@ -406,7 +403,7 @@ def _join_objects(of_readers: list[Any]) -> Any:
 
 
 def _is_record(value: Any) -> bool:
-    """Tell if a tuple holds several batches, as (predictions, references), and is not one batch of items."""
+    """Return whether a tuple holds several batches, as (predictions, references), rather than items."""
     batches = (list, tuple, Mapping, Tensor)
     return isinstance(value, tuple) and (
         hasattr(value, "_fields") or (bool(value) and all(isinstance(item, batches) for item in value))
@@ -426,17 +423,11 @@ def _cut_objects(gathered: Any, length: int) -> Any:
 
 
 BUCKET_BYTES: Final = 256 * 2**20
-"""Size of the copies in which weights are averaged.
-
-A whole copy might not fit beside the model.
-"""
+"""Size of the buffers in which weights are averaged: a copy of all weights might not fit in memory."""
 
 
 def average(averaged: Iterable[Tensor], group: Collectives) -> None:
-    """Average tensors over the group, in place.
-
-    Makes one all_reduce for each bucket of a dtype and device.
-    """
+    """Average tensors over the group, in place, with one all_reduce per bucket of a dtype and device."""
     kinds: dict[Any, list[Tensor]] = {}
     filled: Counter[Any] = Counter()
     for tensor in averaged:

@@ -1,12 +1,12 @@
-"""One operation of several ranks, compared before any rank waits inside it.
+"""Compare the calls of all ranks before an operation starts, and exchange small payloads in the same message.
 
 Calls over "world" meet in the control group, which carries CPU tensors and can name the ranks that did not
-come; calls over another mesh dimension meet in the group of that dimension. So a rank that calls `gather`
-meets one that calls `save_state`.
+come; calls over another mesh dimension meet in the group of that dimension. A rank that calls `gather`
+over "world" therefore meets a rank that calls `save_state`.
 
-Where the ranks meet on the CPU (a CPU run; objects over "world" on any device), they exchange headers: one
-`all_gather` of a fixed size, of a digest of all that must be equal, in which a small payload travels along.
-Elsewhere ranks are compared in debug mode only: ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
+If the ranks meet on the CPU (a CPU run; objects over "world" on any device), they exchange headers of a fixed
+size in one `all_gather`. A header holds a digest of all values that must be equal, and a small payload.
+Other calls are compared in debug mode only: ACCEL_DEBUG=1 or ACCELERATE_DEBUG_MODE=1.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ if TYPE_CHECKING:
     from accel_core.contract.world import Collectives
 
 INLINE_BYTES: Final = 16384
+"""Most bytes of payload in one header: their transfer costs less than the latency of a second message."""
 TABLE_BYTES: Final = 65536
-"""Bytes of payload that travel with a header, of one rank and of all.
-
-They cost less than a second latency.
-"""
+"""Most bytes of payload in the headers of all ranks."""
 SHOWN: Final = 4
-"""Places of a structure that a message shows."""
+"""Most places of a structure that a message shows."""
 _CPU: Final = torch.device("cpu")
 _HEAD: Final = struct.Struct("=qq")
-"""Of a header: the digest, and the payload's bytes."""
+"""Start of a header: the digest, and the length of the payload in bytes."""
 
 
 class Call(NamedTuple):
-    """One call of an operation that all ranks make. Its `str` names it in errors."""
+    """One rank's call of an operation that all ranks call; `str(call)` is its name in errors."""
 
     name: str
     tree: Any = None
@@ -56,7 +54,7 @@ class Call(NamedTuple):
     """The position in the data where the call is made; must be equal on all ranks too."""
 
     def inputs(self) -> dict[str, Description]:
-        """Describe each place of what this rank passes."""
+        """Describe each place of this rank's input."""
         return {"": Description(self.words)} if self.words else describe(self.tree)
 
     def __str__(self) -> str:
@@ -64,7 +62,7 @@ class Call(NamedTuple):
 
 
 class CollectiveCall:
-    """A call as its operation makes it, inside `collective_call`."""
+    """A call under way, which `collective_call` gives: compares ranks and exchanges their inputs."""
 
     def __init__(self, run: Run, dim: str, call: Call, *, objects: bool) -> None:
         is_world = dim == "world"
@@ -72,18 +70,21 @@ class CollectiveCall:
         self._meeting = run.collectives("control" if is_world else dim)
         self._has_headers = run.device.type == "cpu" or (objects and is_world)
         self.group = self._meeting if objects else run.collectives(dim)
-        """The group in which data travel that are too large for a header."""
+        """The group for data that do not fit into a header."""
         self.size = self.group.size
         self.passed: list[Tensor] = []
-        """The structure's tensors as they are, once `tensors` was called."""
+        """The structure's original tensors, after a call of `tensors`."""
 
     def tensors(self, wired: Callable[[Tensor], Tensor] | None = None) -> tuple[list[Tensor], Plan]:
-        """Return the structure's tensors and their plan.
+        """Return the structure's tensors as they are sent, and their plan.
 
-        Tensors are as `wired` sends them; if there are other ranks, on the run's device.
+        If there are other ranks, the tensors are on the run's device.
+
+        Args:
+            wired: converts a tensor before it is sent.
 
         Raises:
-            TypeError: a leaf is not a plain tensor; or what `wired` raises.
+            TypeError: a leaf is not a plain tensor. Errors of `wired` are raised as they are.
         """
         tensors, structure = leaves(self._call.tree, self._call.name)
         self.passed = tensors
@@ -95,12 +96,12 @@ class CollectiveCall:
         return tensors, make_plan(self._call.name, structure, shapes, dtypes, self.size)
 
     def exchange(self, plan: Plan, tensors: Sequence[Tensor]) -> Tensor | None:
-        """Check that all ranks pass alike tensors; small ones travel along.
+        """Check that all ranks pass equal structures, shapes and dtypes; exchange small tensors.
 
-        Returns (ranks, the plan's bytes or more), or None if they have still to be sent (see `packed`).
+        Returns (ranks, at least the plan's bytes), or None if the tensors must still be sent (see `packed`).
 
         Raises:
-            CollectiveError: ranks differ; it shows the call of each rank.
+            CollectiveError: ranks differ; the message shows the call of each rank.
         """
         agreed = plan.digest ^ crc32(self._call.at.encode())
         if not self._has_headers:
@@ -114,7 +115,10 @@ class CollectiveCall:
     def packed(self, plan: Plan, tensors: Sequence[Tensor], *, shares: bool = False) -> Tensor:
         """Return this rank's tensors as (bytes,) on the run's device.
 
-        shares: nobody writes to the bytes, so they may be those of a tensor.
+        Args:
+            plan: the layout of the bytes.
+            tensors: this rank's tensors.
+            shares: the bytes are only read, and may share the memory of a tensor.
         """
         if shares and len(tensors) == 1:
             return tensors[0].resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)
@@ -125,7 +129,9 @@ class CollectiveCall:
     def all_objects(self, value: Any, *agreed: Any) -> list[Any]:
         """Return every rank's picklable value, in rank order.
 
-        agreed: what must be equal on all ranks, as `digest` takes it.
+        Args:
+            value: this rank's value.
+            agreed: further values that must be equal on all ranks, of types that `digest` takes.
 
         Raises:
             CollectiveError: ranks differ in the call or `agreed`.
@@ -138,7 +144,7 @@ class CollectiveCall:
     def one_object(self, value: Any, source: int) -> Any:
         """Return the picklable value of the group's rank `source`.
 
-        Only that rank's value must be picklable.
+        Only the value of rank `source` must be picklable.
 
         Raises:
             CollectiveError: ranks differ in the call.
@@ -170,19 +176,19 @@ class CollectiveCall:
 def collective_call(
     run: Run, dim: str, name: str, tree: Any, *, objects: bool = False, at: str = ""
 ) -> Iterator[CollectiveCall]:
-    """Give a `CollectiveCall`, with gradients off. Errors of collectives inside name it.
+    """Give a `CollectiveCall` with gradients off; errors of collectives inside the context name the call.
 
     Args:
-        run: whose groups are used.
+        run: the run whose groups are used.
         dim: the mesh dimension, or "world".
         name: the operation, for errors.
         tree: the nested structure that this rank passes.
         objects: True for picklable objects, which travel in CPU tensors.
-        at: see `Call`.
+        at: see `Call.at`.
     """
     call = Call(name, tree, at=at)
     collective = CollectiveCall(run, dim, call, objects=objects)
-    observe = run.observe_collective if collective.size > 1 else None  # alone, nobody waits
+    observe = run.observe_collective if collective.size > 1 else None  # a world of one never waits
     if observe is not None:
         observe(name, False)
     before = current_operation.set(call)
@@ -196,9 +202,13 @@ def collective_call(
 
 
 def exchange_objects(group: Collectives, call: Call, value: Any, *agreed: Any) -> list[Any]:
-    """Return the picklable value of each rank of a group of CPU tensors, in rank order.
+    """Return the picklable value of each rank, in rank order.
 
-    agreed: what must be equal on all ranks beside the call, as `digest` takes it.
+    Args:
+        group: a group for CPU tensors.
+        call: this rank's call.
+        value: this rank's value.
+        agreed: further values that must be equal on all ranks, of types that `digest` takes.
 
     Raises:
         CollectiveError: ranks differ in the call or `agreed`.
@@ -220,11 +230,16 @@ def _exchange_bytes(group: Collectives, call: Call, agreed: int, payload: Tensor
 def _exchange(
     group: Collectives, call: Call, agreed: int, length: int, write: Callable[[Tensor], object]
 ) -> tuple[list[int], Tensor]:
-    """Compare `agreed`, and exchange payloads that fit into a header.
+    """Compare `agreed`, and exchange the payloads that fit into a header.
 
-    write: fills the (length,) bytes of this rank's payload.
+    Returns the payloads' lengths by rank, and (ranks, room) bytes. Rows of longer payloads are undefined.
 
-    Returns the payloads' lengths by rank, and the (ranks, room) bytes that fitted.
+    Args:
+        group: a group for CPU tensors.
+        call: this rank's call, for errors.
+        agreed: a digest that must be equal on all ranks.
+        length: length of this rank's payload in bytes.
+        write: writes this rank's payload into (length,) bytes.
     """
     room = min(INLINE_BYTES, TABLE_BYTES // group.size) // ALIGNMENT * ALIGNMENT
     header = torch.empty(_HEAD.size + room, dtype=torch.uint8, device=_CPU)
@@ -242,7 +257,7 @@ def _exchange(
 def _disagreement(group: Collectives, call: Call) -> CollectiveError:
     """Return the error that shows where ranks differ.
 
-    Collective: all ranks notice the difference, and call it.
+    Collective: the difference is visible to all ranks, so all of them call this function.
     """
     of_ranks = group.all_gather_object((call.name, call.at, call.inputs()))
     operation, inputs = of_ranks[0][0], [each for _, _, each in of_ranks]
@@ -262,7 +277,7 @@ def _disagreement(group: Collectives, call: Call) -> CollectiveError:
 
 
 def _in_words(name: str, inputs: Mapping[str, Description], places: Sequence[str] = ()) -> str:
-    """Name a call with what was passed at `places`, by default at the places of tensors, cut."""
+    """Describe a call with at most `SHOWN` of its inputs at `places`, by default the places of tensors."""
     if list(inputs.values()) == [Description("NoneType")]:
         return name
     places = places or [place for place, each in inputs.items() if each.is_tensor] or list(inputs)
@@ -276,10 +291,10 @@ def _digest_of(call: Call, *agreed: Any) -> int:
 
 
 def _pickled(value: Any) -> Tensor:
-    from accel_core.storage.tensor_bytes import pickled  # late: start-up need not wait for it
+    from accel_core.storage.tensor_bytes import pickled  # late: slow to import
 
     return torch.frombuffer(bytearray(pickled(value)), dtype=torch.uint8)
 
 
 def _unpickled(payload: Tensor) -> Any:
-    return pickle.loads(payload.contiguous().numpy().tobytes())  # noqa: S301 - of our own ranks
+    return pickle.loads(payload.contiguous().numpy().tobytes())  # noqa: S301 - sent by ranks of this run

@@ -1,4 +1,4 @@
-"""Children that this process forks, such as a loader's workers and those of a notebook."""
+"""Protect forked children, such as workers of a loader or a notebook, from inherited process groups."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from functools import cache
 from typing import Final
 
 _collects: Final[list[bool]] = []
-"""True for each fork under way that began while garbage was collected, False for others."""
+"""For each fork under way: whether the garbage collector was enabled when the fork began."""
 
 
 @cache
 def keep_inherited_objects() -> None:
-    """Have children that are forked from now on leave all objects that they inherit alone.
+    """Exclude inherited objects from garbage collection in children that are forked from now on.
 
-    A child that collects a process group of an ended run waits for the group's threads, which are in the
-    parent alone, or crashes. In the parent nothing is frozen: it collects as before.
+    A child that collects a process group of an ended run waits for the group's threads, which only the
+    parent has, or crashes. The parent collects as before.
     """
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(before=_stop, after_in_parent=_go_on, after_in_child=_freeze)
 
 
 def _stop() -> None:
-    # Else the child may collect in functions of others that run after a fork, before `_freeze`.
+    # The child may run other libraries' fork handlers before `_freeze`: they must not collect either.
     _collects.append(gc.isenabled())
     gc.disable()
 
 
 def _go_on() -> None:
-    # If several threads fork at once, the last of them takes the entry of the first.
+    # If several threads fork at once, the last thread takes the entry of the first.
     if _collects and _collects.pop():
         gc.enable()
 

@@ -1,4 +1,4 @@
-"""Gradients of collectives: that of a sum over ranks is the sum of the ranks' gradients."""
+"""Gradients of collectives: the gradient of a sum over ranks is the sum of the ranks' gradients."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _logger = get_logger(__name__)
 _REQUIRES: Final = attrgetter("requires_grad")
 
 Backward = Callable[[Sequence[Tensor]], Iterable[Tensor]]
-"""Gradients of results -> those of inputs, on all ranks; differentiable too."""
+"""Gradients of results -> gradients of inputs. Collective, and differentiable."""
 
 
 def carrying(operation: str, result: Any, inputs: Sequence[Tensor], backward: Backward | None) -> Any:
     """Return a collective's result with the gradient of its inputs.
 
-    Without `backward` it carries none, which is said once where an input requires one.
+    Without `backward` the result carries no gradient; if an input requires one, a warning says so once.
     """
     if backward is not None:
         tensors, _ = leaves(result, operation)

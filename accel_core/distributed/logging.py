@@ -23,16 +23,17 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
 
     Args:
         name: as for `logging.getLogger`.
-        log_level: the least level that is logged; unset: ACCEL_LOG_LEVEL or ACCELERATE_LOG_LEVEL of the
-            environment, else what `logging` was told.
+        log_level: the lowest level that is logged. Default: ACCEL_LOG_LEVEL or ACCELERATE_LOG_LEVEL of the
+            environment, else the level that `logging` has.
 
-    Raises ValueError for a level that does not exist.
+    Raises:
+        ValueError: the level does not exist.
     """
     logger = logging.getLogger(name)
     level = log_level or os.environ.get("ACCEL_LOG_LEVEL") or os.environ.get("ACCELERATE_LOG_LEVEL")
     if level:
         logger.setLevel(level.upper() if isinstance(level, str) else level)
-        if logging.lastResort:  # in a program without handlers it prints, and warnings only
+        if logging.lastResort:  # prints in a program without handlers, by default warnings only
             logging.lastResort.setLevel(min(logging.lastResort.level, logger.level))
     return MultiProcessAdapter(logger, {})
 
@@ -40,12 +41,12 @@ def get_logger(name: str, log_level: str | int | None = None) -> MultiProcessAda
 class MultiProcessAdapter(_Adapter):
     """Logger with the options `main_process_only` (True) and `in_order` (False).
 
-    main_process_only=False logs on every rank. in_order=True does too, one rank after the other:
-    collective, also for ranks whose level is higher; at once where there is no Accelerator yet.
+    main_process_only=False logs on every rank. in_order=True logs on every rank, one rank after the other:
+    collective, also for ranks whose level is higher. Before there is an Accelerator, in_order has no order.
     """
 
     def log(self, level: int, msg: object, *args: object, **kwargs: Any) -> None:
-        """Log on the ranks that the options name. See `logging.Logger.log`."""
+        """Log on the ranks that the options select. See `logging.Logger.log`."""
         main_only, in_order = kwargs.pop("main_process_only", True), kwargs.pop("in_order", False)
         own, runs = rank_here(), live()[:1] if in_order else []
         size = runs[0].world.size if runs else 1

@@ -1,7 +1,4 @@
-"""Pack all tensors of an operation into one run of bytes.
-
-The plan is made once for equal calls.
-"""
+"""Pack all tensors of an operation into contiguous bytes, by a plan that equal calls share."""
 
 from __future__ import annotations
 
@@ -15,22 +12,23 @@ import torch
 from torch import Tensor
 
 ALIGNMENT: Final = 16
-"""Bytes; where a tensor of any dtype may begin."""
+"""Bytes; a tensor of any dtype may begin at a multiple."""
 SMALL: Final = 2**14
-"""Most elements, of all ranks, that are put in the order of the results.
+"""Most elements, of all ranks, that one `index_select` puts in the order of the results.
 
-Pieces of them have their shape already: a view of a leaf takes as long as the copy of it.
+One-dimensional results then need no view, which takes as long as a copy of so few elements.
 """
 _WORDS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> a dtype of that size that every device indexes."""
+"""Bytes of an element -> a dtype of this size that every device can index."""
 _split_copy: Final[Any] = torch.split_with_sizes_copy
-"""Contiguous pieces in one call. Its stub forgets that it returns them."""
+"""Returns contiguous pieces in one call; torch's stub declares None."""
 
 
 def digest(*agreed: Any) -> int:
-    """Return 64 bits of values that must be equal on all ranks; never 0.
+    """Return a 64-bit digest of values that must be equal on all ranks; never 0.
 
-    `agreed`: strings, numbers, tuples of them.
+    Args:
+        agreed: strings, numbers, or tuples of strings and numbers.
     """
     data = marshal.dumps(agreed, 2)  # 2: without references, which depend on identity
     return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True) or 1
@@ -44,7 +42,7 @@ def make_plan(
     dtypes: tuple[torch.dtype, ...],
     ranks: int,
 ) -> Plan:
-    """Plan the bytes in which tensors of these shapes and dtypes travel."""
+    """Plan the layout in bytes of tensors of these shapes and dtypes."""
     members: dict[torch.dtype, list[int]] = {}
     for number, dtype in enumerate(dtypes):
         members.setdefault(dtype, []).append(number)
@@ -60,22 +58,23 @@ def make_plan(
 
 
 class _Group(NamedTuple):
-    """Tensors of one dtype: their numbers, sizes, and bytes.
-
-    orders: device -> the order in which all ranks' elements make the results; made once each.
-    """
+    """The tensors of one dtype, and their place in the bytes of a plan."""
 
     dtype: torch.dtype
     numbers: Sequence[int]
+    """Positions of the tensors in the plan's order."""
     sizes: list[int]
+    """Elements of each tensor."""
     start: int
     stop: int
+    """The group's bytes are start:stop."""
     orders: dict[torch.device, Tensor]
+    """Device -> indices that put the elements of all ranks in the order of the results; a cache."""
 
     def results(self, table: Tensor) -> Sequence[Tensor]:
-        """(ranks, elements) -> all ranks' elements of each member, apart."""
+        """Split (ranks, elements) into all ranks' elements of each tensor."""
         ranks, elements = table.shape
-        if len(self.sizes) == 1:  # what was received may be its result
+        if len(self.sizes) == 1:  # the received memory may be the result
             return [table.contiguous()]
         if ranks * elements > SMALL:
             return _split_copy(table, self.sizes, dim=1)  # type: ignore[no-any-return]
@@ -90,13 +89,15 @@ class _Group(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Place of each tensor in the bytes, in an order that all ranks share."""
+    """Place of each tensor in the bytes of an operation, in an order that all ranks share."""
 
     digest: int
+    """`digest` of the operation, structure, shapes and dtypes."""
     size: int
     """Bytes."""
     shapes: Sequence[torch.Size]
     row_shapes: Sequence[tuple[int, ...]]
+    """Shapes of the concatenation over all ranks, (ranks * n, ...)."""
     groups: Sequence[_Group]
 
     def pack(self, tensors: Sequence[Tensor], into: Tensor) -> None:
@@ -107,11 +108,11 @@ class Plan(NamedTuple):
             torch.cat(flat, out=_typed(into, group))
 
     def split(self, payload: Tensor) -> list[Tensor]:
-        """(..., at least size) bytes -> one view per dtype, (..., elements)."""
+        """Return one view (..., elements) per dtype of (..., at least size) bytes."""
         return [_typed(payload, group) for group in self.groups]
 
     def unflatten(self, flat: Sequence[Tensor]) -> list[Tensor]:
-        """One flat tensor per dtype -> views of the original shapes."""
+        """Return views of the original shapes into one flat tensor per dtype."""
         unpacked: list[Any] = [None] * len(self.shapes)
         for group, together in zip(self.groups, flat, strict=True):
             for number, piece in zip(group.numbers, together.split(group.sizes), strict=True):
@@ -119,7 +120,7 @@ class Plan(NamedTuple):
         return unpacked
 
     def rows(self, table: Tensor) -> list[Tensor]:
-        """(ranks, size) bytes of every rank -> tensors (ranks * n, ...) of their own."""
+        """Return the tensors (ranks * n, ...) that the (ranks, size) bytes of every rank hold."""
         unpacked: list[Any] = [None] * len(self.shapes)
         for group, ranks in zip(self.groups, self.split(table), strict=True):
             for number, piece in zip(group.numbers, group.results(ranks), strict=True):

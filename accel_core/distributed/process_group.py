@@ -1,4 +1,4 @@
-"""The default process group, and collectives over a group of torch's."""
+"""The default process group, shared by the runs of a process, and collectives over torch's groups."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ if TYPE_CHECKING:
     from accel_core.contract.run import Run
     from accel_core.contract.world import Collectives, World
 
-# torch 2.13 gives it a new name and warns of the old one.
+# torch 2.13 renames the function, and warns of the old name.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _REDUCE = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 WHERE: Final = ("MASTER_ADDR", "MASTER_PORT")
 """Variables by which launchers pass the address of the rendezvous."""
 FINISH_SECONDS: Final = 0.1
-"""Time for the threads of a group that has ended."""
+"""Seconds for the threads of a destroyed group to release their tensors."""
 GRACE_SECONDS: Final = 2.0
-"""Time for other ranks to notice that a collective failed."""
+"""Seconds for other ranks to notice that a collective failed."""
 
-# Kept for the life of the process: rank 0 serves the store, and a later group of the same job must
-# find the same one, under a prefix of its own (under the old keys gloo would read dead addresses).
+# Kept for the life of the process: rank 0 serves the store, and a later group of the same job must find the
+# same store. Each group has a prefix of its own: under the old keys gloo would read dead addresses.
 _stores: dict[tuple[str | None, ...], Store] = {}
 _groups_made: Counter[tuple[str | None, ...]] = Counter()
 _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
@@ -53,14 +53,14 @@ _control: dict[dist.ProcessGroup, dist.ProcessGroup] = {}
 
 @define
 class _Shared:
-    """The use of a process group: how many runs use it, how it ends if a run made it, and its meshes.
-
-    store: the runs' own connection to the group's store, one for all: a sweep makes many runs.
-    """
+    """A process group that runs use."""
 
     end: Callable[[], None] | None
+    """Ends the group; None if the program made the group."""
     store: Store
+    """A connection to the group's store that all runs share: a sweep makes many runs."""
     users: int = 0
+    """Number of runs that use the group."""
     meshes: dict[tuple[str, Sequence[int], Sequence[str]], DeviceMesh] = field(factory=dict)
 
 
@@ -68,11 +68,10 @@ _shared: WeakKeyDictionary[dist.ProcessGroup, _Shared] = WeakKeyDictionary()
 
 
 def join_group(make: Callable[[], Callable[[], None]]) -> tuple[dist.ProcessGroup, Store]:
-    """Use the process's default group, which `make` makes if there is none.
+    """Use the process's default group, and return it with a connection to its store that all runs share.
 
-    `make` returns the function that ends the group. Runs adopt a group that exists.
-
-    Returns the group, for `leave_group`, and a connection to its store that all runs share.
+    Args:
+        make: makes the group if the process has none, and returns the function that ends the group.
     """
     end = None if dist.is_initialized() else make()
     group = dist.group.WORLD
@@ -92,12 +91,12 @@ def is_shared() -> bool:
 
 
 def has_groups() -> bool:
-    """Return whether a group that runs use, or have used, is in memory."""
+    """Return whether a group that a run uses or has used is in memory."""
     return bool(_shared)
 
 
 def leave_group(group: dist.ProcessGroup) -> None:
-    """Stop using the group; the last run that uses it ends a group that a run made."""
+    """Stop using the group; if a run made the group, the last run that leaves it ends it."""
     shared = _shared[group]
     shared.users -= 1
     if shared.users == 0:
@@ -110,8 +109,8 @@ def leave_group(group: dist.ProcessGroup) -> None:
 def shared_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> DeviceMesh:
     """Return torch's mesh over all ranks, which lives as long as the group.
 
-    The first call is collective. torch takes meshes of equal sizes and names for one: a tensor of one may
-    be given another, and with it groups. So all runs have the same.
+    The first call is collective. All runs share the mesh, because torch takes meshes of equal sizes and names
+    for equal: a tensor of one mesh may get the other mesh, and with it the groups of another run.
     """
     assert dist.group.WORLD is not None
     meshes, key = _shared[dist.group.WORLD].meshes, (device, sizes, names)
@@ -121,7 +120,7 @@ def shared_mesh(device: str, sizes: Sequence[int], names: Sequence[str]) -> Devi
 
 
 def _forget_results() -> None:
-    """Drop the results of operations on DTensors that torch keeps: their meshes hold groups."""
+    """Clear torch's caches of DTensor operations, which hold meshes, and through them groups."""
     tensor: Any = sys.modules.get("torch.distributed.tensor")
     if tensor is not None:
         tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
@@ -134,8 +133,8 @@ def create(world: World, backends: Mapping[str, str], options: InitProcessGroupK
     """Make the default process group. Collective over the world.
 
     Raises:
-        LaunchError: the rendezvous failed (no address, a port in use, ranks that never came), or torch has no
-            such backend.
+        LaunchError: the rendezvous failed (no address, a port in use, ranks that never came), or torch does
+            not have the backend.
     """
     timeout = options.timeout or dist.distributed_c10d.default_pg_timeout
     try:
@@ -176,21 +175,18 @@ def _root_store(world: World, options: InitProcessGroupKwargs) -> tuple[Store, t
 
 
 def control_group(timeout: timedelta | None) -> dist.ProcessGroup:
-    """Return a group for CPU tensors and objects beside the default one.
-
-    The first call is collective.
-    """
+    """Return a group for CPU tensors and objects beside the default group. The first call is collective."""
     world = dist.group.WORLD
     assert world is not None
     if world not in _control:
-        _control.clear()  # of groups destroyed meanwhile
+        _control.clear()  # entries of groups that were destroyed meanwhile
         backend = dist.Backend.default_device_backend_map["cpu"]
         _control[world] = dist.new_group(backend=backend, timeout=timeout)
     return _control[world]
 
 
 def _spelled(backends: Mapping[str, str]) -> str:
-    # torch warns at each group's end where the only backend is spelled with its device.
+    # If the only backend is spelled with its device, torch warns at the end of each group.
     if len(backends) == 1:
         return next(iter(backends.values()))
     return ",".join(f"{device}:{name}" for device, name in backends.items())
@@ -203,16 +199,16 @@ def destroy() -> None:
     """
     _control.clear()
     dist.destroy_process_group()
-    # A thread of the group drops the tensors of a collective after it has told those that wait for it, and
-    # needs the interpreter's lock: one that takes it while the interpreter ends aborts the process.
+    # A thread of the group drops the tensors of a collective after it has woken the threads that wait for the
+    # result. It needs the interpreter's lock, and aborts the process if it takes the lock while Python ends.
     time.sleep(FINISH_SECONDS)
 
 
 class TorchCollectives:
-    """Collectives over one of torch's process groups, for tensors on `device`.
+    """Collectives over a process group of torch, for tensors on `device`.
 
-    Raises CollectiveError where torch's collective fails or times out, naming the ranks that did not
-    take part.
+    If torch's collective fails or times out, methods raise CollectiveError with the ranks that did not take
+    part.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -258,13 +254,13 @@ class TorchCollectives:
             raise self._failure(current_operation.get() or call, error) from error
 
     def _failure(self, call: Any, error: RuntimeError) -> CollectiveError:
-        """Translate torch's error, with the ranks that did not take part.
+        """Return torch's error as a CollectiveError that names the ranks that did not take part.
 
-        Ranks whose collective fails write their call into the store, and read what the others wrote.
+        Each rank whose collective fails writes its call into the store, and reads the calls of other ranks.
         """
         ranks, text = dist.get_process_group_ranks(self.group), str(call)
         waiting = _waiting((call.name, text), ranks)
-        # By name: inputs may differ, they are not compared yet.
+        # Compared by name only: inputs may differ.
         absent = [rank for rank in ranks if rank not in waiting or waiting[rank][0] != call.name]
         elsewhere = [f"  rank {rank} waits in {waiting[rank][1]}\n" for rank in absent if rank in waiting]
         listed = ", ".join(map(str, absent))
@@ -285,7 +281,7 @@ def timeout_of(run: Run) -> float:
 
 
 def _waiting(own: tuple[str, str], ranks: Sequence[int]) -> dict[int, Sequence[str]]:
-    """Write the name and the text of this rank's call, and read those of the ranks that wait, by rank."""
+    """Publish this rank's call (name, text), and return the calls of the ranks that wait, by rank."""
     end_silent(_get_default_store(), FAILING_SECONDS)
     store = PrefixStore("accel/waiting", _get_default_store())
     deadline = time.monotonic() + GRACE_SECONDS
@@ -327,7 +323,7 @@ class Alone:
 
 
 def collectives_over(run: Run, dim: str) -> Collectives:
-    """Return the collectives over "world", "control", "alone", or mesh dimensions."""
+    """Return the collectives over "world", "control", "alone", or mesh dimensions joined by "+"."""
     if run.world.size == 1 or dim == "alone":
         return Alone()
     if dim == "world":

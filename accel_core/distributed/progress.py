@@ -15,23 +15,27 @@ from accel_core.distributed.stderr import is_terminal, tell
 T = TypeVar("T")
 
 SHOW_AFTER: Final = 1.0
+"""Seconds from the start to the first line on a terminal."""
 SHOW_EVERY: Final = 0.5
-"""Seconds from the start to a terminal's first line, and between two."""
+"""Seconds between two lines on a terminal."""
 TELL_EVERY: Final = 60.0
 """Seconds between two lines of a log."""
 BAR: Final = 20
-"""Length of a bar, in letters."""
+"""Length of a bar, in characters."""
 
 _open: Final[list[object]] = []
-"""The work under way; of work within other work, only the innermost is shown."""
+"""Operations under way, outermost first; only the innermost operation is shown."""
 
 
 def progress(items: Iterable[T], description: str = "", *, total: float | None = None) -> Iterable[T]:
-    """Return `items`, behind a bar on the terminal of the main process.
+    """Return an iterable over `items` that shows a bar on the terminal of the main process.
 
-    On other ranks, and without a terminal, they are returned as they are.
+    On other ranks, and without a terminal, `items` is returned as it is.
 
-    total: how many there are, where `items` has no length.
+    Args:
+        items: an iterable.
+        description: text before the bar.
+        total: number of items, if `items` has no length.
     """
     if rank_here() != 0 or not is_terminal():
         return items
@@ -49,16 +53,16 @@ def show_progress(
     main_process_only: bool = True,
     tell_after: float | None = None,
 ) -> Iterator[None]:
-    """Show on stderr what the context does, if it takes more than a second.
+    """Show the progress of the context on stderr, if it takes more than a second.
 
-    On a terminal it is one line that changes, and is wiped at the end; elsewhere a line per minute.
+    A terminal shows one line that changes, and is wiped at the end; a log gets a line per minute.
 
     Args:
-        text: what is done, such as "loading step-100".
-        measure: returns the bytes that are done and those of all; 0 of all if that is not known. Called
-            from another thread, when something is shown.
-        main_process_only: False shows it on each rank.
-        tell_after: seconds to the first line where there is no terminal; unset: a minute.
+        text: name of the operation, such as "loading step-100", or a function that returns it.
+        measure: returns the bytes that are done and the total, 0 if the total is not known. Called from
+            another thread before a line is shown.
+        main_process_only: False shows lines on each rank.
+        tell_after: seconds to the first line if there is no terminal. Default: a minute.
     """
     if main_process_only and rank_here() != 0:
         yield
@@ -91,7 +95,7 @@ def show_progress(
 
 
 def _line(text: str, measure: Callable[[], tuple[int, int]] | None, seconds: float) -> str:
-    """Return "accel: TEXT [###---] 512 of 2048 MiB, 12 s", as far as it is known."""
+    """Return "accel: TEXT: [###---] 512 of 2048 MiB, 12 s", without the parts that are not known."""
     done, total = measure() if measure is not None else (0, 0)
     bar = min(BAR, BAR * done // total) if total else 0
     counted = f" [{'#' * bar:-<{BAR}}] {done >> 20} of {total >> 20} MiB" if total else ""

@@ -1,4 +1,4 @@
-"""Seed random generators, and make those of all ranks agree."""
+"""Seed the random generators of a process, and make the generators of all ranks agree."""
 
 from __future__ import annotations
 
@@ -25,12 +25,15 @@ def set_seed(
 ) -> None:
     """Seed the generators of Python, NumPy, torch and every device. Not collective.
 
-    device_specific: add the reader's number, so that ranks draw the same numbers only where they read the
-    same data (tensor parallel ranks must: each has a part of one model). deterministic: let torch
-    use deterministic algorithms only. Without a live run the world is the one that the launcher's
-    variables describe.
+    Args:
+        seed: the seed, equal on all ranks.
+        device_specific: add the reader's number, so that only ranks that read the same data draw the same
+            numbers (tensor parallel ranks must: each has a part of one model).
+        deterministic: let torch use deterministic algorithms only.
+        run: the only live run by default. If there is no live run, or several, `rank_here` takes the
+            place of the reader's number.
     """
-    seed = operator.index(seed)  # Python's own generator takes no number of numpy or torch
+    seed = operator.index(seed)  # Python's generator refuses numbers of numpy and torch
     runs = list(live_runs)
     if run is None and len(runs) == 1:
         run = runs[0]
@@ -46,13 +49,16 @@ def set_seed(
 def synchronize_rng_state(
     rng_type: str = "generator", generator: torch.Generator | None = None, *, run: Run | None = None
 ) -> None:
-    """Give every rank the first rank's state of one stream. All ranks.
+    """Set one random stream of every rank to the state of rank 0's stream. Collective.
 
-    rng_type: a stream that the stack knows (python, numpy, torch, a device type), or "generator" for
-    the one given.
+    Args:
+        rng_type: a stream that the stack knows (python, numpy, torch, a device type), or "generator" for
+            `generator`.
+        generator: the generator to synchronize.
+        run: the only live run by default.
 
     Raises:
-        ConfigError: there is no such stream here; it lists those there are.
+        ConfigError: this rank has no such stream; the message lists the streams that it has.
         CollectiveError: another rank calls something else.
     """
     run = run or current()
@@ -78,13 +84,13 @@ def _stream(run: Run, rng_type: str) -> RandomStream:
 def synchronize_rng_states(
     rng_types: Sequence[str], generator: torch.Generator | None = None, *, run: Run | None = None
 ) -> None:
-    """`synchronize_rng_state` for each of `rng_types`. All ranks."""
+    """Call `synchronize_rng_state` for each type in `rng_types`. Collective."""
     for rng_type in rng_types:
         synchronize_rng_state(rng_type, generator, run=run)
 
 
 def seed_process(seed: int) -> None:
-    """Seed the generators of Python, torch and, if it is loaded, numpy."""
+    """Seed the generators of Python, torch and, if numpy is imported, numpy."""
     random.seed(seed)
     torch.manual_seed(seed)  # every device's generator too
     if "numpy" in sys.modules:
@@ -104,7 +110,7 @@ def stream_states(run: Run) -> dict[str, torch.Tensor]:
 
 
 def set_stream_states(run: Run, states: Mapping[str, torch.Tensor]) -> None:
-    """Set those of the generators that have a state in `states`."""
+    """Set the generators that have a state in `states`."""
     for name, stream in run.hooks.random_streams().items():
         if name in states:
             stream.set(states[name])

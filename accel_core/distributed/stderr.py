@@ -1,4 +1,4 @@
-"""Lines on stderr that never fail the work they tell of."""
+"""Write to stderr without ever raising."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from contextlib import suppress
 
 
 def tell(text: str) -> None:
-    """Write to stderr, if there is one.
+    """Write to stderr; any error is ignored.
 
-    It may be None, closed, a pipe without a reader, a full disk, or an object of the user's own.
+    `sys.stderr` may be None, closed, a pipe without a reader, a full disk, or an object of the user's own.
     """
     with suppress(Exception):
         sys.stderr.write(text)

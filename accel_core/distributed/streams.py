@@ -1,15 +1,15 @@
 """Random streams of units whose model or sequences are split.
 
-Ranks with the same activations must draw the same numbers (dropout behind a layer that all of them
-computed), and all others different ones; a draw anywhere else must change neither. So a unit's
-forwards draw from a stream that is forked when the unit is prepared: of one seed for the world, of the
-unit's name, and of the rank's number along the dimensions that are not `alike` (`MeshDim`). Megatron-LM's
-RNG tracker (`model_parallel_cuda_manual_seed`: its default state is one for a tensor parallel group, and
-differs by pipeline rank and data parallel rank) and torchtitan's `set_determinism` (distinct seeds along
-`pp`, one within the others) do the same. Recomputation needs nothing: torch's `checkpoint` puts back the
-state that the forward had.
+Ranks with the same activations must draw the same random numbers (dropout behind a layer that all of them
+computed). All other ranks must draw different numbers, and a draw outside the unit must change neither. A
+unit's forwards therefore draw from a stream that is forked when the unit is prepared. The stream is seeded
+from one seed for the world, the unit's name, and the rank's number along the mesh dimensions without
+`same_activations` (`MeshDim`). Megatron-LM's RNG tracker (`model_parallel_cuda_manual_seed`: its default
+state is shared by a tensor parallel group, and differs by pipeline rank and data parallel rank) and
+torchtitan's `set_determinism` (distinct seeds along `pp`, equal seeds along the other dimensions) do the
+same. Recomputation needs no support: torch's `checkpoint` restores the state that the forward had.
 
-A unit of a mesh that splits samples only has none, and pays nothing.
+A unit whose mesh only splits samples has no stream, and pays nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class Stream:
-    """One unit's stream; `state` is that of a generator of the run's device."""
+    """The random stream of one unit; `state` is a generator state of the run's device."""
 
     def __init__(self, device: torch.device, name: str, number: int, seed: int) -> None:
         self.name, self.number = name, number
@@ -45,7 +45,7 @@ class Stream:
         self.seed(seed)
 
     def seed(self, seed: int) -> None:
-        """Start again from a seed, the same on all ranks."""
+        """Restart the stream from a seed, the same on all ranks."""
         text = f"{seed} {self.name} {self.number}".encode()
         before = self._get()
         self._manual_seed(int.from_bytes(hashlib.sha256(text).digest()[:7], "little"))
@@ -54,11 +54,8 @@ class Stream:
 
     @contextmanager
     def drawn_from(self) -> Iterator[None]:
-        """Make this stream the device's generator inside a forward.
-
-        Forwards of one unit nest.
-        """
-        if self._inside:
+        """Make this stream the device's generator during a forward."""
+        if self._inside:  # forwards of one unit nest
             yield
             return
         before = self._get()
@@ -73,7 +70,7 @@ class Stream:
 
 
 def fork(unit: Unit) -> Stream | None:
-    """Return a new unit's stream, if its mesh asks for one.
+    """Return a new unit's stream, or None if its mesh splits samples only.
 
     Collective.
     """
@@ -86,21 +83,18 @@ def fork(unit: Unit) -> Stream | None:
 
 
 def reseed(run: Run, seed: int) -> None:
-    """Start all streams again from a seed, the same on all ranks."""
+    """Restart all streams from a seed, the same on all ranks."""
     for stream in _streams(run).values():
         stream.seed(seed)
 
 
 def states(run: Run) -> dict[str, Tensor]:
-    """Return the states of all streams, by name in a checkpoint."""
+    """Return the state of each stream, by its name in a checkpoint."""
     return {name: stream.state for name, stream in _streams(run).items()}
 
 
 def check(run: Run, saved: Mapping[str, Tensor]) -> None:
-    """Raise torch's error for a saved state that is invalid.
-
-    Changes nothing.
-    """
+    """Raise torch's error if a saved state is invalid; changes nothing."""
     for name, stream in _streams(run).items():
         before = stream._get()
         try:

@@ -1,4 +1,4 @@
-"""One step of a collective operation: done on all ranks, or raised on all."""
+"""Run one step of a collective operation on all ranks, or raise on all ranks."""
 
 from __future__ import annotations
 
@@ -24,10 +24,7 @@ T = TypeVar("T")
 
 
 class RunComm:
-    """The ranks of a run, as storage asks for them: see `accel_core.storage.protocols.Comm`.
-
-    Made by all ranks.
-    """
+    """The `accel_core.storage.protocols.Comm` of a run's ranks. The constructor is collective."""
 
     def __init__(self, run: Run) -> None:
         self._control = run.collectives("control")
@@ -40,21 +37,24 @@ class RunComm:
         return gather_from_all_ranks(self._control, step, action)
 
     def mailbox(self, key: str) -> StoreMailbox:
-        """Return the mailbox of this key."""
+        """Return the mailbox whose messages have this key."""
         return self._mailbox.under(key)
 
     def shown(self, text: str, measure: Measure | None = None) -> AbstractContextManager[None]:
-        """Show it on the main process."""
+        """Show progress on the main process."""
         return show_progress(text, measure)
 
 
 def agree_on_call(run: Run, operation: str, description: str = "") -> None:
     """Return once every rank makes the same call. Collective.
 
-    description: of what the call passes, in words; must be the same on all ranks.
+    Args:
+        run: the run whose ranks call.
+        operation: name of the operation, for errors; must be equal on all ranks.
+        description: the arguments in words; must be equal on all ranks.
 
     Raises:
-        CollectiveError: ranks call another operation or pass something else, or one did not come.
+        CollectiveError: a rank calls another operation, passes something else, or did not come.
     """
     if run.world.size == 1:
         return
@@ -64,7 +64,7 @@ def agree_on_call(run: Run, operation: str, description: str = "") -> None:
 def run_on_all_ranks(control: Collectives, step: str, action: Callable[[], T]) -> T:
     """Return this rank's result of `action`, once it has succeeded on every rank.
 
-    Collective; raises as `gather_from_all_ranks`.
+    Collective. Raises the errors of `gather_from_all_ranks`.
     """
     results: list[T] = []
     gather_from_all_ranks(control, step, lambda: results.append(action()))
@@ -78,11 +78,15 @@ def gather_from_all_ranks(
 
     Collective.
 
-    step, description: in words; must be the same on all ranks.
+    Args:
+        control: collectives of the control group.
+        step: name of the step, for errors; must be equal on all ranks.
+        action: the function that this rank runs.
+        description: the arguments in words; must be equal on all ranks.
 
     Raises:
-        CheckpointError: `action` failed on some rank; the message has each rank's failure. One that all
-            ranks have alike is raised as it is; else it is of the most special kind among them.
+        CheckpointError: `action` failed on some rank; the message has each rank's failure. A failure that
+            all ranks share is raised as it is; else the error has the most derived class among the failures.
         CollectiveError: ranks make different steps.
     """
     before = current_operation.get()
@@ -93,5 +97,5 @@ def gather_from_all_ranks(
 
 
 def _gather(control: Collectives, call: Call, vote: Any) -> Sequence[Any]:
-    current_operation.set(call)  # what an error says that is raised inside
+    current_operation.set(call)  # errors of collectives inside name this call
     return exchange_objects(control, call, vote, call.words)

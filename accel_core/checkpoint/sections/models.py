@@ -1,4 +1,4 @@
-"""Models: weights and buffers by name, ties, and what modules add to their own `state_dict`."""
+"""Models: weights and buffers by name, ties, and the extra state that modules add to `state_dict`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def _collect_unit(state: State, unit: Unit) -> dict[str, Any]:
         for name, _ in model.named_buffers(remove_duplicate=False)
     }
     for name, leaf in without_unsaved(unit, unit.hooks.model_state(unit)).items():
-        # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's are kept.
+        # Replicas of buffers may differ (batch norm's statistics do): the lowest rank's buffers are saved.
         state.add((unit.name, f"model/{name}"), leaf, any_replica_may_write=name not in buffers)
         if name in buffers:
             _refuse_expanded(unit, name, leaf)
@@ -72,7 +72,7 @@ def _extra_states(unit: Unit) -> dict[str, Any]:
 
 
 def _refuse_expanded(unit: Unit, name: str, leaf: Leaf) -> None:
-    """Refuse a buffer that a load could not write: its elements share memory."""
+    """Refuse a buffer whose elements share memory: a load could not write it."""
     for _, tensor in leaf.shards:
         if tensor.numel() > 1 and any(
             not step and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
@@ -89,7 +89,7 @@ def require_known_names(run: Run, state: State) -> None:
         keys = [(key.partition("/"), leaf) for (name, key), leaf in state.leaves.items() if name == unit.name]
         offered = {name: leaf for (sort, _, name), leaf in keys if sort == "model"}
         known = without_unsaved(unit, model_state(unit)).keys()
-        # Without shards it may be of a part of the model that only other ranks have.
+        # A leaf without shards may belong to a part of the model that only other ranks have.
         if odd := [n for n in sorted(offered.keys() ^ known) if n in known or offered[n].shards]:
             raise CheckpointError(
                 f"unit {unit.name!r}: only one of the model and the state that strategy {unit.strategy!r}"
@@ -99,7 +99,7 @@ def require_known_names(run: Run, state: State) -> None:
 
 
 def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
-    """Return (unit, number there) of prepared objects by sort, in `prepare`'s order."""
+    """Return sort -> (unit, number in the unit) of each prepared object, in `prepare`'s order."""
     inside = {id(proxy): proxy.optimizer for _, proxy in run.prepared.optimizers}
     inside |= {id(proxy): proxy.scheduler for _, proxy in run.prepared.schedulers}
     places: dict[str, list[tuple[str, int]]] = {"models": [], "optimizers": [], "schedulers": []}
@@ -116,7 +116,7 @@ def _prepared(run: Run) -> dict[str, list[tuple[str, int]]]:
 
 
 def plan(load: Restoration) -> None:
-    """Plan to copy weights, and to give modules their extra state back; tell other sections of the units."""
+    """Plan to copy weights and to restore extra state; add the units to `load.units` for other sections."""
     saved = _units_of_all_ranks(load)
     load.problems.compare("unit ", saved, [unit.name for unit in load.run.units])
     for unit in load.run.units:
@@ -175,9 +175,9 @@ def _tensors_by_sort(load: Restoration, unit: Unit) -> dict[str, dict[str, Store
 
 
 def _plan_extra(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> None:
-    """Plan the state that modules add to their own `state_dict`.
+    """Plan to restore the state that modules add to `state_dict`.
 
-    A module may make some of it in its first step only.
+    Saved keys that a module has not made yet are accepted: modules may add keys in their first step.
     """
     present = without_unsaved(unit, _extra_states(unit))
     takeable: list[str] = []

@@ -1,6 +1,6 @@
 """Objects with a `state_dict` (loaders, registered objects, plugins of the run), and the caller's `extra`.
 
-What takes them back is code of other people: it runs before core copies anything.
+Their `load_state_dict` is code of other people, which runs before core copies any state because it may fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def collect(save: Save) -> None:
-    """Collect positions in the data for this rank's file, all else for the file that ranks share."""
+    """Collect positions in the data for this rank's file, and other objects for the file that ranks share."""
     run, state = save.run, save.state
     loaders = [loader.state_dict() for loader in run.prepared.loaders]
     state.own["loaders"] = state.encode(loaders, f"rank[{run.world.rank}].loaders", replicated=False)
@@ -31,7 +31,7 @@ def collect(save: Save) -> None:
 
 
 def _states_of_run_plugins(run: Run) -> dict[str, Any]:
-    """Return plugin -> its state of the whole run, on the main process, whose file has it."""
+    """Return plugin -> its state of the whole run; empty except on the main process, which writes it."""
     plugins = run.plugins if run.world.rank == 0 else {}
     saving = {name: plugin for name, plugin in plugins.items() if hasattr(plugin, "state_dict")}
     states = {name: state for name, plugin in saving.items() if (state := plugin.state_dict())}
@@ -39,7 +39,7 @@ def _states_of_run_plugins(run: Run) -> dict[str, Any]:
 
 
 def plan(load: Restoration) -> None:
-    """Plan to give objects their state back."""
+    """Plan to restore the state of objects."""
     saved, run = load.checkpoint.state, load.run
     with load.problems.noting_errors("dataloaders"):
         _plan_loaders(load)
@@ -58,7 +58,7 @@ def plan(load: Restoration) -> None:
 
 
 def _plan_loaders(load: Restoration) -> None:
-    """Plan the positions in the data. A position that its loader cannot take is a difference like others."""
+    """Plan to restore positions in the data. A position that its loader refuses is noted as a difference."""
     positions, loaders = load.checkpoint.decode(load.own["loaders"], "loaders"), load.run.prepared.loaders
     load.problems.compare("dataloader ", range(len(positions)), range(len(loaders)))
     for number, (loader, position) in enumerate(zip(loaders, positions, strict=False)):
@@ -76,7 +76,11 @@ def encode_objects(
 ) -> list[dict[str, Any]]:
     """Encode objects with a `state_dict`, each with the name of its class.
 
-    in_parts: as in `State.encode`.
+    Args:
+        state: the state that takes large tensors.
+        items: the objects.
+        path: name of the objects in errors.
+        in_parts: as in `State.encode`.
     """
     objects = [(class_of(item), item.state_dict()) for item in items]
     return [
@@ -90,7 +94,7 @@ def pairs(
 ) -> Iterator[tuple[str, Any, Any]]:
     """Yield (name for people, object, its encoded state), by position.
 
-    Objects that had another class are noted as a problem, and left out.
+    Objects whose class differs from the saved class are noted as problems, and left out.
     """
     problems.compare(what, range(len(saved)), range(len(here)))
     for number, (described, item) in enumerate(zip(saved, here, strict=False)):

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from accel_core.storage.tensors import Stored
 
 NEVER_RESTORED = frozenset({"foreach", "fused", "capturable", "differentiable"})
-"""Hyperparameters that say how a step is computed, not what."""
+"""Hyperparameters that select an implementation of the step, and do not change its result."""
 
 
 def collect(save: Save) -> None:
@@ -43,7 +43,11 @@ def collect(save: Save) -> None:
 def _collect(collected: State, unit: Unit, optimizer: Optimizer, listed: set[str]) -> dict[str, Any]:
     """Describe an optimizer, and collect its tensors.
 
-    listed: the parameters of the optimizers before it, to which its own are added.
+    Args:
+        collected: the state of this rank.
+        unit: the optimizer's unit.
+        optimizer: the optimizer.
+        listed: names of the parameters of earlier optimizers; the parameters of `optimizer` are added.
     """
     state = unit.hooks.optimizer_state(unit, optimizer)
     mine = {name for group in state.groups for name in group["params"]}
@@ -72,17 +76,17 @@ class _SavedParameter(NamedTuple):
     """The saved optimizer state of one parameter."""
 
     hyperparameters: Mapping[str, Any]
-    """Of its group."""
+    """Hyperparameters of the parameter's group."""
     plain: Mapping[str, Any]
-    """Its state that is not a tensor."""
+    """Values of the parameter's state that are not tensors."""
     algorithm: str
-    """Name of the class that stepped it."""
+    """Class name of the optimizer that stepped the parameter."""
     group: tuple[int, int]
-    """The numbers of its optimizer and group in the checkpoint."""
+    """Numbers of the parameter's optimizer and group in the checkpoint."""
 
 
 def plan(load: Restoration) -> None:
-    """Plan to restore optimizers and schedulers of each unit, and how many steps they have done."""
+    """Plan to restore the optimizers and schedulers of each unit, and the counts of their steps."""
     for each in load.units:
         _UnitOptimizers(load, each).plan()
     steps = load.checkpoint.state.get("steps_done", ())
@@ -100,10 +104,10 @@ class _UnitOptimizers:
         }
         """Saved parameters that no optimizer of this run has claimed yet."""
         self.regrouped: set[Optimizer] = set()
-        """Optimizers whose parameters are in groups of other numbers than in the checkpoint."""
+        """Optimizers with parameters whose group has another number in the checkpoint."""
 
     def plan(self) -> None:
-        """Plan optimizers, then their schedulers, then that the unit's windows begin anew."""
+        """Plan to restore optimizers and then their schedulers, and to restart the unit's windows."""
         load, unit, saved = self.load, self.unit, self.of_unit.saved
         schedulers = [*pairs(self.problems, f"{unit.name}: scheduler ", saved["schedulers"], unit.schedulers)]
         for optimizer in unit.optimizers:
@@ -145,7 +149,7 @@ class _UnitOptimizers:
         mine: Mapping[str, _SavedParameter],
         leaves: Mapping[str, Leaf],
     ) -> None:
-        """Plan to make the state that the checkpoint has of these parameters, and to copy into it."""
+        """Plan to allocate the parameters' state as in the checkpoint, and to copy the stored tensors."""
         unit, problems, what = self.unit, self.problems, f"{self.unit.name}: state of {algorithm}"
         fit = {name: saved for name, saved in mine.items() if name not in self.of_unit.misfits}
         if not problems.strict and (odd := sorted(mine.keys() - fit.keys())):
@@ -181,9 +185,9 @@ def _saved_parameters(load: Restoration, each: UnitPlan) -> Iterator[tuple[str, 
 def _reads(
     stored: Mapping[str, Stored], leaves: Mapping[str, Leaf], parameters: Mapping[str, Leaf]
 ) -> Iterator[tuple[Stored, Leaf | None]]:
-    """Yield each stored tensor with the leaf that it fills, or None if all of it may be read."""
+    """Yield each stored tensor with the leaf that it fills, or None if the whole tensor may be read."""
     for key, each in stored.items():
-        # State that is not made yet will be split as its parameter is.
+        # State that is not allocated yet will be split like its parameter.
         leaf = leaves.get(key) or parameters.get(key.rpartition("/")[0])
         alike = leaf and (leaf.global_shape, leaf.layout) == (each.shape, each.layout)
         yield each, leaf if alike else None
@@ -204,7 +208,7 @@ def _hyperparameters(
     known = {"params", *NEVER_RESTORED, *agreed}
     for key in [key for key in has if key not in known] if agreed else ():
         problems.warn(f"{what}: {key} is not in the checkpoint, it stays {has[key]!r}")
-    # A key that the group lacks is one that the optimizer makes in its first step.
+    # Keys that the group does not have are restored too: some optimizers add keys in their first step.
     return {key: value for key, (_, value) in agreed.items()}
 
 

@@ -1,4 +1,4 @@
-"""State that plugins keep of a unit: entries of the hook `save_state`, taken back by `load_state`."""
+"""State of a unit that plugins keep: entries that the hook `save_state` returns and `load_state` restores."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
 
 Scope = Literal["replicated", "per_reader", "per_rank"]
 Sources = Mapping[Scope, Sequence[Mapping[str, Any]]]
-"""Scope -> the states of ranks to take entries from. Scopes that mean nothing in this world are absent."""
+"""Scope -> the states of ranks to take entries from. Scopes that cannot be restored here are absent."""
 
 
 def collect(save: Save) -> None:
-    """Collect the plugins' entries: tensors become leaves, all others go into this rank's file."""
+    """Collect the plugins' entries: tensors become leaves, other values go into this rank's file."""
     save.state.own["plugins"] = {unit.name: _collect_unit(save, unit) for unit in save.run.units}
 
 
 def _collect_unit(save: Save, unit: Unit) -> dict[str, dict[str, dict[str, Any]]]:
-    """Return scope -> plugin -> the plugin's entries that are not tensors."""
+    """Add the unit's tensors; return scope -> plugin -> the plugin's entries that are not tensors."""
     plain: dict[str, dict[str, dict[str, Any]]] = {}
     for plugin, entries_of in unit.hooks.implementations("save_state"):
         for name, entry in (entries_of(unit) or {}).items():
@@ -46,14 +46,14 @@ def _key(run: Run, plugin: str, name: str, entry: Entry, *, alone: bool = False)
 
 
 def plan(load: Restoration) -> None:
-    """Plan to copy tensors into the plugins' leaves, and to give plugins their entries back."""
+    """Plan to copy tensors into the plugins' leaves, and to call `load_state` with the plugins' entries."""
     sources = _sources(load)
     for each in load.units:
         _plan_unit(load, each, sources)
 
 
 def _sources(load: Restoration) -> Sources:
-    """Return the ranks to take entries from. Pipeline stages have different ones: the first rank wins."""
+    """Return scope -> states to take entries from. Earlier ranks win; pipeline stages have other entries."""
     ranks, topology = [*load.checkpoint.ranks.values()], load.run.topology
     sources: dict[Scope, Sequence[Mapping[str, Any]]] = {"replicated": ranks}
     if load.checkpoint.manifest.world["readers"] == topology.readers:
@@ -75,8 +75,8 @@ def _sources(load: Restoration) -> Sources:
 def _plan_unit(load: Restoration, each: UnitPlan, sources: Sources) -> None:
     """Plan the entries of one unit.
 
-    Entries of a plugin that is not in this stack are left out, and a plugin that has none in the checkpoint
-    begins anew: both are logged, and no error.
+    Entries of a plugin that is not in this stack are left out, and a plugin that has no entries in the
+    checkpoint starts anew: both cases are logged, and are not errors.
     """
     unit = each.unit
     taken: dict[str, dict[str, Entry]] = {}
@@ -111,7 +111,7 @@ def _tensors_here(unit: Unit, sources: Sources) -> Iterator[tuple[str, str, Entr
 
 
 def _plain_entries(unit: Unit, sources: Sources) -> Iterator[tuple[Scope, str, Mapping[str, Any]]]:
-    """Yield (scope, plugin, name -> encoded value) of each rank to take them from."""
+    """Yield (scope, plugin, name -> encoded value) from each rank in `sources`."""
     for scope, states in sources.items():
         for state in states:
             for plugin, encoded in state["plugins"][unit.name].get(scope, {}).items():
@@ -119,7 +119,7 @@ def _plain_entries(unit: Unit, sources: Sources) -> Iterator[tuple[Scope, str, M
 
 
 def _give_back(load: Restoration, unit: Unit, taken: Mapping[str, Mapping[str, Entry]]) -> None:
-    """Let plugins take back their entries, possibly none; warn of entries that no plugin takes."""
+    """Plan to call each plugin's `load_state`, also without entries; warn of entries that no plugin takes."""
     loading = unit.hooks.implementations("load_state")
     for plugin, take in loading:
         what = f"{unit.name}: state of plugin {plugin}"

@@ -1,4 +1,4 @@
-"""Random streams. In another world they start anew, from seeds derived from rank 0's streams."""
+"""Random streams. In another world, streams start anew from seeds derived from rank 0's streams."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def collect(save: Save) -> None:
 
 
 def plan(load: Restoration) -> None:
-    """Plan to restore the streams: exactly in the same world, else from derived seeds."""
+    """Plan to restore the streams exactly in the same world, or to seed them from derived seeds."""
     with load.problems.noting_errors("random streams"):
         for action in _actions(load):
             load.copies.append(("random streams", action))
@@ -37,7 +37,7 @@ def _actions(load: Restoration) -> list[Callable[[], None]]:
     streams: dict[str, Tensor] = checkpoint.decode(load.own["random"], "random")
     own = states(run)
     here = run.hooks.random_streams().keys() | own.keys()
-    # "kind:index" is a device that the process sees beside the run's own.
+    # "kind:index" names a device that the process sees beside the run's own device.
     beside = sorted(name for name in streams.keys() ^ here if ":" in name)
     if load.is_same_world and streams.keys() ^ here == {*beside}:
         if beside:
@@ -57,12 +57,12 @@ def _actions(load: Restoration) -> list[Callable[[], None]]:
         partial(seed_streams, run, seeds[0]),
         partial(reseed, run, seeds[1]),
     ]
-    if run.topology.reader == 0:  # loaders draw the orders of the next epochs from rank 0's
+    if run.topology.reader == 0:  # loaders draw the orders of later epochs from rank 0's stream
         actions.append(partial(set_stream_states, run, {"torch": first["torch"]}))
     return actions
 
 
 def derived_seed(streams: Mapping[str, Tensor], reader: int) -> int:
-    """Return a reader's seed in another world, from rank 0's saved streams."""
+    """Return a reader's seed in another world, a hash of rank 0's saved streams and the reader's number."""
     content = b"".join(bytes(bytes_of(streams[name])) for name in sorted(streams))
     return xxh3_64_intdigest(content + reader.to_bytes(8, "big")) % (1 << 32)
