@@ -65,10 +65,9 @@ class CollectiveCall:
     """A call under way, which `collective_call` gives: compares ranks and exchanges their inputs."""
 
     def __init__(self, run: Run, dim: str, call: Call, *, objects: bool) -> None:
-        is_world = dim == "world"
-        self._call, self._device = call, run.device
-        self._meeting = run.collectives("control" if is_world else dim)
-        self._has_headers = run.device.type == "cpu" or (objects and is_world)
+        self._call, self._device, self._is_world = call, run.device, dim == "world"
+        self._meeting = run.collectives("control" if self._is_world else dim)
+        self._has_headers = run.device.type == "cpu" or (objects and self._is_world)
         self.group = self._meeting if objects else run.collectives(dim)
         """The group for data that do not fit into a header."""
         self.size = self.group.size
@@ -168,7 +167,9 @@ class CollectiveCall:
     def _compare_if_debugging(self, agreed: int) -> None:
         if not any(os.environ.get(name) == "1" for name in ("ACCEL_DEBUG", "ACCELERATE_DEBUG_MODE")):
             return
-        if any(other != agreed for other in self._meeting.all_gather_object(agreed)):
+        if self._is_world:  # by a header, as the calls on other ranks that this one may meet
+            _exchange_bytes(self._meeting, self._call, agreed, torch.empty(0, dtype=torch.uint8, device=_CPU))
+        elif any(other != agreed for other in self._meeting.all_gather_object(agreed)):
             raise _disagreement(self._meeting, self._call)
 
 
