@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from accel_core.accelerator.checkpointing import States
 from accel_core.accelerator.processes import Ranks
 from accel_core.accelerator.training import Training
+from accel_core.contract.arguments import quoted
 from accel_core.contract.config import DataLoaderConfiguration
 from accel_core.contract.options import options_of
 from accel_core.errors import ConfigError
@@ -104,7 +105,7 @@ class Accelerator(Ranks, Training, States):
     ) -> None:
         if cpu and device not in (None, "cpu"):
             raise ConfigError(
-                f"Accelerator(cpu=True, device={device!r}) contradict each other\ngive one of them"
+                f"Accelerator(cpu=True, device={quoted(device)}) contradict each other\ngive one of them"
             )
         log_with, own_trackers = split_trackers(log_with)
         settings = {

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import profiler
 
-from accel_core.contract.arguments import did_you_mean
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def profiling(run: Run, options: ProfileKwargs) -> Iterator[profiler.profile]:
     if unknown := [name for name in options.activities or () if name.lower() not in supported]:
         hint = did_you_mean(unknown[0], supported)
         raise ConfigError(
-            f"profile.activities: torch cannot record {unknown[0]!r} here{hint}\n"
+            f"profile.activities: torch cannot record {quoted(unknown[0])} here{hint}\n"
             f"choose among {', '.join(sorted(supported))}, or leave it unset"
         )
     numbers = count()

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from attrs import Factory, field, frozen
 from attrs.converters import optional
 
+from accel_core.contract.arguments import quoted
 from accel_core.contract.options import changed, option
 
 if TYPE_CHECKING:
@@ -186,7 +187,7 @@ def metric_and_mode(keep_best: str) -> tuple[str, bool]:
         mode, name = "", f"{keep_best}"
     if not name or not (mode or name.endswith("loss")):
         raise ValueError(
-            f"keep_best {keep_best!r} does not say which value is the best;"
+            f"keep_best {quoted(keep_best)} does not say which value is the best;"
             f" write 'max:{name or 'NAME'}' or 'min:{name or 'NAME'}'"
         )
     return name, mode == "max"
@@ -202,8 +203,8 @@ def host_and_port(place: str, nodes: int) -> tuple[str, int]:
     host, port = (found[1].strip("[]"), int(found[2])) if found else ("", -1)
     if not (0 if nodes == 1 else 1) <= port < 65536:
         raise ValueError(
-            f"rendezvous {place!r} is not HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500, with a port"
-            " up to 65535"
+            f"rendezvous {quoted(place)} is not HOST:PORT, such as 10.0.0.1:29500 or [fd00::1]:29500, with a"
+            " port up to 65535"
         )
     return host, port
 

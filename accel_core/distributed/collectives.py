@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from accel_core.contract.arguments import quoted
 from accel_core.contract.run import current
 from accel_core.distributed.exchange import CollectiveCall, collective_call
 from accel_core.distributed.gradients import carrying
@@ -219,7 +220,8 @@ def reduce(
     """
     run = run or current()
     if reduction not in get_args(Reduction):
-        raise ValueError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
+        known = ", ".join(get_args(Reduction))
+        raise ValueError(f"reduction must be one of {known}, got {quoted(reduction)}")
     if reduction == "none":
         return tensor
     if gradients and reduction not in ("sum", "mean"):

@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore, Store, _get_default_store
 from torch.distributed.rendezvous import rendezvous
 
+from accel_core.contract.arguments import quoted
 from accel_core.contract.world import current_operation
 from accel_core.distributed.exchange import Call
 from accel_core.distributed.forks import keep_inherited_objects
@@ -335,6 +336,6 @@ def collectives_over(run: Run, dim: str) -> Collectives:
     known = mesh.names() if mesh else ()
     if mesh is None or not set(names) <= set(known):
         has = ", ".join(("world", "control", "alone", *known))
-        raise ConfigError(f"this run has no mesh dimension {dim!r}\nname one that it has: {has}")
+        raise ConfigError(f"this run has no mesh dimension {quoted(dim)}\nname one that it has: {has}")
     along = mesh.device_mesh[names]._flatten(dim)
     return TorchCollectives(along.get_group(), run.device)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from accel_core.contract.arguments import quoted
 from accel_core.contract.run import current, live_runs
 from accel_core.contract.world import RandomStream, rank_here
 from accel_core.distributed.exchange import collective_call
@@ -75,7 +76,7 @@ def _stream(run: Run, rng_type: str) -> RandomStream:
     streams: Mapping[str, RandomStream] = run.hooks.random_streams()
     if rng_type not in streams:
         raise ConfigError(
-            f"rng_types: there is no stream {rng_type!r} here\n"
+            f"rng_types: there is no stream {quoted(rng_type)} here\n"
             f"choose among {', '.join(sorted(streams))}, or pass generator=... for 'generator'"
         )
     return streams[rng_type]

@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
 
-from accel_core.contract.arguments import did_you_mean
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.contract.card import Slot
 from accel_core.contract.options import options_of
 from accel_core.plugins.discovery import Discovery, discover, load
@@ -51,7 +51,7 @@ def not_installed(name: str, slot: Slot, discovery: Discovery) -> str:
         remedy = f"; {install_hint(entry.folder)}"
     else:
         remedy = did_you_mean(name, installed) or f"; installed: {', '.join(installed) or 'none'}"
-    return f"no {slot} {name!r} is installed{remedy}"
+    return f"no {slot} {quoted(name)} is installed{remedy}"
 
 
 def install_hint(path: str) -> str:
@@ -130,7 +130,7 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
     if kind in ("auto", "cpu") or (record is not None and record.slot == "device"):
         return ""
     if record is not None and record.fault == "conflict":
-        return f"{kind!r} cannot be used: {record.reason}"
+        return f"{quoted(kind)} cannot be used: {record.reason}"
     try:
         import torch
 
@@ -139,7 +139,7 @@ def unknown_device(asked: str, discovery: Discovery) -> str:
         return ""  # not installed here: only torch knows its device types
     except (RuntimeError, AttributeError):
         remedy = _known_devices(kind, discovery)
-        return f"{kind!r} is neither an installed device plugin nor a device type of this torch{remedy}"
+        return f"{quoted(kind)} is neither an installed device plugin nor a device type of this torch{remedy}"
     return ""
 
 

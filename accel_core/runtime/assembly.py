@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from accel_core.config.sources import GUESSES_VARIABLE
-from accel_core.contract.arguments import did_you_mean
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.defaults.base import Base
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.discovery import discover, environment_of, load, verify
@@ -127,7 +127,7 @@ def _late_strategy(run: Run, alias: str) -> Chosen:
     if record is None or record.slot != "strategy" or record.status != "available":
         known = ", ".join(run.stack.strategies)
         raise ConfigError(
-            f"prepare(strategy={alias!r}): no such strategy; this run has {known}\n"
+            f"prepare(strategy={quoted(alias)}): no such strategy; this run has {known}\n"
             "name it under strategies: in the config, or use an installed plugin's name (accel plugins)"
         )
     return Chosen(record, "asked for in prepare")
@@ -166,6 +166,6 @@ def check_device(run: Run) -> None:
             known = ["generator", *sorted(streams)]
             origin = run.resolved.origins.get("rng_types", "default")
             raise ConfigError(
-                f"rng_types: there is no random stream {stream!r} ({origin}) on {run.device}"
+                f"rng_types: there is no random stream {quoted(stream)} ({origin}) on {run.device}"
                 f"{did_you_mean(stream, known)}\nchoose among {', '.join(known)}"
             )

@@ -12,6 +12,7 @@ from attrs import evolve, frozen
 
 from accel_core.config.resolve import Resolved, load
 from accel_core.config.unused import TYPED, auto_may_take, unused_options, unused_sections
+from accel_core.contract.arguments import quoted
 from accel_core.contract.card import CAPABILITIES, Card, Slot
 from accel_core.errors import ConfigError, PluginError
 from accel_core.plugins.catalog import not_installed, strategy_hint, unknown_device
@@ -175,12 +176,12 @@ class _Chooser(NamedTuple):
         if len(given) > 1 or (others and not from_file):
             names = ", ".join(chosen.name for chosen in given)
             raise ConfigError(
-                f"Accelerator was given the config of {names}, but strategy is {asked!r}"
+                f"Accelerator was given the config of {names}, but strategy is {quoted(asked)}"
                 f" ({self.resolved.origins.get('strategy', 'default')})\n"
                 "ask for one of them: name it, or leave the other's config object out"
             )
         if others and setting:
-            return Chosen(given[0].record, f"{given[0].why} (over {asked!r} from {setting.origin})")
+            return Chosen(given[0].record, f"{given[0].why} (over {quoted(asked)} from {setting.origin})")
         if given:
             return given[0]
         if asked != "auto":

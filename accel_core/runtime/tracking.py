@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from accel_core.contract import hooks
-from accel_core.contract.arguments import did_you_mean
+from accel_core.contract.arguments import did_you_mean, quoted
 from accel_core.contract.hooks import implements
 from accel_core.contract.options import masked
 from accel_core.errors import AccelError, ConfigError
@@ -185,7 +185,7 @@ class Trackers:
         for name in named:
             if name not in self.names:
                 raise ConfigError(
-                    f"{where}: this run has no tracker {name!r}{did_you_mean(name, self.names)}\n"
+                    f"{where}: this run has no tracker {quoted(name)}{did_you_mean(name, self.names)}\n"
                     f"it has {', '.join(self.names) or 'none'}; name it in Accelerator(log_with=...)"
                 )
 

@@ -209,6 +209,13 @@ def test_a_tracker_that_is_not_installed_is_an_error():
         stack_of(native_and(), log_with="nowhere")
 
 
+@pytest.mark.parametrize("name", ["log_with", "strategy", "mixed_precision", "device"])
+def test_an_error_quotes_at_most_200_characters_of_a_name(name):
+    with pytest.raises(ConfigError) as told:
+        stack_of(native_and(), **{name: "x" * 3000})
+    assert len(str(told.value)) < 500
+
+
 def test_the_config_object_of_an_extension_chooses_it(toy_plugin, monkeypatch):
     source = (
         "from attrs import frozen\nfrom accel_core import Card, option\n\n"

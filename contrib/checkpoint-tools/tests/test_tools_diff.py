@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from copy import deepcopy
 from html.parser import HTMLParser
 from inspect import signature
 
@@ -21,7 +22,7 @@ from click.testing import CliRunner
 from opened import rewrite
 
 from accel_checkpoint_tools.contents import Contents, Source
-from accel_core import commits, read_manifest, storage_at
+from accel_core import Outline, commits, read_manifest, storage_at
 from accel_core.cli.group import accel
 from accel_core.storage.commit import manifest_of
 from accel_core.storage.files import write_file
@@ -273,6 +274,83 @@ def test_registered_objects_and_their_large_tensors_are_compared(changed, runs, 
     assert paths(found, "registered") == {"[0].state.mean", "[0].state.count"}
     mean = next(each["difference"] for each in found["values"] if each["path"] == "[0].state.mean")
     assert (mean["different"], mean["max_abs"]) == (1, "inf")
+
+
+@pytest.mark.needs("accel-ddp")
+@pytest.mark.parametrize(
+    ("forge_it", "section", "path"),
+    [
+        (lambda it: it.state.update(later=[1]), "later", ""),
+        (lambda it: it.ranks[0].update(later=[1]), "later", "rank0"),
+        (lambda it: it.state["units"]["unit0"].update(later=[1]), "later", "unit unit0"),
+        (lambda it: it.members.update(later=[1]), "later", "manifest"),
+        (
+            lambda it: it.state["units"]["unit0"]["optimizers"][0].update(later=1),
+            "optimizer",
+            "unit0.0",
+        ),
+        (lambda it: it.state.update(steps_done=[9]), "data", "steps_done[0]"),
+        (lambda it: it.members.update(metrics={"loss": 0.5}), "data", "metrics.loss"),
+        (lambda it: it.state["run"].update(wandb={"id": "x"}), "run", "wandb"),
+    ],
+)
+def test_state_of_any_name_is_compared(changed, forge_it, section, path):
+    code, found = diff(*changed(forge_it))
+
+    assert {(each["section"], each["path"]) for each in found["values"]} == {(section, path)}
+    assert code == (section != "run"), "names of trackers' runs differ by design"
+
+
+@pytest.mark.needs("accel-ddp")
+def test_tensors_of_an_unknown_section_are_compared_under_its_name(runs, tmp_path):
+    def put(value):
+        def change(contents):
+            contents.tensors["unit0", "later/layers.0"] = Source.of(torch.full((2,), value))
+
+        return change
+
+    folders = [rewrite(runs / "one" / "step3", tmp_path / str(it), put(it)) for it in (1.0, 2.0)]
+    code, found = diff(*folders)
+
+    assert (code, named(found)) == (1, {("later", "layers.0")})
+    assert "\nlater: 1 of 1 tensors differ\n" in command("diff", *folders).stdout
+    assert diff(*folders, "--only", "later")[0] == 1
+    assert diff(*folders, "--only", "model")[0] == 0
+    command("diff", *folders, "--html", tmp_path / "page.html")
+    assert "later/layers.0: max 1" in (tmp_path / "page.html").read_text()
+
+
+@pytest.mark.needs("accel-ddp")
+def test_what_a_rank_tells_otherwise_than_the_first_is_compared(changed):
+    def differ(contents):
+        mine = contents.ranks[0]["units"] = deepcopy(contents.state["units"])
+        mine["unit0"]["schedulers"][0]["state"]["last_epoch"] = 99
+        mine["unit0"]["extra"] = {"seen": 1}
+        mine["unit0"]["optimizers"][0]["groups"][0]["weight_decay"] = 0.5
+
+    code, found = diff(*changed(differ))
+
+    assert code == 1
+    assert "unit0.extra.seen" in paths(found, "model")
+    assert "unit0.schedulers of rank0" in paths(found, "hyperparameters")
+    assert "unit0.parameters.layers.0.bias of rank0" in paths(found, "hyperparameters")
+
+
+@pytest.mark.needs("accel-ddp")
+def test_parts_of_a_wrapper_of_another_layout_differ(runs, tmp_path):
+    def put(layout):
+        def change(contents):
+            outline = Outline("opaque", (2,), "int8", layout)
+            source = Source(outline, lambda: torch.ones(2, dtype=torch.int8))
+            contents.tensors["unit0", "optimizer/layers.0.weight/exp_avg#codes"] = source
+
+        return change
+
+    folders = [rewrite(runs / "one" / "step3", tmp_path / it, put(it)) for it in ("q4", "q8")]
+    code, found = diff(*folders)
+
+    assert (code, named(found)) == (1, {("optimizer", "layers.0.weight/exp_avg#codes")})
+    assert found["tensors"][0]["problem"] == "layout q4 in A, q8 in B"
 
 
 @pytest.mark.needs("accel-ddp")

@@ -244,10 +244,13 @@ def write(contents: Contents, folder: Path) -> list[str]:
         torch.save(item["state"], folder / f"custom_checkpoint_{number}.pkl")
     for entries in scalers(contents)[:1]:
         torch.save(entries["scaler"], folder / "scaler.pt")
+    left = ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
     for rank, own in enumerate(contents.ranks):
+        if not own["random"]:
+            left.append(f"random streams of rank {rank}: the checkpoint has none")
+            continue
         states = {"step": contents.members["step"] or 0, **to_foreign(own["random"], rank)}
         torch.save(states, folder / f"random_states_{rank}.pkl")
-    left = ["the position of dataloaders"] if any(own["loaders"] for own in contents.ranks) else []
     return [*left, *plugins_left_out(contents, units)]
 
 

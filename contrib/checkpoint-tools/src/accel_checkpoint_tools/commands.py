@@ -21,7 +21,7 @@ __all__ = ["checkpoint"]
 
 _UNIT: Final = ("unit",)
 _KEYS: Final = ("unit", "model", "optimizer")
-_WEIGHTS: Final = ("unit", "max_shard_size", "force")
+_WEIGHTS: Final = ("unit", "prefix", "max_shard_size", "force")
 EXPORTS: Final[Mapping[str, tuple[str, ...]]] = {
     "safetensors": _WEIGHTS,
     "torch": _WEIGHTS,
@@ -144,6 +144,7 @@ def verify(folders: tuple[str, ...], as_json: bool) -> None:
     help="Of TARGET.",
 )
 @_unit
+@click.option("--prefix", help="safetensors, torch: of keys, such as values/app/model; default: models.")
 @click.option("--max-shard-size", help="safetensors, torch: of a file.  [default: 10GB]")
 @click.option("--force", is_flag=True, default=None, help="safetensors, torch: replace weights in TARGET.")
 @_model
@@ -160,9 +161,11 @@ def export(folder: str, target: str, form: str, **options: Any) -> None:
         from accel_checkpoint_tools import weights
 
         limit, force = chosen.pop("max_shard_size", "10GB"), chosen.pop("force", False)
-        unit, safe = chosen.pop("unit", None), form == "safetensors"
-        homes = weights.export(folder, target, unit=unit, limit=limit, safe=safe, force=force)
-        click.echo("\n".join(homes))
+        unit, prefix, safe = chosen.pop("unit", None), chosen.pop("prefix", None), form == "safetensors"
+        homes, without = weights.export(
+            folder, target, unit=unit, prefix=prefix, limit=limit, safe=safe, force=force
+        )
+        _finish([f"unit {name}, which has no weights" for name in without], "\n".join(homes))
         return
     from accel_checkpoint_tools.contents import Contents
     from accel_checkpoint_tools.files import beside
@@ -170,7 +173,10 @@ def export(folder: str, target: str, form: str, **options: Any) -> None:
     with Contents.open(folder) as contents, beside(Path(target).expanduser()) as made:
         if "unit" in EXPORTS[form]:
             chosen["unit"] = contents.one_unit(chosen.get("unit"))
+        remedy = "--format safetensors --prefix {prefix} writes those of one"
+        contents.require_weights(folder, remedy, chosen.get("unit"))
         left_out = import_module(f"accel_checkpoint_tools.{form}").write(contents, made, **chosen)
+        left_out += contents.without_place
     _finish(left_out, target)
 
 
@@ -199,7 +205,10 @@ def import_(folder: Path, target: str, form: str, like: str, **options: Any) -> 
     with Contents.open(like) as contents:
         if "unit" in IMPORTS[form]:
             chosen["unit"] = contents.one_unit(chosen.get("unit"))
+        remedy = "give --like a checkpoint with weights, as Accelerator.save_state writes one"
+        contents.require_weights(like, remedy, chosen.get("unit"))
         left_out = import_module(f"accel_checkpoint_tools.{form}").read(folder, contents, **chosen)
+        left_out += [f"{each}: they are those of --like" for each in contents.without_place]
         place = contents.write(target)
     _finish(left_out, str(place))
 
@@ -243,7 +252,7 @@ def show(folder: str, as_json: bool) -> None:
 @click.argument("a", type=_Place())
 @click.argument("b", type=_Place())
 @click.option(
-    "--only", multiple=True, type=click.Choice([*SECTIONS]), help="A section to compare; repeatable."
+    "--only", multiple=True, help=f"A section to compare; repeatable: {', '.join(SECTIONS)}, or another one."
 )
 @click.option("--rtol", default=0.0, type=click.FloatRange(0), help="Relative tolerance of elements.")
 @click.option("--atol", default=0.0, type=click.FloatRange(0), help="Absolute tolerance of elements.")
@@ -257,8 +266,8 @@ def diff(
     The two may come from different stacks and numbers of processes. Elements with |a - b| <= atol + rtol *
     |b| are equal, and NaN equals NaN.
 
-    Exit status: 0 if both hold the same state, 1 if not, 2 if they cannot be compared. Sections config and
-    stack are shown, and count only if --only names them.
+    Exit status: 0 if both hold the same state, 1 if not, 2 if they cannot be compared. Sections config,
+    stack and run are shown, and count only if --only names them.
     """
     from accel_checkpoint_tools.diff import compare
     from accel_checkpoint_tools.measure import Tolerance

@@ -11,6 +11,7 @@ import torch
 from attrs import define, frozen
 from torch import Tensor
 
+from accel_checkpoint_tools.found import nothing_written
 from accel_core import (
     Checkpoint,
     CheckpointError,
@@ -98,6 +99,22 @@ class Contents:
         raise CheckpointError(
             f"the checkpoint has the units {', '.join(units)}\nchoose one of them with --unit"
         )
+
+    def require_weights(self, what: str, remedy: str, unit: str | None = None) -> None:
+        """Raise CheckpointError if no unit has weights, or this one has none.
+
+        what: names the checkpoint. remedy: as in `nothing_written`.
+        """
+        keys = [key for key in self.tensors if unit in (None, key[0])]
+        if not any(key.startswith("model/") for _, key in keys):
+            raise nothing_written(what, "weights of a model", keys, remedy)
+
+    @property
+    def without_place(self) -> list[str]:
+        """Names state of a program without an Accelerator, for which other formats have no place."""
+        tensors = sum(key.startswith("values/") for _, key in self.tensors)
+        values = sum(len(each.get("values", {})) for each in (self.state, *self.ranks))
+        return [f"{tensors} tensors and {values} other values under values/"] if tensors or values else []
 
     def write(self, folder: str | os.PathLike[str]) -> Storage:
         """Save as the checkpoint `folder`, as atomically as a run does. Memory is needed for one tensor.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
 
 from attrs import define, field, frozen
@@ -10,7 +10,7 @@ from attrs import define, field, frozen
 from accel_checkpoint_tools.measure import Difference, Tolerance, measure
 from accel_checkpoint_tools.sections import SECTIONS, SETTINGS, sections_of, ties_of
 from accel_checkpoint_tools.text import in_order
-from accel_core import Checkpoint, Stored
+from accel_core import Checkpoint, CheckpointError, Stored
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -39,7 +39,7 @@ class TensorPair:
     @property
     def section(self) -> str:
         """The section it belongs to: the first word of its key."""
-        return self.key[1].partition("/")[0]
+        return _section(self.key)
 
     @property
     def name(self) -> str:
@@ -53,7 +53,9 @@ class TensorPair:
             return f"only in {'A' if self.b is None else 'B'}"
         if self.a.shape != self.b.shape:
             return f"shape {list(self.a.shape)} in A, {list(self.b.shape)} in B"
-        return f"{self.a.dtype} in A, {self.b.dtype} in B" if self.a.dtype != self.b.dtype else ""
+        if self.a.dtype != self.b.dtype:
+            return f"{self.a.dtype} in A, {self.b.dtype} in B"
+        return f"layout {self.a.layout} in A, {self.b.layout} in B" if self.a.layout != self.b.layout else ""
 
     @property
     def differs(self) -> bool:
@@ -77,11 +79,12 @@ class ValuePair:
 class Comparison:
     """Tensors of A and B that were compared, equal ones too, and unequal values.
 
-    decisive: the sections in which a difference counts.
+    sections: all that were compared. decisive: those in which a difference counts.
     """
 
     a: str
     b: str
+    sections: Sequence[str]
     decisive: Collection[str]
     tensors: list[TensorPair] = field(factory=list)
     values: list[ValuePair] = field(factory=list)
@@ -98,27 +101,60 @@ def compare(
 ) -> Comparison:
     """Compare two opened checkpoints of any stacks, in these or all sections.
 
+    Every tensor and all state of both belongs to a section; see `SECTIONS`.
+
     Raises:
-        CheckpointError: files of a node are not here, are damaged, or cannot be read.
+        CheckpointError: files of a node are not here, are damaged, or cannot be read; or neither checkpoint
+            has anything in the sections that were asked for.
     """
     for each in (a, b):
         if each.absent:
             raise each.lacks("a part of the state")
-    chosen = [section for section in SECTIONS if not only or section in only]
-    comparer = _Comparer(a, b, tolerance or Tolerance())
-    found = Comparison(str(a.place), str(b.place), only or SECTIONS.keys() - SETTINGS)
     ties = ties_of(a), ties_of(b)
+    states = sections_of(a), sections_of(b)
+    for state, tied in zip(states, ties, strict=True):
+        state["model"][""]["ties"] = tied
+    chosen = _chosen(a, b, states, only)
+    comparer = _Comparer(a, b, tolerance or Tolerance())
+    decisive = only or [section for section in chosen if section not in SETTINGS]
+    found = Comparison(str(a.place), str(b.place), chosen, decisive)
     for pair in _pairs(a.tensors, b.tensors, *ties, chosen):
         comparable = pair.a and pair.b and pair.a.shape == pair.b.shape
         difference = measure(pair.a, pair.b, comparer.tolerance) if comparable and pair.a and pair.b else None
         found.tensors.append(TensorPair(pair.key, pair.a, pair.b, difference))
-    states = sections_of(a), sections_of(b)
     for section in chosen:
-        one, other = states[0][section], states[1][section]
-        if section == "model":
-            one, other = {**one, "ties": ties[0]}, {**other, "ties": ties[1]}
+        one, other = (each.get(section, {}) for each in states)
         found.values += [ValuePair(section, *each) for each in comparer.values("", one, other)]
     return found
+
+
+def _chosen(
+    a: Checkpoint, b: Checkpoint, states: Sequence[Mapping[str, Any]], only: Collection[str]
+) -> list[str]:
+    """Return the sections to compare: these, or all that a checkpoint has."""
+    of_tensors = {_section(key) for each in (a, b) for key in each.tensors if key[0]}
+    filled = of_tensors | {name for each in states for name, state in each.items() if not _is_empty(state)}
+    known = [*SECTIONS, *sorted((of_tensors | states[0].keys() | states[1].keys()) - SECTIONS.keys())]
+    if unknown := [name for name in only if name not in known]:
+        raise CheckpointError(f"there is no section {unknown[0]!r:.200}\nchoose among {', '.join(known)}")
+    if only and filled.isdisjoint(only):
+        there = [name for name in known if name in filled]
+        raise CheckpointError(
+            f"there is nothing to compare in {', '.join(only)}: neither {a.place} nor {b.place} has any\n"
+            f"compare another section; they have {', '.join(there)}"
+        )
+    return [name for name in known if not only or name in only]
+
+
+def _section(key: Key) -> str:
+    return key[1].partition("/")[0]
+
+
+def _is_empty(state: Any) -> bool:
+    """Return True for state in which there is nothing: no value but zeros, None and empty containers."""
+    if isinstance(state, (dict, list)):
+        return all(map(_is_empty, state.values() if isinstance(state, dict) else state))
+    return not state
 
 
 def _pairs(
@@ -131,7 +167,7 @@ def _pairs(
     """Yield the tensors of one name, once each; a tied weight has all of its names."""
     seen: set[tuple[Key | None, Key | None]] = set()
     for key in sorted({*a, *b}, key=lambda key: in_order("/".join(key))):
-        if not key[0] or key[1].partition("/")[0] not in chosen:
+        if not key[0] or _section(key) not in chosen:
             continue  # those of the run itself are compared where its state names them
         place = _stored_as(key, a, ties_a), _stored_as(key, b, ties_b)
         if place not in seen:
@@ -180,7 +216,7 @@ class _Comparer:
                 yield from self.values(f"{path}[{number}]", left, right)
         elif _is_tagged(a) and _is_tagged(b) and [*a] == [*b] and isinstance(next(iter(a.values())), list):
             yield from self.values(path, *(next(iter(each.values())) for each in (a, b)))
-        elif a != b:
+        elif a != b or isinstance(a, bool) != isinstance(b, bool):  # to Python, True is 1
             yield path, a, b, None
 
 

@@ -115,9 +115,9 @@ def _cell(pair: TensorPair | None) -> str:
 
 
 def _values(found: Comparison) -> Iterator[str]:
-    for section, about in SECTIONS.items():
+    for section in found.sections:
         lines = [*value_lines([value for value in found.values if value.section == section])]
         if lines:
-            yield f"<h2>{escape(section)}: {escape(about)}</h2><ul>"
+            yield f"<h2>{escape(section)}: {escape(SECTIONS.get(section, 'other state'))}</h2><ul>"
             yield from (f"<li>{escape(line)}</li>" for line in lines)
             yield "</ul>"

@@ -11,7 +11,6 @@ from attrs import asdict
 
 from accel_checkpoint_tools.diff import ABSENT, Comparison, TensorPair, ValuePair
 from accel_checkpoint_tools.measure import Difference
-from accel_checkpoint_tools.sections import SECTIONS
 from accel_core import Stored
 
 __all__ = ["as_plain", "lines", "told", "value_lines"]
@@ -27,7 +26,7 @@ def lines(found: Comparison) -> Iterator[str]:
         return
     yield f"A  {found.a}"
     yield f"B  {found.b}"
-    for section in SECTIONS:
+    for section in found.sections:
         pairs = [pair for pair in found.tensors if pair.section == section]
         differing = [pair for pair in pairs if pair.differs]
         values = [*value_lines([value for value in found.values if value.section == section])]
@@ -103,7 +102,7 @@ def as_plain(found: Comparison) -> dict[str, Any]:
         "a": str(found.a),
         "b": str(found.b),
         "differs": found.differs,
-        "decisive": [section for section in SECTIONS if section in found.decisive],
+        "decisive": [section for section in found.sections if section in found.decisive],
         "compared": len(found.tensors),
         "tensors": [_plain_pair(pair) for pair in found.tensors if pair.differs],
         "values": [

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import PurePath
+from typing import Any
 
+from accel_checkpoint_tools.found import nothing_written
 from accel_core import (
     Checkpoint,
     CheckpointError,
+    Stored,
     open_checkpoint,
     show_progress,
     storage_at,
@@ -18,44 +22,84 @@ from accel_core import (
 
 __all__ = ["export"]
 
+_Weights = tuple[list[tuple[list[str], Stored]], Mapping[str, Any]]
+"""Weights with all of their names, and entries beside them, still encoded."""
+
 
 def export(
-    folder: str, target: str, *, unit: str | None, limit: int | str, safe: bool, force: bool = False
-) -> list[str]:
+    folder: str,
+    target: str,
+    *,
+    unit: str | None,
+    limit: int | str,
+    safe: bool,
+    force: bool = False,
+    prefix: str | None = None,
+) -> tuple[list[str], list[str]]:
     """Write the weights of a unit into `target`, or of each into a folder there.
 
-    Returns the folders. Both may be URLs.
+    Returns the folders, and the units that have no weights. Both folder and target may be URLs.
 
     A unit of several models gets a folder for each: `model0`, `model1`, ..., in the order of `prepare`.
     Everything is verified first. Needs memory for the weights of one file of `limit` bytes. `force`: files of
-    weights that are there are replaced.
+    weights that are there are replaced. `prefix`: of the keys of the tensors to write instead of models.
 
     Raises:
-        CheckpointError: it is damaged, has no such unit, or weights that only their plugin can read; or
-            there are weights in the target.
+        CheckpointError: it is damaged, has no such unit, no weights, or weights that only their plugin can
+            read; or there are weights in the target.
     """
     storage_at(target)  # a URL that nothing serves is refused before anything is read
     with open_checkpoint(storage_at(folder)) as files:
         checkpoint = Checkpoint.with_tensors(files)
+        units = _homes(checkpoint, unit, target)
+        parts = {name: _parts(checkpoint, name, prefix) for name in units}
+        homes = {f"{units[name]}{inner}": part for name in units for inner, part in parts[name].items()}
+        if not homes:
+            raise _nothing(checkpoint, unit, prefix)
         with show_progress(f"verifying {files.place.name}", lambda: (files.meter.count, 0)):
             checkpoint.verify(checkpoint.blocks)
-        homes = {
-            (name, prefix): f"{home}/model{number}" if prefix else home
-            for name, home in _homes(checkpoint, unit, target).items()
-            for number, prefix in _prefixes(checkpoint, name)
-        }
-        for home in homes.values() if not force else ():
+        for home in homes if not force else ():
             _refuse_there(home)
-        for (name, prefix), home in homes.items():
-            extra = {
-                key.removeprefix(prefix): checkpoint.decode(value, f"units.{name}.{key}")
-                for key, value in checkpoint.state["units"][name]["extra"].items()
-                if key.startswith(prefix)
-            }
-            found = [*weights_of_unit(checkpoint, name, prefix)]
-            whole = ((names, stored.tensor()) for names, stored in found)
-            write_weights(home, whole, extra, limit, safe=safe, replace=force)
-        return list(homes.values())
+        for home, (weights, extra) in homes.items():
+            whole = ((names, stored.tensor()) for names, stored in weights)
+            values = {key: checkpoint.decode(value, f"{home}: {key}") for key, value in extra.items()}
+            write_weights(home, whole, values, limit, safe=safe, replace=force)
+        return list(homes), [name for name, found in parts.items() if not found]
+
+
+def _parts(checkpoint: Checkpoint, unit: str, prefix: str | None) -> dict[str, _Weights]:
+    """Return the weights of each model, or those under the prefix, by what follows the unit's folder."""
+    found: dict[str, _Weights] = {}
+    if prefix is not None:
+        if weights := [*_under(checkpoint, unit, f"{prefix.rstrip('/')}/")]:
+            found[""] = weights, {}
+        return found
+    for number, start in _prefixes(checkpoint, unit):
+        weights = [*weights_of_unit(checkpoint, unit, start)]
+        entries = checkpoint.state["units"][unit]["extra"].items()
+        extra = {key.removeprefix(start): value for key, value in entries if key.startswith(start)}
+        if weights or extra:
+            found[f"/model{number}" if start else ""] = weights, extra
+    return found
+
+
+def _under(checkpoint: Checkpoint, unit: str, start: str) -> Iterator[tuple[list[str], Stored]]:
+    for (owner, key), stored in checkpoint.tensors.items():
+        if owner == unit and key.startswith(start):
+            if stored.layout is not None:
+                raise CheckpointError(
+                    f"{unit}: {key} is a part of a tensor that wraps others, of layout {stored.layout}\n"
+                    "load it in a program that has such a tensor, and save it there",
+                    path=str(checkpoint.place),
+                )
+            yield [key.removeprefix(start)], stored
+
+
+def _nothing(checkpoint: Checkpoint, unit: str | None, prefix: str | None) -> CheckpointError:
+    what = str(checkpoint.place) + (f": unit {unit}" if unit is not None else "")
+    under = f"under {prefix!r:.200}" if prefix is not None else "of a model"
+    keys = [key for key in checkpoint.tensors if unit in (None, key[0])]
+    return nothing_written(what, f"weights {under}", keys, "write those of one with --prefix {prefix}")
 
 
 def _homes(checkpoint: Checkpoint, unit: str | None, target: str) -> dict[str, str]:
