@@ -1,4 +1,4 @@
-"""Where the tensors of a checkpoint are: for commands that find nothing to write."""
+"""A list of the tensors that a checkpoint holds, for commands that find nothing to write."""
 
 from __future__ import annotations
 
