@@ -125,7 +125,7 @@ class States:
             CheckpointError: as in `save_state`; at the first call also if nothing can be saved to
                 `output_dir`; or the ranks cannot agree when to stop, because a rank is gone.
         """
-        if not self.run.stop_signals.is_told(signals, lambda: self._saved_directory(output_dir)):
+        if not self.run.stop_signals.is_told(signals, lambda: self._refuse_saved_directory(output_dir)):
             return False
         best = self.run.config.project.keep_best if output_dir is None else None
         # No metric was computed for this step, but save_state refuses a missing metric.
@@ -167,7 +167,7 @@ class States:
             )
         return self.run.checkpoints.load(directory, strict=strict, missing_ok=missing_ok, best=best)
 
-    def _saved_directory(self, given: str | os.PathLike[str] | None) -> None:
+    def _refuse_saved_directory(self, given: str | os.PathLike[str] | None) -> None:
         """Refuse a directory that a save would refuse."""
         directory = self._checkpoint_directory(given, "save_on_preemption")
         if directory is not None:

@@ -1,4 +1,8 @@
-"""Load a checkpoint: choose, compare, verify, and only then restore, in four collective rounds."""
+"""Load a checkpoint: choose, compare, verify, and only then restore.
+
+The ranks meet in five collective rounds: "look" chooses among commits, "read" opens one, "compare" plans the
+actions, "verify" reads every byte that they need, and "restore" runs them.
+"""
 
 from __future__ import annotations
 

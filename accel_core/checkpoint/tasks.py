@@ -77,11 +77,11 @@ class Restoration:
         self.extra: dict[str, Any] = {}
         """Values of the caller's own; `apply` fills them in."""
 
-    def give(self, what: str, encoded: Any, take: Callable[[Any], object]) -> None:
+    def plan_call(self, what: str, encoded: Any, take: Callable[[Any], object]) -> None:
         """Plan to call `take` with the decoded value; raise now if the value cannot be decoded."""
         self.calls.append((what, partial(take, self.checkpoint.decode(encoded, what))))
 
-    def fill(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
+    def plan_copy(self, what: str, leaves: Mapping[str, Leaf], saved: Mapping[str, Stored]) -> set[str]:
         """Plan to copy stored tensors into leaves; return the names of tensors that do not fit."""
         misfits, places = set(), []
         self.problems.compare(what, saved, leaves)

@@ -594,6 +594,14 @@ def test_a_scheduler_of_groups_in_another_order_is_refused(prepared, tmp_path, g
         second.accelerator.load_state(tmp_path / "here")
 
 
+def test_a_scheduler_that_was_made_from_the_prepared_optimizer_is_refused_too(prepared, tmp_path):
+    prepared(network, with_momentum, cyclic, groups=two_groups).accelerator.save_state(tmp_path / "here")
+    second = prepared(network, with_momentum, groups=reversed_groups)
+    second.accelerator.prepare(cyclic(second.optimizer))
+    with pytest.raises(CheckpointError, match=r"CyclicLR\): its optimizer has other groups, or has them in"):
+        second.accelerator.load_state(tmp_path / "here")
+
+
 def test_a_hyperparameter_that_the_checkpoint_lacks_keeps_its_value_and_is_named(prepared, tmp_path, caplog):
     first, second = prepared(network, steps=1), prepared(network)
     del first.inner.param_groups[0]["maximize"]

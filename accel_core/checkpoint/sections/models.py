@@ -26,7 +26,7 @@ T = TypeVar("T")
 def collect(save: Save) -> None:
     """Collect weights and buffers as leaves, and describe the units for the file that ranks share."""
     save.state.shared["units"] = {unit.name: _collect_unit(save.state, unit) for unit in save.run.units}
-    save.state.shared["prepared"] = _prepared(save.run)
+    save.state.shared["prepared"] = _prepared(save.run)  # for programs that read checkpoints by themselves
 
 
 def _collect_unit(state: State, unit: Unit) -> dict[str, Any]:
@@ -151,7 +151,7 @@ def _plan_unit(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> UnitP
             load.problems.found.append(f"{unit.name}: {untied}")
     tensors = _tensors_by_sort(load, unit)
     leaves = without_unsaved(unit, unit.hooks.model_state(unit))
-    misfits = load.fill(f"{unit.name}: model/", leaves, without_unsaved(unit, tensors["model"]))
+    misfits = load.plan_copy(f"{unit.name}: model/", leaves, without_unsaved(unit, tensors["model"]))
     _plan_extra(load, unit, without_unsaved(unit, saved["extra"]))
     return UnitPlan(unit, saved, leaves, **tensors, misfits=misfits)
 
@@ -189,5 +189,5 @@ def _plan_extra(load: Restoration, unit: Unit, saved: Mapping[str, Any]) -> None
             here = {name: present[keys[key]] for name, key in names.items() if keys[key] in present}
             takeable += [keys[key] for key in names.values()]
             what = f"extra state of {unit.name}: {', '.join(names.values())} ({class_of(module)})"
-            load.give(what, encoded, partial(restore_extra, module, here))
+            load.plan_call(what, encoded, partial(restore_extra, module, here))
     load.problems.compare(f"{unit.name}: extra state ", saved, [*present, *takeable])

@@ -47,12 +47,12 @@ def plan(load: Restoration) -> None:
     for what, item, encoded in registered:
         value = put_together(load.checkpoint.decode(encoded, what), cache(item.state_dict), what)
         load.calls.append((what, partial(item.load_state_dict, value)))
-    load.give("extra", saved.get("extra", {}), load.extra.update)
+    load.plan_call("extra", saved.get("extra", {}), load.extra.update)
     for name, encoded in saved.get("run", {}).items():
         what = f"state of plugin {name}"
         take = getattr(run.plugins.get(name), "load_state_dict", None)
         if take is not None:
-            load.give(what, encoded, take)
+            load.plan_call(what, encoded, take)
         else:
             load.problems.warn(f"{what}, which is not in this stack, is left out")
 

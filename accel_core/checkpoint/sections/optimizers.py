@@ -97,11 +97,10 @@ def plan(load: Restoration) -> None:
 class _UnitOptimizers:
     """Compares one unit's optimizers and schedulers with the saved ones."""
 
-    def __init__(self, load: Restoration, each: UnitPlan) -> None:
-        self.load, self.problems, self.of_unit, self.unit = load, load.problems, each, each.unit
-        self.unclaimed = {
-            each.unit.names.aliases.get(name, name): saved for name, saved in _saved_parameters(load, each)
-        }
+    def __init__(self, load: Restoration, of_unit: UnitPlan) -> None:
+        self.load, self.problems, self.of_unit, self.unit = load, load.problems, of_unit, of_unit.unit
+        aliases = self.unit.names.aliases
+        self.unclaimed = {aliases.get(name, name): saved for name, saved in _saved_parameters(load, of_unit)}
         """Saved parameters that no optimizer of this run has claimed yet."""
         self.regrouped: set[Optimizer] = set()
         """Optimizers with parameters whose group has another number in the checkpoint."""
@@ -116,7 +115,8 @@ class _UnitOptimizers:
         left = [parameter for parameter in self.unclaimed if parameter not in elsewhere]
         self.problems.compare(f"{unit.name}: optimizer state of ", left, ())
         for what, scheduler, encoded in schedulers:
-            if scheduler.optimizer in self.regrouped:  # its state has values of each group, by number
+            proxy = load.run.prepared.proxy_of(scheduler.optimizer)  # of either form that it was made with
+            if proxy is not None and proxy.optimizer in self.regrouped:  # it has a value per group, by number
                 regrouped = "its optimizer has other groups, or has them in another order"
                 self.problems.fatal.append(f"{what}: {regrouped}")
             state = load.checkpoint.decode(encoded, what)

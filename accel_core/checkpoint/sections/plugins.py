@@ -92,7 +92,7 @@ def _plan_unit(load: Restoration, each: UnitPlan, sources: Sources) -> None:
     for plugin in sorted(begins_anew):
         load.problems.warn(f"{unit.name}: it has no state of plugin {plugin}, which begins anew")
     stored = {key: each.plugins[key] for key in leaves if key in each.plugins}
-    for key in sorted(load.fill(f"{unit.name}: plugins/", leaves, stored)):
+    for key in sorted(load.plan_copy(f"{unit.name}: plugins/", leaves, stored)):
         load.problems.fatal.append(f"{unit.name}: {key} belongs to a plugin, and is taken whole")
     for scope, plugin, encoded in _plain_entries(unit, sources):
         entries = taken.setdefault(plugin, {})
