@@ -45,7 +45,7 @@ class Names:
         self._renamed: list[dict[str, str]] = []
         """Per model: current name -> the user's name, if the names differ."""
         self._parts: list[list[tuple[str, str, Any]]] = []
-        """Per model, during `prepare`: (name in the model, the name without wrapper parts, tensor or module)."""
+        """Per model, during `prepare`: (name in the model, name without wrapper parts, tensor or module)."""
 
     # -- asked at any time ------------------------------------------------------------------------
 

@@ -79,7 +79,7 @@ class PreparedObjects:
         return None if place is None else place[0]
 
     def inside_copy(self, model: nn.Module, keep_compiled: bool = True) -> nn.Module:
-        """Return the module inside a copy of a prepared model, or inside a model prepared before `free_memory`.
+        """Return the module inside a copy of a prepared model, or a model prepared before `free_memory`.
 
         Other models are returned unchanged.
 
