@@ -56,7 +56,7 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module], None]) -> Call
 
     def end() -> None:
         active.clear()
-        if module._compiled_call_impl is called:  # else a later hook has wrapped this function and still calls it
+        if module._compiled_call_impl is called:  # else a later hook wraps this function and calls it
             module._compiled_call_impl = compiled
 
     module._compiled_call_impl = called

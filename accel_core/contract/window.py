@@ -40,8 +40,8 @@ class Window:
         boundary: whether the current micro-batch is the window's last.
         awaits_backward: whether the current micro-batch may still get its gradients: the program is inside
             the micro-batch and has called neither backward nor clip nor step of a prepared object.
-        divisor: divides each micro-batch's loss: the window's size; if losses are sums over items, the number
-            of items per loss.
+        divisor: divides each micro-batch's loss: the window's size; if losses are sums over items, the items
+            of all ranks divided by the number of ranks that compute losses.
         items: (items of this rank, items of all ranks) if losses are sums over items.
         number: number of the window: 1 before the first window, then 2, 3 and so on.
 
@@ -68,7 +68,7 @@ class Window:
         self.items: tuple[Tensor | float, Tensor | float] | None = None
         self.number = 1
         self.deferred_zero_grads: dict[Any, Callable[[], object]] = {}
-        """Optimizer -> function that clears its gradients when the next window begins, unless backward comes."""
+        """Optimizer -> function that clears its gradients as the next window begins, if no backward comes."""
 
     # -- queries ----------------------------------------------------------------------------------
 
