@@ -68,7 +68,7 @@ class Hooks:
         self._layers = dict(sorted(layers.items(), key=itemgetter(1)))
 
     def implementations(self, hook: str) -> list[Implementation]:
-        """Return the implementations of the hook, bottom layer first; empty if no package declares the hook."""
+        """Return the implementations of the hook, bottom layer first; empty for undeclared hooks."""
         caller, found = self._callers.get(hook), []
         if caller is None or caller.spec is None:
             return []

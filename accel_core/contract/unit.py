@@ -252,7 +252,7 @@ class Unit:
     def set_forward_is_collective(self, value: bool = True) -> None:
         """Declare that a forward alone needs all ranks.
 
-        Any plugin may call this, in a hook of `prepare`. False leaves what another plugin declared.
+        Any plugin may call this, in a hook of `prepare`. False does not undo another plugin's declaration.
         """
         self.forward_is_collective = self.forward_is_collective or value
 

@@ -223,7 +223,7 @@ def plan_prepare(
 
 
 def _inside(thing: Any) -> Any:
-    """Return the object inside a prepared one of another run, or from before `free_memory`."""
+    """Return the object inside an object that another run has prepared, or this run before `free_memory`."""
     if isinstance(thing, PreparedOptimizer):
         return thing.optimizer
     if isinstance(thing, PreparedScheduler):
