@@ -44,28 +44,31 @@ class Hooks:
 
     There are three ways to call a hook:
 
-    * `hooks.NAME(...)` gives the answer of all plugins together, by the kind of the hook. It is the
-      usual way; `hooks["PACKAGE.NAME"](...)` calls a hook that a package declares. A plugin's
-      `self.below.NAME(...)` is the same for an owner hook, by the layers below the plugin. For other kinds it
-      answers nothing, or the value as it is: the layers below are asked anyway.
-    * `hooks.step("NAME")` gives the callable, or None where no plugin does anything; callers then
-      leave the call out. `unit.steps.NAME` is that, bound once per unit for hooks of each step.
-    * `hooks.implementations("NAME")` gives each plugin's method apart, where the caller has to know
+    * `hooks.NAME(...)` returns the combined result of all plugins, by the kind of the hook. This is the
+      usual way; `hooks["PACKAGE.NAME"](...)` calls a hook that a package declares. In a plugin,
+      `self.below.NAME(...)` calls an owner hook of the layers below the plugin. For other kinds of hooks
+      `self.below` returns nothing, or the value unchanged: core calls the layers below anyway.
+    * `hooks.step("NAME")` returns the callable, or None if no plugin does anything; callers then leave the
+      call out. `unit.steps.NAME` is this callable, bound once per unit for per-step hooks.
+    * `hooks.implementations("NAME")` returns each plugin's method separately, for callers that must know
       which plugin answers.
     """
 
     def __init__(self, callers: pluggy.HookRelay, layers: Mapping[str, int], *, below: bool = False) -> None:
         """Take the implementations of some plugins.
 
-        callers: pluggy's hooks by name. layers: plugin -> layer; equal ones stay in this order. below: for a
-        plugin's `below`, where only owners answer: core itself asks every plugin for other hooks.
+        Args:
+            callers: pluggy's hooks by name.
+            layers: plugin -> layer. Plugins of the same layer keep this order.
+            below: True for a plugin's `below`, which has owner hooks only: core calls the other hooks of
+                every plugin itself.
         """
         self._below = below
         self._callers: Mapping[str, pluggy.HookCaller] = vars(callers)
         self._layers = dict(sorted(layers.items(), key=itemgetter(1)))
 
     def implementations(self, hook: str) -> list[Implementation]:
-        """Return the implementations of the hook, bottom layer first; none of a package that is not here."""
+        """Return the implementations of the hook, bottom layer first; empty for undeclared hooks."""
         caller, found = self._callers.get(hook), []
         if caller is None or caller.spec is None:
             return []
@@ -164,10 +167,9 @@ def _answers(hook: str, methods: Sequence[Implementation], combine: Combine) -> 
 def _with_parameters(
     hook: str, wanted: Sequence[str], taken: Sequence[str], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Make an adapter with all parameters of the spec for `call`, which takes some.
+    """Return a function with all parameters of the spec, which calls `call` with the parameters it takes.
 
-    The adapter is generated, because it stands in every step: a closure with *args costs four times
-    as much.
+    The function is generated because it runs in every step: a closure with *args takes four times as long.
     """
     code = _adapter_code(hook, tuple(wanted), tuple(taken))
     adapter: Callable[..., Any] = eval(code, {"call": call})  # noqa: S307  all names in it are our specs'
@@ -190,7 +192,7 @@ class Steps:
             if caller.spec is not None and caller.spec.function.accel_spec.per_step:  # type: ignore[attr-defined]
                 setattr(self, hook, hooks.step(hook))
 
-    if TYPE_CHECKING:  # the attributes are those of the specs
+    if TYPE_CHECKING:  # one attribute per hook spec
 
         def __getattr__(self, hook: str) -> Any: ...
 
@@ -199,7 +201,7 @@ class Steps:
 
 
 def merge(hook: str, answers: Sequence[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Merge mappings. Two answers for one key are an error."""
+    """Merge mappings; raise PluginError if two plugins return the same key."""
     merged: dict[str, Any] = {}
     owners: dict[str, str] = {}
     for plugin, answer in answers:
@@ -223,14 +225,14 @@ def concatenate(hook: str, answers: Sequence[tuple[str, Iterable[Any]]]) -> list
 def enter(
     hook: str, answers: Sequence[tuple[str, AbstractContextManager[Any]]]
 ) -> AbstractContextManager[Any]:
-    """Return one context that enters all of them, bottom layer first."""
+    """Return a context that enters the contexts of all plugins, bottom layer first."""
     return answers[0][1] if len(answers) == 1 else _entered([context for _, context in answers])
 
 
 def compose(
     hook: str, answers: Sequence[tuple[str, Callable[[], AbstractContextManager[Any]]]]
 ) -> Callable[[], AbstractContextManager[Any]] | None:
-    """Return one factory of contexts from several; None from none."""
+    """Return a factory of the contexts of all factories; None if there is no factory."""
     factories = [factory for _, factory in answers]
     if len(factories) < 2:
         return factories[0] if factories else None

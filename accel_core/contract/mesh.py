@@ -80,7 +80,7 @@ class MeshDim:
 
 
 def arrange(dims: Iterable[MeshDim], ranks: int) -> tuple[MeshDim, ...]:
-    """Return the dimensions outermost first, none of size -1, their product `ranks`.
+    """Return the dimensions outermost first, with sizes that are known and whose product is `ranks`.
 
     Equal dimensions count once. If no dimension splits samples or has size -1, the remaining ranks form
     `dp_replicate`: ranks that no dimension describes read different data, as they do without a mesh.
@@ -152,7 +152,7 @@ class Mesh:
         return index
 
     def names(self, *splits: Splits) -> tuple[str, ...]:
-        """Return the names of dimensions with one of these splits (default: any), outermost first."""
+        """Return the names of the dimensions that split any of `splits` (default: all), outermost first."""
         return tuple(dim.name for dim in self.dims if not splits or dim.splits in splits)
 
     def stream(self) -> int | None:

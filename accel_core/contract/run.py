@@ -21,7 +21,7 @@ def current() -> Run:
     """Return the only live run.
 
     Raises:
-        AccelError: there is none, or several.
+        AccelError: no run or several runs are live.
     """
     runs = live()
     if len(runs) == 1:

@@ -12,12 +12,14 @@ if TYPE_CHECKING:
 
 
 def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], None]:
-    """Call a hook before each step of the optimizer.
+    """Call a hook before each step of the optimizer; return a function that removes the hook.
 
-    The returned function ends it. Like `optimizer.register_step_pre_hook`, which wrappers of optimizers
-    lack that never call the `__init__` of `torch.optim.Optimizer`.
+    Works like `optimizer.register_step_pre_hook`, also for wrappers of optimizers that never call the
+    `__init__` of `torch.optim.Optimizer` and therefore lack this method.
 
-    hook: (optimizer, arguments with the optimizer first, keywords) -> None, or both anew.
+    Args:
+        optimizer: any optimizer, or a wrapper of one.
+        hook: (optimizer, arguments with the optimizer first, keywords) -> None, or new (arguments, keywords).
     """
     if hasattr(optimizer, "_optimizer_step_pre_hooks"):
         return optimizer.register_step_pre_hook(hook).remove
@@ -36,10 +38,10 @@ def before_step(optimizer: Optimizer, hook: Callable[..., Any]) -> Callable[[], 
 
 
 def before_forward(module: nn.Module, hook: Callable[[nn.Module], None]) -> Callable[[], None]:
-    """Call a hook before each forward of the module, first of all hooks.
+    """Call a hook before each forward of the module and before all other hooks; return a remover.
 
-    The returned function ends it. Unlike hooks that are registered with a module that is compiled in place,
-    it is outside of what is compiled.
+    If the module is compiled in place, the hook runs outside the compiled code, unlike hooks that are
+    registered with the module.
     """
     compiled = module._compiled_call_impl
     if compiled is None:
@@ -54,7 +56,7 @@ def before_forward(module: nn.Module, hook: Callable[[nn.Module], None]) -> Call
 
     def end() -> None:
         active.clear()
-        if module._compiled_call_impl is called:  # else another hook came later, and calls this one
+        if module._compiled_call_impl is called:  # else a later hook wraps this function and calls it
             module._compiled_call_impl = compiled
 
     module._compiled_call_impl = called

@@ -1,4 +1,4 @@
-"""A run as plugins and the lower rooms see it, and a unit: what per-step hooks are bound for."""
+"""The interface of a run for plugins and lower rooms, and the unit, for which per-step hooks are bound."""
 
 from __future__ import annotations
 
@@ -27,17 +27,15 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True)
 class StepOutput:
-    """Result of `forward_backward`.
-
-    loss: the micro-batches' losses, each divided as for its backward, together (0-dim, detached): their mean,
-        or by the items of all ranks, so that the mean over ranks is that of all items.
-    valid: whether this rank has the loss (pipelines: the last stage).
-    outputs: what `forward_loss` returned beside each loss.
-    """
+    """Result of `forward_backward`."""
 
     loss: Tensor
+    """Sum of the micro-batches' losses, each divided as for its backward (0-dim, detached): their mean, or,
+    if items are counted, a share whose mean over ranks is the mean loss of all items."""
     valid: bool = True
+    """True if this rank has the loss (pipelines: the last stage)."""
     outputs: tuple[Any, ...] = ()
+    """The second result of `forward_loss` for each micro-batch."""
 
 
 class Run(Protocol):
@@ -48,7 +46,7 @@ class Run(Protocol):
 
     run_id: str
     process: int
-    """The process that made it."""
+    """Id of the process that created the run."""
     ended: bool
     config: RunConfig
     resolved: Any
@@ -56,11 +54,11 @@ class Run(Protocol):
     stack: Any
     """The chosen plugins (`runtime/selection`)."""
     plugins: Mapping[str, object]
-    """Name or alias -> instance, of the stack's plugins and the user's own trackers."""
+    """Name or alias -> instance: the stack's plugins and the user's own trackers."""
     configs: Mapping[str, object]
-    """The config object that each was made with; None of one without options."""
+    """Name or alias -> the plugin's config object; None for plugins without options."""
     cards: Mapping[str, Card]
-    """The card of each of those plugins, by the same names."""
+    """Name or alias -> the plugin's card."""
     environment: list[str]
     environment_notes: list[str]
     world: World
@@ -68,27 +66,28 @@ class Run(Protocol):
     mesh: Mesh | None
     topology: Topology
     mark_step: Callable[..., Any] | None
-    """The device's per-step hook of that name; None where nothing is to be marked."""
+    """The device's hook `mark_step`; None if its plugin does nothing there."""
     observe_collective: Callable[[str, bool], None] | None
-    """The hook `collective`; None where no plugin follows it."""
+    """The hook `collective`; None if no plugin implements it."""
     after_backward: list[Callable[[Sequence[Unit]], object]]
-    """Called after each backward with the units that it trained."""
+    """Functions to call after each backward with the units that the loss trains."""
     prepared: Any
-    """All that the run has prepared (`PreparedObjects`)."""
+    """The objects that the run has prepared (`PreparedObjects`)."""
     registered: list[Any]
     unsaved_models: list[nn.Module]
-    """Prepared models whose weights are in no saved state: their program keeps them."""
+    """Prepared models whose weights no checkpoint contains: the program saves them itself."""
     accumulation: Any
     """The innermost `accumulate` that is entered."""
     accumulation_steps: int
     windows: Sequence[Window]
-    """Windows of the innermost `accumulate`, or of the one entered last."""
+    """Windows of the innermost `accumulate`; outside, of the last `accumulate` that was entered."""
     active_loaders: list[Any]
-    trained_from: set[Any]
     """The prepared loaders that are being iterated, the innermost last."""
+    trained_from: set[Any]
+    """The prepared loaders in whose loops optimizers have stepped."""
     trackers: Any
     checkpoints: Any
-    """The run's checkpoint session: saves, loads, and what one leaves to the next."""
+    """The run's checkpoint session: saves, loads, and the state that they share."""
 
     @property
     def hooks(self) -> Hooks:
@@ -96,33 +95,33 @@ class Run(Protocol):
 
     @property
     def units(self) -> list[Unit]:
-        """The units of what is prepared."""
+        """The units of the prepared objects."""
 
     @property
     def window(self) -> Window:
-        """The innermost current window, or the one used last."""
+        """The innermost current window; outside, the last window."""
 
     @property
     def communication_backends(self) -> Mapping[str, str]:
         """Torch device type -> torch.distributed backend, of the run's device and the CPU."""
 
     def collectives(self, dim: str = "world") -> Collectives:
-        """Return collectives over a dimension. The first call for one is collective."""
+        """Return collectives over a mesh dimension. The first call for each dimension is collective."""
 
     def make_unit(self, name: str | None, strategy: str | None, made: Sequence[Unit] = ()) -> Unit:
-        """Return a unit without objects, its hooks resolved for its strategy."""
+        """Return a unit without objects, with the hooks of its strategy's stack."""
 
     def use_strategy(self, alias: str) -> None:
-        """Have later calls of `prepare` that name no strategy use this one."""
+        """Set the default strategy of later calls of `prepare`."""
 
     def drop_accumulations(self) -> None:
-        """Forget each `accumulate` that is entered."""
+        """Drop all entered contexts of `accumulate`."""
 
     def require_alive(self) -> None:
         """Raise AccelError after `end_training`."""
 
     def end(self, *, failed: bool = False) -> None:
-        """Release units and process group; the run cannot be used afterwards."""
+        """Release units and the process group; the run cannot be used afterwards."""
 
 
 @define(eq=False, repr=False, kw_only=True)
@@ -130,50 +129,56 @@ class Unit:
     """Models with their optimizers, schedulers and one strategy.
 
     An optimizer joins all models whose parameters it holds. A model without an optimizer is a unit too.
-
-    given: what the user prepared. wrapped: the module that `prepare` returned for each, which the user trains
-    with. models: the module inside, the user's own unless a transform replaced it. All three in the same
-    order. optimizers: what `wrap_optimizer` returned. schedulers: the user's own.
-    plugin: the strategy's instance, for what only that strategy offers. mesh: that of its strategy's stack.
-    name: of the unit; checkpoints keep its state under it. strategy: the alias of its strategy. run: its run.
-    config: the strategy's options, completed. window: the micro-batches of its current step. scaler: the loss
-    scaler, None without one. hooks: those of its stack; per-step hooks are bound in `steps`.
+    `given`, `models` and `wrapped` have the same order.
     """
 
     name: str
+    """The unit's name, under which checkpoints keep its state."""
     run: Run
     strategy: str
+    """Alias of the strategy."""
     plugin: Any
+    """The strategy's instance, for methods that only this strategy has."""
     strategy_owns_backward: bool = False
     """True if the strategy implements `backward`: no other unit can share a loss."""
     hooks: Hooks
+    """The hooks of the strategy's stack."""
     steps: Steps
+    """The per-step hooks, bound."""
     window: Window
+    """The micro-batches of the current step."""
     step_state: Any
-    """The gradients' state in the current step; core's own (`training/step_state`)."""
+    """State of the gradients in the current step; private to core (`training/step_state`)."""
     names: Any
     """Name <-> parameter (`training/names`)."""
     changes: Any = None
-    """Guard of what its strategy cannot follow, if anything; core's own (`training/changes`)."""
+    """Guard against changes that the strategy cannot follow; private to core (`training/changes`)."""
     mesh: Mesh | None = None
+    """The mesh of the strategy's stack."""
     given: list[nn.Module] = field(factory=list)
+    """The modules that the user passed to `prepare`."""
     models: list[nn.Module] = field(factory=list)
+    """The modules inside the wrapped models: the user's own unless a transform replaced them."""
     wrapped: list[nn.Module] = field(factory=list)
+    """The modules that `prepare` returned, which the user trains with."""
     config: Any = None
-    """The strategy's config, completed."""
+    """The strategy's options, with values that follow from the unit's objects."""
     optimizers: list[Optimizer] = field(factory=list)
+    """The results of `wrap_optimizer`."""
     schedulers: list[Any] = field(factory=list)
+    """The user's own schedulers, or an engine's."""
     scaler: GradScaler | None = None
+    """The loss scaler; None without one."""
     detach: list[Callable[[], None]] = field(factory=list)
-    """Take the autocast hooks off the models again."""
+    """Functions that remove the autocast hooks from the models."""
     stream: Any = None
-    """Random stream for forwards that must not draw from the process's own streams."""
+    """Random stream of the unit's forwards; None: they draw from the process's own streams."""
     forward_is_collective: bool = False
     """True if a forward alone needs all ranks; see `set_forward_is_collective`."""
     build_each: Callable[[], None] | None = None
-    """Wraps new models and optimizers by their own hooks, while `prepare_unit` is called; core's own."""
+    """Wraps new models and optimizers one by one; set while `prepare_unit` runs; private to core."""
     weights_are_whole: bool = False
-    """True if each rank holds whole parameters whatever the card says; see `set_weights_are_whole`."""
+    """True if each rank holds whole parameters without a card that says it; see `set_weights_are_whole`."""
     rehearses: bool = False
     """True in a forward on meaningless numbers; see `rehearsal`."""
 
@@ -189,30 +194,30 @@ class Unit:
             return window.is_begun
         dropped = () if window.awaits_backward else window.deferred_zero_grads
         held = [each for each in state.phases if each is not None and each not in dropped]
-        # Their strategy may keep gradients elsewhere than in the parameters, some until they are reduced.
+        # A strategy may keep gradients outside the parameters, some strategies until they are reduced.
         kept = self.steps.zero_grad is not None and (self.strategy_owns_backward or state.is_partial)
         return any(kept or any(p.grad is not None for g in o.param_groups for p in g["params"]) for o in held)
 
     @property
     def offers(self) -> AbstractSet[str]:
-        """The capability words of its strategy's card."""
+        """The capability words of the strategy's card."""
         return self.run.cards[self.strategy].offers
 
     @property
     def has_whole_weights(self) -> bool:
-        """True if each rank holds whole parameters, by its strategy's card or its plugin's word."""
+        """True if each rank holds whole parameters, by the strategy's card or `set_weights_are_whole`."""
         return self.weights_are_whole or "whole_weights" in self.offers
 
     @property
     def is_in_no_sync(self) -> bool:
-        """True inside a context in which gradients are not reduced, `accumulate` aside."""
+        """True inside a context without reduction, other than `accumulate`."""
         return bool(self.step_state.no_sync_depth)
 
     @contextmanager
     def without_reduction(self, models: Sequence[nn.Module] | None = None) -> Iterator[None]:
-        """Leave the gradients of these models (wrapped; default: all of the unit) to this rank.
+        """Keep the gradients of these models (wrapped; default: all of the unit) local to this rank.
 
-        Also where the strategy reduces at a step: one inside applies what is there.
+        If the strategy reduces at a step, a step inside the context applies this rank's gradients.
         """
         no_sync, models = self.steps.no_sync, self.wrapped if models is None else models
         with nullcontext() if no_sync is None else no_sync(self, models), self.step_state.without_reduction():
@@ -223,11 +228,11 @@ class Unit:
         self.scaler = scaler
 
     def use_build(self, build: Callable[[], None] | None) -> None:
-        """Wrap new objects by this function when `prepare_unit` asks the base to; None: when it has ended."""
+        """Set the function by which the base's `prepare_unit` wraps new objects; None afterwards."""
         self.build_each = build
 
     def use_stream(self, stream: Any) -> None:
-        """Have forwards draw random numbers from this stream; None: from the process's own."""
+        """Make forwards draw random numbers from this stream; None: from the process's own streams."""
         self.stream = stream
 
     def use_config(self, config: Any) -> None:
@@ -241,28 +246,28 @@ class Unit:
             self.step_state.require_custom_step()
 
     def note_unreduced(self) -> None:
-        """Say, in a backward, that its gradients stay unreduced: none may step before another."""
+        """Declare, in a backward, that its gradients stay unreduced: no step may come before another."""
         self.step_state.open(self.optimizers, partial=True)
 
     def set_forward_is_collective(self, value: bool = True) -> None:
         """Declare that a forward alone needs all ranks.
 
-        Any plugin may call this, in a hook of `prepare`. False leaves what another plugin declared.
+        Any plugin may call this, in a hook of `prepare`. False does not undo another plugin's declaration.
         """
         self.forward_is_collective = self.forward_is_collective or value
 
     def set_weights_are_whole(self, value: bool = True) -> None:
-        """Declare that each rank holds whole parameters, where the strategy's options decide it.
+        """Declare that each rank holds whole parameters, for strategies whose options decide this.
 
-        Where they always are, the card offers `whole_weights`.
+        Strategies that always keep whole parameters offer `whole_weights` in their card instead.
         """
         self.weights_are_whole = value
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Run a forward on meaningless numbers, of which no plugin keeps anything.
+        """Mark a forward on meaningless numbers, for strategies that learn shapes from a forward.
 
-        For strategies that learn shapes by it. A plugin that keeps figures of its inputs asks `rehearses`.
+        Plugins that record statistics of inputs must skip them while `rehearses` is True.
         """
         self.rehearses = True
         try:
@@ -273,9 +278,14 @@ class Unit:
     def whole_window(
         self, batches: Iterator[Any], microbatches: int | None
     ) -> AbstractContextManager[list[Any]]:
-        """Run the next batches as one window, in its step's context.
+        """Take the next batches as one window; return the window's step context, which yields them.
 
-        Raises StopIteration where there are fewer, as `next` does.
+        Args:
+            batches: iterator over micro-batches.
+            microbatches: number of micro-batches; None: the window's size.
+
+        Raises:
+            StopIteration: `batches` has fewer.
         """
         taken = [next(batches) for _ in range(microbatches or self.window.size)]
         self.window.fill(len(taken))
@@ -288,10 +298,7 @@ class Unit:
             yield taken
 
     def begin_anew(self) -> None:
-        """Return to before a window's first micro-batch, and clear gradients.
-
-        Checkpoints are of this state.
-        """
+        """Return to the state before a window, in which checkpoints are saved, and clear gradients."""
         self.window.begin_anew()
         self.run.drop_accumulations()
         self.step_state.clean_all()
@@ -301,12 +308,12 @@ class Unit:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Tied weights: alias -> the name under which the weight is kept."""
+        """Tied weights: alias -> the name of the weight in saved state."""
         aliases: Mapping[str, str] = self.names.aliases
         return aliases
 
     def add_models(self, originals: Sequence[nn.Module]) -> None:
-        """Take models that are not wrapped yet."""
+        """Add models that are not wrapped yet."""
         self.given.extend(originals)
         self.names.begin(originals)
 
@@ -322,9 +329,11 @@ class Unit:
         return named
 
     def qualify(self, number: int, name: str) -> str:
-        """Return the name that a part of a model is kept under.
+        """Return the name of a part of a model in saved state.
 
-        number: of the model in the unit. name: of a parameter, buffer or module in the model as it is now.
+        Args:
+            number: number of the model in the unit.
+            name: present name of a parameter, buffer or module in the model.
         """
         kept: str = self.names.qualify(number, name)
         return kept

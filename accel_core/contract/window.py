@@ -17,15 +17,14 @@ if TYPE_CHECKING:
 
 @frozen(kw_only=True, eq=False)
 class WindowSize:
-    """A window as it is known before its first micro-batch.
-
-    size: its micro-batches. divisor: of each micro-batch's loss; a tensor (0-dim) where items were counted.
-    items: those of this rank and of all ranks, where losses are sums over items.
-    """
+    """The size of a window, known before its first micro-batch."""
 
     size: int
+    """Number of micro-batches."""
     divisor: Tensor | float
+    """Divides each micro-batch's loss; a 0-dim tensor if items were counted on a device."""
     items: tuple[Tensor | float, Tensor | float] | None = None
+    """(items of this rank, items of all ranks) if losses are sums over items."""
 
 
 _STATE: Final = ("awaits_backward", "boundary", "divisor", "index", "items", "number", "size")
@@ -35,16 +34,18 @@ _STATE: Final = ("awaits_backward", "boundary", "divisor", "index", "items", "nu
 class Window:
     """The micro-batches of one optimizer step, counted by core alone.
 
-    index: 0-based number of the current micro-batch in the window; -1 before the first.
-    size: micro-batches per window, unless the loader ends earlier.
-    boundary: whether the current micro-batch is the window's last.
-    awaits_backward: whether the micro-batch's gradients may still be to come: it is entered, and neither a
-        backward nor clipping nor a step of ours has been called, and it is not left.
-    divisor: of each micro-batch's loss: the window's size, or where losses are sums over items that many.
-    items: those of this rank and of all ranks, where losses are sums over items.
-    number: of the window, counted from 1 for what comes before the first.
+    Attributes:
+        index: 0-based number of the current micro-batch in the window; -1 before the first.
+        size: micro-batches per window, unless the loader ends earlier.
+        boundary: whether the current micro-batch is the window's last.
+        awaits_backward: whether the current micro-batch may still get its gradients: the program is inside
+            the micro-batch and has called neither backward nor clip nor step of a prepared object.
+        divisor: divides each micro-batch's loss: the window's size; if losses are sums over items, the items
+            of all ranks divided by the number of ranks that compute losses.
+        items: (items of this rank, items of all ranks) if losses are sums over items.
+        number: number of the window: 1 before the first window, then 2, 3 and so on.
 
-    The states of a micro-batch, and what the calls of an optimizer do in each:
+    The effect of an optimizer's calls in each state of a micro-batch:
 
         micro-batch         awaits backward  step        zero_grad
         the only one        either           applies     clears
@@ -67,9 +68,9 @@ class Window:
         self.items: tuple[Tensor | float, Tensor | float] | None = None
         self.number = 1
         self.deferred_zero_grads: dict[Any, Callable[[], object]] = {}
-        """By optimizer: clears as the next window begins, if nothing came first."""
+        """Optimizer -> function that clears its gradients as the next window begins, if no backward comes."""
 
-    # -- what is asked ----------------------------------------------------------------------------
+    # -- queries ----------------------------------------------------------------------------------
 
     @property
     def is_begun(self) -> bool:
@@ -77,9 +78,12 @@ class Window:
         return not self.boundary and (self.index > 0 or not self.awaits_backward)
 
     def cleared(self, clean_from: int) -> int | None:
-        """Return the number of the first window whose gradients a `zero_grad` now would leave alone.
+        """Return the number of the first window whose gradients a `zero_grad` now would not clear.
 
-        None where it clears nothing, by the table above. clean_from: what the last one that cleared got here.
+        Return None if this `zero_grad` clears nothing, by the table above.
+
+        Args:
+            clean_from: the result for the optimizer's last `zero_grad` that cleared gradients.
         """
         if self.boundary:
             if self.awaits_backward:
@@ -89,7 +93,7 @@ class Window:
         return self.number if clears else None
 
     def part_of(self, loss: Tensor) -> Tensor:
-        """Return the micro-batch's part of the window's loss: `loss` by the divisor."""
+        """Return the micro-batch's part of the window's loss: `loss` divided by `divisor`."""
         divisor = self.divisor
         if isinstance(divisor, float | int):
             return loss if divisor == 1 else loss / divisor
@@ -100,9 +104,11 @@ class Window:
     # -- micro-batch by micro-batch ---------------------------------------------------------------
 
     def enter(self, last: bool, window_size: WindowSize | None = None) -> None:
-        """Begin the next micro-batch: of this window, or after its boundary of a new one.
+        """Begin the next micro-batch of this window, or after its boundary the first of a new window.
 
-        window_size: of a new window. Default: the size that is set, and a mean over it.
+        Args:
+            last: the loader ends with this micro-batch, and the window with it.
+            window_size: size of a new window. Default: the configured size, and a mean over its losses.
         """
         if self.boundary:
             if self.deferred_zero_grads:
@@ -122,7 +128,7 @@ class Window:
         self.size, self.divisor, self.items = window_size.size, window_size.divisor, window_size.items
 
     def note_backward(self) -> None:
-        """Note that later calls come after the backward of the current micro-batch."""
+        """Record that the backward of the current micro-batch has come."""
         self.awaits_backward = False
         if self.deferred_zero_grads:
             self.deferred_zero_grads = {}
@@ -132,24 +138,24 @@ class Window:
         self.awaits_backward = False
 
     def defer_zero_grad(self, optimizer: Any, clear: Callable[[], object]) -> None:
-        """Put off a `zero_grad` that may stand before the last forward."""
+        """Defer a `zero_grad` that may stand before the last forward."""
         self.deferred_zero_grads[optimizer] = clear
 
     def run_deferred_zero_grads(self) -> None:
-        """Clear what was put off until the next window."""
+        """Run the deferred calls of `zero_grad`."""
         self.awaits_backward = False
         for clear in self.deferred_zero_grads.values():
             clear()
-        self.deferred_zero_grads = {}  # last: Ctrl-C may come before
+        self.deferred_zero_grads = {}  # last: after Ctrl-C in the loop, all calls can run again
 
     def mark_last(self, last: bool) -> None:
         """Make the current micro-batch the window's last, or not."""
         self.boundary = last
 
-    # -- as a whole -------------------------------------------------------------------------------
+    # -- windows run as a whole -------------------------------------------------------------------
 
     def begin_whole(self, window_size: WindowSize | None) -> None:
-        """Begin a window that is run as a whole."""
+        """Begin a window that a strategy runs as a whole."""
         self.index, self.size, self.divisor, self.items = -1, self._next, self._next, None
         self.boundary, self.number = False, self.number + 1
         if window_size is not None:
@@ -162,11 +168,11 @@ class Window:
         self.index, self.size, self.boundary = count - 1, count, True
 
     def end_whole(self) -> None:
-        """End a window that was run as a whole; the next one has the size that is set."""
+        """End a window that was run as a whole; the next window has the configured size."""
         self.size = self._next
         self.awaits_backward = False
 
-    # -- set from outside -------------------------------------------------------------------------
+    # -- changes from outside ---------------------------------------------------------------------
 
     def begin_anew(self) -> None:
         """Return to before a window's first micro-batch."""
@@ -174,7 +180,7 @@ class Window:
         self.boundary, self.awaits_backward, self.deferred_zero_grads = True, True, {}
 
     def resize(self, size: int, *, current: bool) -> None:
-        """Set the size of windows from the next one on; of the current one too, if asked."""
+        """Set the size of all later windows; with `current`, of the current window too."""
         self._next = size
         if current:
             self.size = size
@@ -182,14 +188,11 @@ class Window:
                 self.divisor = size
 
     def snapshot(self) -> tuple[Any, ...]:
-        """Return the state that `restore` takes."""
+        """Return the window's state, for `restore`."""
         return tuple(getattr(self, name) for name in _STATE)
 
     def restore(self, state: tuple[Any, ...]) -> None:
-        """Return to the state of this snapshot.
-
-        A size for later windows that was set in the meantime stays.
-        """
+        """Return to the state of a snapshot; a size set for later windows since then stays."""
         for name, value in zip(_STATE, state, strict=True):
             setattr(self, name, value)
 

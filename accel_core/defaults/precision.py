@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 def autocast(run: Run, handler: AutocastKwargs | None = None) -> AbstractContextManager[Any]:
-    """Return the run's autocast, of all its plugins' contexts.
+    """Return the autocast context of the run, which enters the contexts of all plugins.
 
-    handler: other settings for what is inside.
+    handler: settings for the code inside, instead of the run's.
     """
     unit = run.units[0] if run.units else run.make_unit(None, None)
     factory = unit.hooks.autocast(unit)
@@ -54,9 +54,9 @@ def get_grad_scaler(
     """Return a loss scaler for the device of a run; `prepare` makes its own.
 
     Args:
-        distributed_type: accepted and not needed: the device decides.
-        run: needed where there are several.
-        kwargs: for torch's GradScaler.
+        distributed_type: accepted and ignored: the device decides.
+        run: required if the process has several runs.
+        kwargs: passed to torch's GradScaler.
     """
     return GradScaler((run or current()).device.type, **kwargs)
 
@@ -64,7 +64,7 @@ def get_grad_scaler(
 def get_mixed_precision_context_manager(
     native_amp: bool = False, autocast_kwargs: AutocastKwargs | None = None, *, run: Run | None = None
 ) -> AbstractContextManager[Any]:
-    """Return the autocast of a run; without `native_amp` a context that does nothing."""
+    """Return the autocast context of a run; without `native_amp`, a context that does nothing."""
     return autocast(run or current(), autocast_kwargs) if native_amp else nullcontext()
 
 
@@ -99,13 +99,13 @@ class BFloat16(_Autocast):
 
 
 class LossScaler(GradScaler):
-    """torch's loss scaler, for optimizers that a run unscales and steps.
+    """torch's loss scaler, for optimizers whose gradients a run unscales and applies.
 
     A strategy that shards returns a subclass from hook `grad_scaler`, whose ranks agree on an overflow.
     """
 
     is_collective = False
-    """True if ranks that have no gradients of an optimizer take part in `unscale_` too."""
+    """True if ranks that have no gradients of an optimizer must call `unscale_` too."""
 
     def unscale_(self, optimizer: Any) -> None:
         if isinstance(optimizer, torch.optim.Optimizer):
@@ -120,9 +120,9 @@ class LossScaler(GradScaler):
 class Float16(_Autocast):
     """Autocast to float16, and one loss scale for the run, the same on all ranks.
 
-    After a backward all gradients of the run are multiplied by the scale; `unscale` divides an optimizer's.
-    The scale changes once no gradients wait for a step, or else at the next backward, never between the steps
-    of two optimizers. Gradients that wait for a later step follow it then.
+    After a backward, all gradients of the run are multiplied by the scale; `unscale` divides the gradients of
+    an optimizer. The scale changes once no gradients wait for a step, or else at the next backward, never
+    between the steps of two optimizers. Gradients that wait for a later step are then rescaled.
     """
 
     dtype = torch.float16
@@ -131,7 +131,7 @@ class Float16(_Autocast):
         super().__init__(config, run)
         self._shared: GradScaler | None = None
         self._is_due = False
-        """Gradients were unscaled since the scale was updated."""
+        """True if gradients were unscaled since the last update of the scale."""
         self._appliers: dict[Optimizer, _Applier] = {}
 
     @implements(hooks.refuse_unit)
@@ -157,7 +157,7 @@ class Float16(_Autocast):
 
     @implements(hooks.backward)
     def backward(self, unit: Unit, loss: Tensor, boundary: bool, options: Mapping[str, Any]) -> None:
-        if not unit.optimizers:  # none that unscales
+        if not unit.optimizers:  # no optimizer would unscale the gradients
             self.below.backward(unit, loss, boundary, options)
             return
         scaler = _scaler(unit)
@@ -183,7 +183,7 @@ class Float16(_Autocast):
         applier, scaler = self._applier(unit, optimizer), _scaler(unit)
         self.below.mark_step("host_read")
         self.unscale(unit, optimizer)
-        if applier.stage != "unscaled":  # no gradients, which is no error in plain PyTorch
+        if applier.stage != "unscaled":  # no gradients: as in plain PyTorch, not an error
             applied: bool = self.below.optimizer_step(unit, optimizer, None)
             return applied
         applier.applied = False
@@ -211,7 +211,7 @@ class Float16(_Autocast):
 
     @implements(hooks.average_parameters)
     def average_parameters(self, unit: Unit) -> None:
-        """Go on with the smallest scale, which grows on all ranks at once."""
+        """Continue with the smallest scale of all ranks, so that it grows on all ranks at the same step."""
         scaler = unit.scaler
         if scaler is not None and scaler.is_enabled():
             self._begin(scaler)
@@ -232,20 +232,20 @@ class Float16(_Autocast):
         return next((unit.scaler for unit in self.run.units if unit.scaler is not None), None)
 
     def _begin(self, scaler: GradScaler) -> None:
-        """Have all gradients that are kept multiplied by the scale, updated if that is due."""
+        """Update the scale if an update is due, and multiply all gradients that wait for a step by it."""
         if self._is_due:
             self._change(scaler, scaler.update)
         elif any(each.stage != "scaled" for each in self._appliers.values()):
             self._change(scaler, _nothing)
 
     def _update(self, scaler: GradScaler) -> None:
-        """Update the scale, which no gradients wait for."""
+        """Update the scale if an update is due, while no gradients wait for a step."""
         if self._is_due:
             scaler.update()
             self._is_due = False
 
     def _change(self, scaler: GradScaler, change: Callable[[], object]) -> None:
-        """Change the scale, and bring all gradients that are kept to the new one."""
+        """Change the scale, and rescale all gradients that wait for a step."""
         sharing = self._sharing(scaler)
         waiting = [each for each in sharing if each.has_gradients()]
         before = scaler.get_scale() if waiting else 1.0
@@ -257,7 +257,7 @@ class Float16(_Autocast):
         self._is_due = False
 
     def _sharing(self, scaler: GradScaler) -> list[_Applier]:
-        """Return the appliers of all optimizers that step by losses of this scale."""
+        """Return the appliers of all optimizers whose losses this scaler scales."""
         units = [unit for unit in self.run.units if unit.scaler is scaler]
         return [self._applier(unit, optimizer) for unit in units for optimizer in unit.optimizers]
 
@@ -269,9 +269,11 @@ class Float16(_Autocast):
 
 
 class _Applier:
-    """An optimizer as a loss scaler steps it: through the layers below.
+    """The optimizer interface that a loss scaler needs: `step` runs the hooks of the layers below.
 
-    stage: of its gradients; stepped: they were unscaled, and applied or skipped. applied: by its last step.
+    Attributes:
+        stage: stage of the gradients. "stepped": they were unscaled, then applied or skipped.
+        applied: whether the last step applied the gradients.
     """
 
     def __init__(self, below: Hooks, unit: Unit, optimizer: Optimizer) -> None:
@@ -310,7 +312,7 @@ def _scaler(unit: Unit) -> GradScaler:
 
 
 def _half(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[str]:
-    """Describe parameters that train in float16, if there are any."""
+    """Return a reason to refuse if parameters with gradients are float16."""
     half = [name for name, it in parameters if it.requires_grad and it.dtype == torch.float16]
     if not half:
         return []

@@ -22,18 +22,25 @@ if TYPE_CHECKING:
 
 
 class Accumulation:
-    """The context of `accumulate(*models)`: one micro-batch of these units' windows.
+    """The context of `accumulate(*models)`: one micro-batch in the windows of the models' units.
 
-    Made once per set of models and entered for each micro-batch; nests with others.
-    models: those given; none: all of the run. units: all that the models belong to. trained: those of
-    them with optimizers, if any. windows: those of the units. outer: the accumulation around this one.
-    window_size: of the window, where `windows` knows it; None: the size that is set, and the loader's end.
-    last: whether it is that window's last.
-    batch: what `step_context` is given; None: no such context is entered.
-    extra_units: other units whose gradients a loss inside may reach.
+    A program makes the context once per set of models and enters it for each micro-batch. Contexts of
+    different units nest.
+
+    Attributes:
+        models: the models that `accumulate` was called with; empty stands for all models of the run.
+        units: the units of these models.
+        trained: the units that have optimizers; all units if no unit has an optimizer.
+        windows: the windows of the units.
+        outer: the accumulation around this one.
+        window_size: the size that `windows` knows in advance. None: the configured size, and the loader's
+            last batch ends the window.
+        last: whether this micro-batch is the last of a window whose `window_size` is known.
+        batch: the batch to pass to `step_context`. None: no step context is entered.
+        extra_units: other units whose gradients a loss inside may reach.
 
     Raises:
-        AccelError: the run has ended, or has not prepared a model. So does entering it later.
+        AccelError: the run has ended, or has not prepared a model. Entering the context raises it too.
     """
 
     def __init__(self, run: Run, models: Sequence[nn.Module]) -> None:
@@ -44,7 +51,7 @@ class Accumulation:
         self.batch: Any = None
         self.extra_units: Sequence[Unit] = ()
         self._ended_in: object = None
-        """Loader and batch that ended the last window, if its last one did."""
+        """(id of the loader, number of its batch) of the last entry that a loader's last batch made final."""
         self._contexts: ExitStack | None = None
         self._no_sync: ExitStack | None = None
         self._find_units()
@@ -67,7 +74,7 @@ class Accumulation:
     def for_batch(
         self, batch: Any, window_size: WindowSize | None = None, *, last: bool = False
     ) -> Accumulation:
-        """Return a context of the same models for one micro-batch that is known."""
+        """Return a context of the same models for one micro-batch of a window of known size."""
         made = copy(self)
         made.outer = made._contexts = made._no_sync = None
         made.batch, made.window_size, made.last = batch, window_size, last
@@ -75,7 +82,7 @@ class Accumulation:
 
     def __enter__(self) -> None:
         run = self.run
-        if run.prepared.trained is not self._found_with:  # kept while the program prepared or freed something
+        if run.prepared.trained is not self._found_with:  # the program has prepared or freed objects since
             self._find_units()
         outer = run.accumulation
         if outer is not None:
@@ -98,12 +105,12 @@ class Accumulation:
                 self._enter_all(last)
             if run.windows is not windows and windows:
                 run.windows = windows
-        except BaseException:  # a plugin's, of any kind, or Ctrl-C: this micro-batch was not entered
+        except BaseException:  # a plugin may raise anything, and Ctrl-C may come: undo the entry
             self.drop()
             raise
 
     def _note_end(self, loader: Any) -> None:
-        """Say once where the loader's last batch has several micro-batches: each of them ends its window."""
+        """Warn once if the loader's last batch has several micro-batches: each one ends its window."""
         place = id(loader), loader.place
         if place == self._ended_in and any(window.size > 1 for window in self.windows):
             get_logger(__name__).warning_once(
@@ -136,7 +143,7 @@ class Accumulation:
             raise
 
     def _surround(self) -> None:
-        self._end_contexts()  # Ctrl-C may have left some
+        self._end_contexts()  # Ctrl-C may have left contexts entered
         self.follow_windows()
         if self._surrounded and self.batch is not None:
             self._contexts = contexts = ExitStack()
@@ -151,7 +158,7 @@ class Accumulation:
                 self._no_sync = self._no_sync or ExitStack()
                 self._no_sync.enter_context(unit.steps.no_sync(unit, models))
 
-    # What is entered is forgotten once it has ended: Ctrl-C may come in between.
+    # Drop each ExitStack only after it has closed: Ctrl-C may arrive in between.
 
     def _end_no_sync(self) -> None:
         if self._no_sync is not None:
@@ -174,7 +181,7 @@ class Accumulation:
             self._end_contexts(*error)
 
     def drop(self) -> None:
-        """End as if nothing had happened inside: windows and contexts are told no error."""
+        """Close the contexts without passing an error to them, and return to the outer accumulation."""
         try:
             self._end_contexts()
         finally:
@@ -194,17 +201,18 @@ class Accumulation:
                 self._leave_all(kind, error, trace)
             elif window.awaits_backward:
                 window.leave()
-        except BaseException:  # Ctrl-C, maybe before all of them had ended
+        except BaseException:  # Ctrl-C may come before all contexts have ended
             self._end_contexts(kind, error, trace)
             raise
-        finally:  # last: as long as it is in force, the next one ends its contexts
+        finally:  # last: until then, a later accumulation can still end these contexts
             self._return_to_outer()
 
 
 def _loader_of(active: Sequence[PreparedLoader], batch: Any) -> PreparedLoader:
-    """Return the loader that a micro-batch is of: that of `batch`, else of the innermost loop.
+    """Return the loader that handed out `batch`; if none did, the loader of the innermost loop.
 
-    A loader from which the program draws beside a loop is the loader of its own batches only.
+    A loader that the program reads by turns with the loader of a surrounding loop counts only for its own
+    batches.
     """
     if batch is not None:
         for loader in active:
@@ -217,7 +225,7 @@ def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
     """Return the units of these models.
 
     Raises:
-        AccelError: the run has not prepared one of them.
+        AccelError: the run has not prepared a model.
     """
     units: list[Unit] = []
     for model in models:
@@ -236,7 +244,7 @@ def units_of(run: Run, models: Iterable[nn.Module]) -> list[Unit]:
 def _reducing(
     run: Run, units: Sequence[Unit], models: Sequence[nn.Module]
 ) -> list[tuple[Unit, list[nn.Module]]]:
-    """Return units whose strategies reduce in each backward, with the models meant."""
+    """Return the units whose strategies reduce in each backward, with their wrapped models among `models`."""
     places = [place for model in models if (place := run.prepared.place_of(model)) is not None]
     return [
         (unit, [unit.wrapped[number] for owner, number in places if owner is unit] or unit.wrapped)

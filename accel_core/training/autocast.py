@@ -1,7 +1,7 @@
 """A unit's contexts around a model's forward: autocast and its random stream.
 
-A method `forward` of the module itself enters them. The method is bound to this one module: a deep copy of
-the model (EMA) has its own, a pickle has the class's.
+A `forward` in the module's own `__dict__` enters the contexts. The method is bound to this module: a deep
+copy of the model (EMA) has its own, and a pickle has the class's.
 Forward hooks are not enough: torch runs none when a forward ends by KeyboardInterrupt or another exception
 that is not an `Exception`, and autocast would stay on afterwards.
 """
@@ -38,7 +38,7 @@ def attach_contexts(unit: Unit, model: nn.Module) -> None:
 
 
 def _with_stream(unit: Unit, factory: Factory | None) -> Factory | None:
-    """Return a context of the unit's stream, if it has one, around `factory`."""
+    """Return `factory`, inside the unit's random stream if the unit has one."""
     stream = unit.stream
     if stream is None:
         return factory
@@ -52,19 +52,23 @@ def _with_stream(unit: Unit, factory: Factory | None) -> Factory | None:
 
 
 def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32: bool) -> Callable[[], None]:
-    """Enter `factory()` around each forward of `model`; return a function to undo it.
+    """Enter `factory()` around each forward of `model`; return a function that undoes this.
 
-    device: its type. outputs_to_fp32: convert outputs under its autocast to float32.
+    Args:
+        model: the module inside a prepared model.
+        factory: makes the context.
+        device: torch device type.
+        outputs_to_fp32: convert outputs to float32 if autocast is on for `device`.
     """
     before, forward = model.__dict__.get("forward"), _function(model)
 
     has_autocast = torch.amp.is_autocast_available(device)
 
-    # Compilers skip frames of torch's own code: this one is ours, whatever class the model is of.
+    # Compilers skip frames of torch's own code. This frame is ours, so torch's own classes compile too.
     def compilable(*args: Any, **kwargs: Any) -> Any:
         return forward(*args, **kwargs)
 
-    # No compiler can follow a plugin's contexts: they are entered around the code that is compiled.
+    # No compiler can follow a plugin's contexts, so they are entered outside the compiled code.
     converted = torch.compiler.disable(convert_to_fp32)
 
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
@@ -90,7 +94,7 @@ def _attach(model: nn.Module, factory: Factory, device: str, *, outputs_to_fp32:
 
 
 def without_contexts(model: nn.Module) -> nn.Module:
-    """Return the model, or a view of one with contexts that enters none."""
+    """Return a view of the model that enters no contexts; the model itself if it has none."""
     found = inside(model)
     while hasattr(attached := _attached(found), "before"):
         view, before = copy.copy(found), attached.before  # a copy shares the tables of tensors and modules
@@ -103,12 +107,12 @@ def without_contexts(model: nn.Module) -> nn.Module:
 
 
 def _attached(model: nn.Module) -> Any:
-    """Return the function of the forward that the module itself has, or None."""
+    """Return the function of the `forward` in the module's own `__dict__`, or None."""
     return getattr(model.__dict__.get("forward"), "__func__", None)
 
 
 def _function(model: nn.Module) -> Callable[..., Any]:
-    """Return the forward as a function of the module: copies run their own weights."""
+    """Return the forward as a function that takes the module, so that copies run their own weights."""
     bound: Any = model.forward
     if isinstance(bound, MethodType) and bound.__self__ is model:
         return bound.__func__

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 
 def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -> None:
-    """Take the group's objects into its unit, and the unit into what is prepared.
+    """Add the group's objects to its unit, and the unit to the prepared objects. Collective.
 
-    Collective. A unit that cannot be built is left as it was before.
+    If it raises, the unit is as it was before.
     """
     unit = group.unit
     models = " and ".join(type(model).__name__ for model in group.models)
@@ -54,7 +54,7 @@ def build_unit(group: UnitGroup, plan: PreparePlan, prepared: PreparedObjects) -
 
 @contextmanager
 def _undone_on_error(unit: Unit) -> Iterator[None]:
-    """Leave the unit as it was if the block raises; what plugins have changed in its objects stays."""
+    """Restore the unit if the block raises; changes that plugins made to its objects stay."""
     attached, config = len(unit.detach), unit.config
     lists: tuple[list[Any], ...] = unit.given, unit.models, unit.wrapped, unit.optimizers, unit.schedulers
     before = [[*each] for each in lists]
@@ -71,7 +71,7 @@ def _undone_on_error(unit: Unit) -> Iterator[None]:
 
 
 def _warn_of_left_out(unit: Unit) -> None:
-    """Warn of parameters that train and are in no optimizer."""
+    """Warn about parameters that require gradients and are in no optimizer."""
     named = unit.named_parameters().items() if unit.optimizers else ()
     left = [name for name, each in named if each.requires_grad and name not in unit.names.trained]
     if not left:
@@ -87,7 +87,7 @@ def _warn_of_left_out(unit: Unit) -> None:
 
 
 def _build(group: UnitGroup, plan: PreparePlan) -> None:
-    """Wrap each model and each optimizer by itself."""
+    """Wrap each model and each optimizer on its own."""
     unit, put_back = group.unit, _capture_states(group)
     for number in range(len(group.models)):
         _wrap(unit, plan, number, _transform(unit, unit.given[number]))
@@ -96,7 +96,7 @@ def _build(group: UnitGroup, plan: PreparePlan) -> None:
 
 
 def _build_whole(group: UnitGroup, plan: PreparePlan) -> None:
-    """Build by a plugin that makes models, optimizers and schedulers one, or has the base wrap each."""
+    """Build through `prepare_unit`: a plugin makes one engine of all objects, or has the base wrap each."""
     unit, numbers = group.unit, range(len(group.models))
     first, added = len(unit.schedulers), plan.schedulers_of(unit.optimizers)
     unit.schedulers.extend(added)
@@ -109,7 +109,7 @@ def _build_whole(group: UnitGroup, plan: PreparePlan) -> None:
     def build_each() -> None:
         put_back = _capture_states(group)
         unit.use_build(None)
-        unit.names.update()  # a transform may have replaced parameters, and wrapping does so again
+        unit.names.update()  # transforms may have replaced parameters, and wrapping may again
         for number in numbers:
             _wrap(unit, plan, number, models[number])
         for optimizer in group.optimizers:
@@ -118,7 +118,7 @@ def _build_whole(group: UnitGroup, plan: PreparePlan) -> None:
     unit.use_build(build_each)
     unit.hooks.prepare_unit(unit, plan.of_kind["dataloader"])
     plan.stepped.update(zip(map(id, added), unit.schedulers[first:], strict=False))
-    if unit.build_each is None:  # the base was asked
+    if unit.build_each is None:  # the plugin left the wrapping to the base
         return
     unit.use_build(None)
     _check_transformed(unit, _last(unit.optimizers, len(group.optimizers)))
@@ -170,7 +170,7 @@ def _transform(unit: Unit, model: nn.Module) -> nn.Module:
 
 
 def _finish_model(unit: Unit, number: int) -> None:
-    """Run what follows the wrapping: the last phase, names, gradients, autocast."""
+    """Finish a wrapped model: run the last transform phase, update its names, attach autocast."""
     hooks = unit.hooks
     unit.wrapped[number] = wrapped = hooks.transform_model(unit, unit.wrapped[number], PHASES[-1])
     unit.names.replace(number, hooks.unwrap_model(unit, wrapped, True))
@@ -178,9 +178,12 @@ def _finish_model(unit: Unit, number: int) -> None:
 
 
 def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | None = None) -> None:
-    """Give the optimizer the parameters that took the place of its original ones.
+    """Give the optimizer the parameters that replaced its original ones.
 
-    put_back: restores the optimizer's state for the new parameters (see `capture_optimizer_state`).
+    Args:
+        unit: the optimizer's unit.
+        optimizer: the user's optimizer.
+        put_back: restores the optimizer's state for the new parameters (see `capture_optimizer_state`).
     """
     now = dict(unit.names.all())
     for group in optimizer.param_groups:
@@ -202,5 +205,5 @@ def _rebind(unit: Unit, optimizer: Optimizer, put_back: Callable[[], None] | Non
 
 
 def _given_by_transform(now: Mapping[str, nn.Parameter], parameter: nn.Parameter) -> str:
-    """Return the name of a new parameter that a transform of its model has put into the optimizer itself."""
+    """Return the name of a parameter that a transform has put into both the model and the optimizer."""
     return next((name for name, each in now.items() if each is parameter), "a parameter of no model")

@@ -1,4 +1,4 @@
-"""Changes on a prepared model: which parameters train, which they are, and their groups."""
+"""A guard against changes to a prepared model: `requires_grad` flags, parameters and parameter groups."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _TRAINS: Final = attrgetter("requires_grad")
 
 
 class Changes:
-    """The state of a unit at `prepare`, and the changes since that its strategy cannot follow.
+    """The state of a unit at `prepare`, and a check for changes that its strategy cannot follow.
 
-    What a strategy follows is said by its card: `freezing`, `unfreezing`, `replacing`, `regrouping`. Flags
-    and identities are compared, never values.
+    The strategy's card lists the changes that it can follow: `freezing`, `unfreezing`, `replacing`,
+    `regrouping`. Flags and identities are compared, never values.
     """
 
     def __init__(self, unit: Unit) -> None:
@@ -42,7 +42,7 @@ class Changes:
         self._groups = _Snapshot([] if "regrouping" in offers or not models else self._group())
 
     def __bool__(self) -> bool:
-        """Return whether there is something to compare."""
+        """Return whether the strategy is unable to follow some change, so that `check` compares anything."""
         return bool(self._watched or self._parts or self._groups)
 
     def check(self) -> None:
@@ -58,12 +58,12 @@ class Changes:
             )
 
     def refuse_group(self) -> None:
-        """Raise AccelError where the strategy takes no further group of an optimizer."""
+        """Raise AccelError if the strategy cannot take further parameter groups."""
         if self._groups:
             self._refuse("add_param_group of an optimizer", "group parameters")
 
     def note_step(self) -> None:
-        """Take the groups as they are: an engine may exchange what they hold as it steps."""
+        """Accept the present parameter groups: an engine may exchange their parameters in a step."""
         if self._groups and not self._groups.is_same(groups := self._group()):
             self._groups = _Snapshot(groups)
 
@@ -89,7 +89,7 @@ class Changes:
         added = [name for name in now if name not in dict(self._names)]
         if lost or added:
             self._refuse(f"{(lost + added)[0]} was replaced or added", "change the model")
-        self._places = _Snapshot(self._parts)  # a part without parameters
+        self._places = _Snapshot(self._parts)  # only a part without parameters has changed: accept it
 
     def _refuse(self, what: str, verb: str) -> None:
         may_freeze = verb == "unfreeze" and "freezing" in self._unit.offers
@@ -103,7 +103,7 @@ class Changes:
 
 
 def _prepared(unit: Unit) -> Iterator[nn.Module]:
-    """Yield the models that a strategy has made something else of, or whose ranks it keeps alike."""
+    """Yield the models that the strategy has wrapped, or whose replicas it keeps equal over ranks."""
     for model, wrapped in zip(unit.models, unit.wrapped, strict=True):
         if wrapped is not model or unit.run.topology.losses > 1:
             yield model
@@ -114,10 +114,11 @@ def _parts(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 class _Snapshot:
-    """Containers of tensors and modules as they are now, to be compared by identity later.
+    """A copy of containers of tensors and modules, to compare with them by identity later.
 
-    Python compares by identity, and by `==` where that differs: it takes one-element tensors of equal value
-    for the same, and raises for others. So the one-element tensors are compared once more.
+    Python compares containers element by element: by identity first, then by `==`. For tensors, `==` takes
+    one-element tensors of equal value as the same and raises for larger ones. One-element tensors are
+    therefore compared by identity once more.
     """
 
     def __init__(self, containers: Sequence[Any]) -> None:
@@ -133,10 +134,10 @@ class _Snapshot:
         return bool(self._containers)
 
     def is_same(self, now: Sequence[Any]) -> bool:
-        """Return whether these containers have the same keys and objects as then."""
+        """Return whether the containers `now` have the same keys and objects as the snapshot."""
         try:
             if now != self._containers:
                 return False
-        except RuntimeError:  # torch's, which compares elements of two that differ
+        except RuntimeError:  # raised by `==` of two different tensors
             return False
         return all(now[number][key] is value for number, key, value in self._of_one_element)

@@ -25,12 +25,15 @@ _logger = get_logger(__name__)
 
 
 def compile_model(model: nn.Module, config: TorchDynamoPlugin, usual: str | None) -> list[nn.Module]:
-    """Have the model's forward compiled when it is first run.
+    """Compile the model's forward at its first call; return the modules that were not compiled before.
 
-    With `use_regional_compilation`, the forwards of its repeated blocks are compiled instead.
+    With `use_regional_compilation`, the forwards of its repeated blocks are compiled instead. Modules that
+    are compiled already stay as they are.
 
-    usual: the device's backend, where the config has `auto`. Modules that are compiled already stay as they
-    are. Returns the modules that are compiled now and were not before.
+    Args:
+        model: compiled in place.
+        config: settings of `torch.compile`.
+        usual: the backend that `auto` stands for on this device; None: inductor.
     """
     backend = (config.backend or "no").lower()
     if backend == "auto":
@@ -55,10 +58,10 @@ def compile_model(model: nn.Module, config: TorchDynamoPlugin, usual: str | None
 
 
 def _told(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that shows its first call, then leaves to `compiled`."""
+    """Return a function that shows progress in its first call, then puts `compiled` in its place."""
 
     def first(*args: Any, **kwargs: Any) -> Any:
-        # Others may have put a call of theirs around this one, or compile it into a larger graph.
+        # Another library may have wrapped this function, or compile it into a larger graph.
         if torch.compiler.is_compiling() or module._compiled_call_impl is not first:
             return compiled(*args, **kwargs)
         module._compiled_call_impl = compiled
@@ -69,13 +72,13 @@ def _told(module: nn.Module, compiled: Callable[..., Any]) -> Callable[..., Any]
 
 
 def records_graphs(config: TorchDynamoPlugin) -> bool:
-    """Return True if a device may record graphs, which are replayed in place."""
+    """Return True if this config may record CUDA graphs, which are replayed in the same memory."""
     modes, options = ("reduce-overhead", "max-autotune"), config.options or {}
     return config.mode in modes or config.backend == "cudagraphs" or bool(options.get("triton.cudagraphs"))
 
 
 def comes_with_graphs(model: nn.Module) -> bool:
-    """Return True if the user compiled the model, or a part of it, to graphs."""
+    """Return True if the user compiled the model, or a part of it, with CUDA graphs."""
     return any(_is_told_to_record(module) for module in model.modules() if _is_compiled(module))
 
 
@@ -86,16 +89,16 @@ def _is_told_to_record(module: nn.Module) -> bool:
 
 
 def keep_gradients(units: Iterable[Unit]) -> None:
-    """Copy gradients that wait for more of their window."""
+    """Copy the gradients of units whose windows have further micro-batches."""
     for unit in units:
         if not unit.window.boundary:
             copy_gradients(unit)
 
 
 def copy_gradients(unit: Unit) -> None:
-    """Take a unit's gradients out of a graph's memory.
+    """Copy a unit's gradients out of the memory of a CUDA graph.
 
-    Its backward leaves them in memory that its next replay takes: torch raises then, see
+    A graph's backward leaves gradients in memory that its next replay overwrites: torch raises then, see
     https://github.com/pytorch/pytorch/issues/169545.
     """
     for parameter in (p for model in unit.models for p in model.parameters()):
@@ -116,7 +119,7 @@ def _framed(module: nn.Module) -> Callable[..., Any]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the model, or, if compiled, an eager view that shares its tensors."""
+    """Return an eager view of the model that shares its tensors; the model itself if nothing is compiled."""
     model = inside(model)
     return _eager(model, {}) if any(map(_is_compiled, model.modules())) else model
 
@@ -126,7 +129,7 @@ def _eager(module: nn.Module, views: dict[nn.Module, nn.Module]) -> nn.Module:
         # A copy is never compiled (nn.Module.__getstate__), and shares the tables of its tensors.
         views[module] = view = copy.copy(inside(module))
         forward = view.__dict__.get("forward")
-        if isinstance(forward, MethodType):  # bound to the module that is viewed
+        if isinstance(forward, MethodType):  # bound to the original module
             view.__dict__["forward"] = MethodType(forward.__func__, view)
         children = {
             name: child if child is None else _eager(child, views) for name, child in view._modules.items()
@@ -140,7 +143,7 @@ def _is_compiled(module: nn.Module) -> bool:
 
 
 def _repeated(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost lists' blocks of one class: they share compiled code."""
+    """Yield the blocks of the outermost lists of one class: equal blocks share compiled code."""
     for child in module.children():
         blocks = list(child) if isinstance(child, (nn.ModuleList, nn.Sequential)) else []
         if len(blocks) > 1 and len(set(map(type, blocks))) == 1:

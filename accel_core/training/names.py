@@ -19,15 +19,18 @@ _WRAPPED: Final = re.compile("|".join(_WRAPPERS)).search
 
 
 class Names:
-    """Name <-> parameter of a unit: which names are kept, tied or replaced.
+    """The names of a unit's parameters, with tied weights and replaced parameters.
 
     Names are the names in the user's models, before any transform. A unit of several models prefixes each
-    name with the model's number. Parts of names that torch's own wrappers add are left out, so that a part of
-    a model may be wrapped or not. A weight that is tied has the first of its names.
+    name with the model's number. Names lack the parts that torch's own wrappers add, so that they do not
+    depend on wrapping. A tied weight has the first of its names.
 
-    models: the unit's own list. aliases: further name of a tied weight -> the first. trained: names of the
-    parameters that prepared optimizers hold. known: id of a parameter -> (its name, the parameter). The
-    parameter is kept alive: another object could get the id of one that is gone.
+    Attributes:
+        models: the unit's own list of modules.
+        aliases: further name of a tied weight -> its first name.
+        trained: names of the parameters that prepared optimizers hold.
+        known: id of a parameter -> (its name, the parameter). The entry keeps the parameter alive: its id
+            could otherwise go to another object.
     """
 
     def __init__(self, models: list[nn.Module]) -> None:
@@ -36,30 +39,30 @@ class Names:
         self.known: dict[int, tuple[str, nn.Parameter]] = {}
         self.trained: set[str] = set()
         self._tied: set[str] = set()
-        """The aliases that are one parameter here; a strategy may keep a tie in several."""
+        """Aliases that share a parameter with the first name; some strategies keep two parameters."""
         self._replaced: dict[int, tuple[weakref.ref[nn.Parameter], str]] = {}
-        """id -> (earlier parameter, its name); entries of dead ones stay, so that iterating is safe."""
+        """id -> (earlier parameter, its name). Entries of dead parameters stay: iterating is safe."""
         self._renamed: list[dict[str, str]] = []
-        """By model: a name in the model as it is now -> the user's, if they differ."""
+        """Per model: current name -> the user's name, if the names differ."""
         self._parts: list[list[tuple[str, str, Any]]] = []
-        """By model, while it is prepared: (name as it was given, the user's name, tensor or module)."""
+        """Per model, during `prepare`: (name in the model, name without wrapper parts, tensor or module)."""
 
     # -- asked at any time ------------------------------------------------------------------------
 
     def all(self) -> list[tuple[str, nn.Parameter]]:
-        """Return (name, parameter) as the models are now, tied weights under each of their names."""
+        """Return the models' present (name, parameter) pairs, tied weights under each of their names."""
         found: list[tuple[str, nn.Parameter]] = []
         for number, model in enumerate(self.models):
             named = model.named_parameters(remove_duplicate=False)
             if len(self.models) > 1 or self._renamed[number]:
                 found += [(self.qualify(number, name), parameter) for name, parameter in named]
-            else:  # this runs for each parameter of each save
+            else:  # fast path: runs for each parameter of each save
                 for name, parameter in named:
                     found.append((_own_name(model, name) if _WRAPPED(name) else name, parameter))
         return found
 
     def qualify(self, number: int, name: str) -> str:
-        """Return the name that `name`, in the model of this number as it is now, is kept under."""
+        """Return the kept name of `name`, a current name in model `number`."""
         renamed = self._renamed[number]
         if name in renamed:
             name = renamed[name]
@@ -68,18 +71,18 @@ class Names:
         return name if len(self.models) == 1 else f"{number}.{name}"
 
     def of(self, parameter: object) -> str | None:
-        """Return the name of a parameter, also of one that wrapping has replaced; None: the unit has none."""
+        """Return the name of a present or replaced parameter; None if the unit lacks the parameter."""
         if (entry := self.known.get(id(parameter))) is not None:
             return entry[0]
         earlier, name = self._replaced.get(id(parameter), (None, None))
         return name if earlier is not None and earlier() is parameter else None
 
     def outlived(self) -> set[str]:
-        """Return the names of parameters that wrapping has replaced and something still holds."""
+        """Return the names of replaced parameters that are still referenced."""
         return {name for earlier, name in self._replaced.values() if earlier() is not None}
 
     def trains_more_than(self, parameters: Iterable[object]) -> bool:
-        """Return whether prepared optimizers train another parameter of the unit."""
+        """Return whether prepared optimizers train parameters of the unit that are not in `parameters`."""
         given = {*map(id, parameters)}
         return any(
             name in self.trained and each.requires_grad and key not in given
@@ -89,7 +92,7 @@ class Names:
     # -- while models are prepared ----------------------------------------------------------------
 
     def begin(self, models: Iterable[nn.Module]) -> None:
-        """Take models that no transform has changed yet: name their parts, and find tied weights."""
+        """Add models before any transform: name their parts, and find tied weights."""
         self.models.extend(map(inside, models))
         self._renamed = [{} for _ in self.models]
         self._parts = [
@@ -101,7 +104,7 @@ class Names:
                 self.aliases[name] = first
 
     def replace(self, number: int, model: nn.Module) -> None:
-        """Put a transformed or wrapped model in the place of the one before; its parts keep their names."""
+        """Replace model `number` by its transformed or wrapped form; parts keep their names."""
         model, users = inside(model), dict[int, list[str]]()
         for _, name, part in self._parts[number]:
             users.setdefault(id(part), []).append(name)
@@ -113,11 +116,11 @@ class Names:
         self.models[number] = model
 
     def rename(self, number: int, names: Mapping[str, str]) -> None:
-        """Keep parts of a model under other names. names: the name in the model as it is now -> the other."""
+        """Keep parts of model `number` under other names. names: current name -> kept name."""
         self._renamed[number].update(names)
 
     def update(self) -> list[tuple[str, nn.Parameter]]:
-        """Take and return the parameters that the models have now; earlier ones may be given up."""
+        """Record and return the models' present parameters; keep only weak references to replaced ones."""
         before, self.known, now = self.known, {}, self.all()
         for name, parameter in now:
             self.known.setdefault(id(parameter), (name, parameter))
@@ -127,9 +130,9 @@ class Names:
         return now
 
     def end(self, trained: Iterable[str]) -> None:
-        """Note what wrapping has made of parameters and ties. trained: names that new optimizers hold."""
+        """Record parameters and ties after wrapping. trained: names of the parameters in new optimizers."""
         now = dict(self.update())
-        if self._parts:  # not if an optimizer has come later
+        if self._parts:  # empty if an optimizer joined later without new models
             owners = {alias: now.get(first) for alias, first in self.aliases.items() if alias in now}
             self._tied = {alias for alias, owner in owners.items() if now[alias] is owner}
         self._parts = []
@@ -147,13 +150,13 @@ class Names:
 
 
 def inside(model: Any) -> Any:
-    """Return the module inside `torch.compile(model)`; anything else as it is."""
+    """Return the module inside `torch.compile(model)`; other objects are returned unchanged."""
     compiled = type(model).__module__.startswith("torch._dynamo.")
     return model._modules["_orig_mod"] or model if compiled else model
 
 
 def _parts(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
-    """Return all named parts of the model: tensors, and modules that may hold more state."""
+    """Return all named modules, parameters and buffers of the model."""
     return [
         *model.named_modules(remove_duplicate=False),
         *model.named_parameters(remove_duplicate=False),
@@ -162,9 +165,9 @@ def _parts(model: nn.Module) -> list[tuple[str, Tensor | nn.Module]]:
 
 
 def _own_name(model: nn.Module, name: str) -> str:
-    """Return a name in the model without what torch's own wrappers add to it.
+    """Return the name without the parts that torch's own wrappers add.
 
-    A child of the user's that is called like such a wrapper's keeps its name.
+    A user's child module that has a wrapper's attribute name keeps its name.
     """
     module: nn.Module | None = model
     kept = []

@@ -1,4 +1,4 @@
-"""The plan of a `prepare`: kinds of objects, the groups of units, and checks.
+"""The plan of a `prepare` call: the kinds of objects, the groups that form units, and checks.
 
 Planning changes nothing.
 """
@@ -34,7 +34,7 @@ KINDS: Final[Mapping[str, type]] = {
 
 
 def kind_of(run: Run, thing: object) -> str | None:
-    """Return what an object is to `prepare`: a key of `KINDS`, or None if it is of no known class."""
+    """Return the kind of an object, a key of `KINDS`; None if `prepare` does not know its class."""
     for kind, cls in KINDS.items():
         if isinstance(thing, cls):
             return kind
@@ -47,7 +47,10 @@ def kind_of(run: Run, thing: object) -> str | None:
 class UnitGroup:
     """New models and optimizers that form one unit, or new optimizers of a prepared unit.
 
-    units: the prepared units whose parameters the optimizers hold. `prepare` makes a unit if there is none.
+    Attributes:
+        models: new models.
+        optimizers: new optimizers.
+        units: the prepared units whose parameters the optimizers hold. If empty, `prepare` adds a new unit.
     """
 
     models: list[nn.Module] = Factory(list)
@@ -56,17 +59,17 @@ class UnitGroup:
 
     @property
     def unit(self) -> Unit:
-        """The unit that takes in the objects."""
+        """The unit that the objects are added to."""
         return self.units[0]
 
     def take_over(self, other: UnitGroup) -> None:
-        """Add the objects and units of the other group."""
+        """Add the objects and units of the other group to this one."""
         self.models += other.models
         self.optimizers += other.optimizers
         self.units += other.units
 
     def check(self, strategy: str | None) -> None:
-        """Refuse models of several calls of `prepare` in one unit, and another strategy than the unit's."""
+        """Raise ConfigError for models of several `prepare` calls, or if the unit has another strategy."""
         names = [f"unit {unit.name!r}" for unit in self.units]
         if self.units and self.models:
             names.append(f"the new {type(self.models[0]).__name__}")
@@ -85,7 +88,7 @@ class UnitGroup:
             )
 
     def check_unit(self, placed: Mapping[int, bool]) -> None:
-        """Refuse objects that the unit's device or a plugin cannot take."""
+        """Raise ConfigError if the unit's device, strategy or a plugin cannot take the objects."""
         unit = self.unit
         reasons = _refuse_float64(unit, [model for model in self.models if placed.get(id(model), True)])
         count = len(unit.optimizers) + len(self.optimizers)
@@ -101,11 +104,15 @@ class UnitGroup:
 
 @frozen
 class PreparePlan:
-    """The objects of one `prepare`.
+    """The objects of one `prepare` call.
 
-    objects: as they were given; of what another run has prepared, the one inside. of_kind: kind -> its
-    objects. placed: id of an object -> whether it is put on the device. schedules: (scheduler, its optimizer)
-    of the new ones. stepped: id of a scheduler -> the one that an engine has made of it.
+    Attributes:
+        objects: the arguments; for objects that another run has prepared, the user's object inside.
+        of_kind: kind -> its objects.
+        placed: id of an object -> whether it is moved to the device.
+        groups: one group per unit that gets new objects.
+        schedules: (scheduler, its optimizer) of the new schedulers.
+        stepped: id of a scheduler -> the scheduler by which an engine replaced it.
     """
 
     objects: Sequence[Any]
@@ -120,7 +127,7 @@ class PreparePlan:
         return [scheduler for scheduler, own in self.schedules if any(own is each for each in optimizers)]
 
     def in_words(self) -> str:
-        """Describe what all ranks must share; parts of a model may differ by rank."""
+        """Describe the objects, which all ranks must pass alike; under model parallelism, count them."""
         models, optimizers, schedulers, loaders = (self.of_kind[kind] for kind in KINDS)
         meshes = [group.unit.mesh for group in self.groups]
         if any(mesh is not None and mesh.size(*mesh.names("model")) > 1 for mesh in meshes):
@@ -140,9 +147,9 @@ def _model_in_words(model: nn.Module) -> str:
 
 
 def _optimizer_in_words(optimizer: Optimizer) -> str:
-    """Name the optimizer with the values of its groups.
+    """Describe the optimizer by its class and the plain values of its groups.
 
-    Tensors are left out: they would have to be read from a device.
+    Tensors are left out: reading them would wait for the device.
     """
     from accel_core.checkpoint.sections.optimizers import NEVER_RESTORED  # late: only several ranks need it
 
@@ -169,13 +176,19 @@ def plan_prepare(
     strategy: str | None = None,
     name: str | None = None,
 ) -> PreparePlan:
-    """Plan `prepare(*objects)` beside what is prepared already. Not collective.
+    """Plan `prepare(*objects)`, with regard to objects prepared before. Not collective.
 
-    kind_of: see the function. placement: whether each object is put on the device.
+    Args:
+        prepared: the objects that the run has prepared already.
+        objects: the arguments of `prepare`; None is allowed.
+        kind_of: returns the kind of an object, or None.
+        placement: whether each object is moved to the device.
+        strategy: alias of the strategy that the call names.
+        name: name for the unit.
 
     Raises:
-        AccelError: an object of no known kind, an optimizer of unknown parameters, a scheduler of
-            an unknown optimizer.
+        AccelError: an object is of no known kind, an optimizer holds unknown parameters, or a scheduler
+            belongs to an unknown optimizer.
         ConfigError: the objects do not form units of this strategy or name.
     """
     if len(placement) != len(objects):
@@ -210,7 +223,7 @@ def plan_prepare(
 
 
 def _inside(thing: Any) -> Any:
-    """Return the object inside a prepared one of another run, or from before `free_memory`."""
+    """Return the object inside an object that another run has prepared, or this run before `free_memory`."""
     if isinstance(thing, PreparedOptimizer):
         return thing.optimizer
     if isinstance(thing, PreparedScheduler):
@@ -229,17 +242,14 @@ def _refuse_kind(thing: Any, number: int) -> NoReturn:
 def _group_objects(
     prepared: PreparedObjects, models: Iterable[nn.Module], optimizers: Iterable[Optimizer]
 ) -> list[UnitGroup]:
-    """Group optimizers with the new and prepared models whose parameters they hold.
-
-    models, optimizers: those that are not prepared yet.
-    """
+    """Group new optimizers with the new models and prepared units whose parameters they hold."""
     groups = [UnitGroup(models=[model]) for model in dict.fromkeys(models)]
     group_of: dict[object, UnitGroup] = {p: group for group in groups for p in group.models[0].parameters()}
     for optimizer in dict.fromkeys(optimizers):
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         joined: list[UnitGroup] = []
         for parameter in parameters:
-            # A parameter of no new model has its group by the prepared unit that it belongs to.
+            # Parameters that no new model has belong to a prepared unit, which is the key of their group.
             key = parameter if parameter in group_of else _unit_of(prepared, optimizer, parameter)
             if key not in group_of:
                 group_of[key] = UnitGroup(units=[key])
@@ -251,7 +261,7 @@ def _group_objects(
             raise AccelError(f"{about}\ngive it the parameters of a model")
         first, *others = joined
         first.optimizers.append(optimizer)
-        for other in others:  # one optimizer over several models makes them one unit
+        for other in others:  # models that share an optimizer form one unit
             first.take_over(other)
             groups.remove(other)
             group_of.update({key: first for key, group in group_of.items() if group is other})
@@ -274,10 +284,10 @@ def _unit_of(prepared: PreparedObjects, optimizer: Optimizer, parameter: nn.Para
 def _schedules(
     prepared: PreparedObjects, schedulers: Iterable[Any], optimizers: Iterable[Optimizer]
 ) -> list[tuple[Any, Any]]:
-    """Return (scheduler, its optimizer) of new schedulers.
+    """Return (scheduler, its optimizer) for each new scheduler.
 
     Raises:
-        AccelError: an optimizer is prepared neither already nor now.
+        AccelError: an optimizer is not prepared, neither before nor in this call.
     """
     coming = list(optimizers)
     schedules = []
@@ -295,7 +305,7 @@ def _schedules(
 
 
 def _refuse_float64(unit: Unit, models: Iterable[nn.Module]) -> list[str]:
-    """Return reasons why these models cannot come to the unit's device: some compute float64 as float32."""
+    """Return a reason for each model with float64 tensors if the unit's device has no float64."""
     device, reasons = unit.run.device, []
     for model in () if "float64" in unit.hooks.capabilities(device) else models:
         tensors = (*model.named_parameters(), *model.named_buffers())

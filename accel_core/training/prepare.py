@@ -1,6 +1,6 @@
-"""Objects become units: planned (see `plan`), checked, then built (see `build`).
+"""`prepare`: plan the units of the objects (see `plan`), check them, then build the units (see `build`).
 
-Everything that can be wrong with the objects is found before anything is changed.
+All checks of the objects come before the first change.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ def prepare(
     placement: Sequence[bool | None] | None = None,
     scheduler_steps: int = 1,
 ) -> list[Any]:
-    """Return the prepared form of each object, in the order given. Collective.
+    """Return the prepared form of each object, in the order of the arguments. Collective.
 
-    scheduler_steps: of each scheduler per optimizer step.
+    Args:
+        run: the run that prepares the objects.
+        objects: the arguments of `Accelerator.prepare`.
+        strategy: alias of the strategy; None: the run's default.
+        name: name of the unit.
+        placement: whether each object is moved to the device; None: as the config says.
+        scheduler_steps: scheduler steps per optimizer step.
 
     Raises:
         AccelError, ConfigError: see `plan_prepare`; or a plugin refuses the objects.
@@ -69,7 +75,7 @@ def prepare(
 
 
 def _places(asked: Any, count: int, usual: bool) -> list[bool]:
-    """Return whether to place each object: `usual` where nothing is asked."""
+    """Return whether to place each object; `usual` stands for None."""
     if asked is None:
         return [usual] * count
     return [usual if place is None else place for place in asked]

@@ -1,4 +1,4 @@
-"""The objects that a run has prepared, found by what the user holds of them."""
+"""The objects that a run has prepared, found by the original or the prepared form."""
 
 from __future__ import annotations
 
@@ -22,10 +22,7 @@ _VIEWED: weakref.WeakKeyDictionary[nn.Module, weakref.ref[nn.Module]] = weakref.
 
 
 def given_of(model: nn.Module) -> nn.Module:
-    """Return the user's module for what a run has wrapped, or a view of it.
-
-    Any other as it is.
-    """
+    """Return the user's module for a wrapped model or a view of one; other modules are returned unchanged."""
     found: nn.Module = _behind(_behind(model, _VIEWED), _GIVEN)
     return found
 
@@ -33,7 +30,7 @@ def given_of(model: nn.Module) -> nn.Module:
 def _behind(model: Any, known: Mapping[nn.Module, weakref.ref[nn.Module]]) -> Any:
     try:
         found = known.get(model)
-    except TypeError:  # what cannot be hashed, or referred to weakly, is no module
+    except TypeError:  # objects without a hash or weak references are not modules
         return model
     return (found and found()) or model
 
@@ -44,20 +41,20 @@ class PreparedObjects:
     def __init__(self) -> None:
         self.units: list[Unit] = []
         self.trained: list[Unit] = []
-        """The units with optimizers: another list whenever units change, or the run ends."""
+        """The units with optimizers. A new list whenever units change or the run ends."""
         self.optimizers: list[tuple[Optimizer, Any]] = []
-        """(the user's optimizer, what `prepare` returned for it)."""
+        """(the user's optimizer, its proxy from `prepare`)."""
         self.schedulers: list[tuple[Any, Any]] = []
-        """(the user's scheduler, what `prepare` returned for it)."""
+        """(the user's scheduler, its proxy from `prepare`)."""
         self.loaders: list[Any] = []
         """Dataloaders that `prepare` returned."""
         self.ordered: list[Any] = []
-        """Wrapped models, optimizers and schedulers, in the order given to `prepare`."""
+        """Wrapped models, optimizers and schedulers, in the order of `prepare`'s arguments."""
 
     def place_of(self, model: object) -> tuple[Unit, int] | None:
-        """Return a model's unit and its number there.
+        """Return (unit, number of the model in the unit), or None if the model is not prepared.
 
-        Given any form of the model, `torch.compile` of one, or a view that was noted.
+        `model` may be any form of the model, its `torch.compile`, or a view that `note_view` has recorded.
         """
         form = inside(model)
         return self._place(model) or self._place(form) or self._place(_behind(form, _VIEWED))
@@ -71,22 +68,24 @@ class PreparedObjects:
         return None
 
     def note_view(self, view: nn.Module, model: nn.Module) -> None:
-        """Take the view for the prepared model whose tensors it shares, from now on."""
+        """Record a view that shares the tensors of a prepared model, so that `place_of` finds it."""
         if (place := self.place_of(model)) is not None and self.place_of(view) is None:
             unit, number = place
             _VIEWED[view] = weakref.ref(unit.given[number])
 
     def unit_of_model(self, model: object) -> Unit | None:
-        """Return a model's unit, given the user's module or `prepare`'s result for it."""
+        """Return a model's unit, or None. `model`: as for `place_of`."""
         place = self.place_of(model)
         return None if place is None else place[0]
 
     def inside_copy(self, model: nn.Module, keep_compiled: bool = True) -> nn.Module:
-        """Return the module inside a copy of a prepared model.
+        """Return the module inside a copy of a prepared model, or a model prepared before `free_memory`.
 
-        Inside one of before `free_memory` too; any other model as it is.
+        Other models are returned unchanged.
 
-        keep_compiled: False gives an eager view of it, if it is compiled.
+        Args:
+            model: a model that this run does not hold.
+            keep_compiled: False returns an eager view if the module is compiled.
         """
         model = given_of(model)
         pairs = (
@@ -100,23 +99,23 @@ class PreparedObjects:
         return inner
 
     def scheduler_of(self, scheduler: object) -> Any:
-        """Return the proxy of a scheduler, given either of both; None for others."""
+        """Return the proxy of a scheduler, original or prepared; None for other objects."""
         for given, proxy in self.schedulers:
             if scheduler is given or scheduler is proxy or scheduler is proxy.scheduler:
                 return proxy
         return None
 
     def proxy_of(self, optimizer: object) -> Any:
-        """Return the proxy of an optimizer, given either of both; None for others."""
+        """Return the proxy of an optimizer, original or prepared; None for other objects."""
         for given, proxy in self.optimizers:
             if optimizer is given or optimizer is proxy or optimizer is proxy.optimizer:
                 return proxy
         return None
 
     def form_of(self, thing: Any) -> Any:
-        """Return what `prepare` returned for an object; None for a dataloader.
+        """Return the prepared form of a model, optimizer or scheduler; None for other objects.
 
-        Given either of both.
+        `thing` may be the original or the prepared object.
         """
         place = self._place(thing)
         if place is None:
@@ -125,24 +124,21 @@ class PreparedObjects:
         return unit.wrapped[number]
 
     def units_of(self, parameters: Iterable[object]) -> set[Unit | None]:
-        """Return the units of these parameters; None among them for a parameter of no prepared model.
+        """Return the units of these parameters, including parameters that `prepare` has replaced.
 
-        Parameters that `prepare` has replaced are found as well.
+        The set contains None if a parameter belongs to no prepared model.
         """
         listed = [*parameters]
         ids = {*map(id, listed)}
         for unit in self.units if ids else ():
-            if ids <= unit.names.known.keys():  # clipping asks this in each step
+            if ids <= unit.names.known.keys():  # fast path: clipping calls this in each step
                 return {unit}
         return {
             next((unit for unit in self.units if unit.names.of(each) is not None), None) for each in listed
         }
 
     def add_unit(self, unit: Unit, optimizers: Iterable[tuple[Optimizer, Any]]) -> None:
-        """Add a unit, or the optimizers that have joined it.
-
-        optimizers: (the user's, what `prepare` returns for it).
-        """
+        """Add a unit, or new optimizers of a unit. optimizers: (the user's optimizer, its proxy)."""
         if unit not in self.units:
             self.units.append(unit)
         for given, wrapped in zip(unit.given, unit.wrapped, strict=True):
@@ -152,9 +148,11 @@ class PreparedObjects:
         self.trained = [trained for trained in self.units if trained.optimizers]
 
     def add_results(self, objects: Iterable[Any], loaders: Mapping[int, Any]) -> list[Any]:
-        """Return what `prepare` returns for these objects, and keep its order.
+        """Record and return the results of `prepare` for these objects.
 
-        loaders: id of a given dataloader -> the one that is returned for it.
+        Args:
+            objects: the arguments of `prepare`.
+            loaders: id of a user's dataloader -> the prepared dataloader.
         """
         self.loaders += [loader for loader in loaders.values() if loader not in self.loaders]
         results = [loaders[id(thing)] if id(thing) in loaders else self.form_of(thing) for thing in objects]
@@ -166,11 +164,11 @@ class PreparedObjects:
         return results
 
     def renew_trained(self) -> None:
-        """Make `trained` another list, by which contexts of `accumulate` notice a change."""
+        """Replace `trained` by an equal list: contexts of `accumulate` then look their units up again."""
         self.trained = [*self.trained]
 
     def refuse_steps(self, refuse: Callable[..., Any]) -> None:
-        """Train no unit any more: what calls an optimizer's `step` calls `refuse`."""
+        """End training: a call of a prepared optimizer's `step` calls `refuse` from now on."""
         self.trained = []
         for _, proxy in self.optimizers:
             proxy.__dict__["step"] = refuse

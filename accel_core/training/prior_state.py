@@ -1,7 +1,4 @@
-"""Optimizer state from before `prepare`.
-
-torch's Adagrad makes some when it is made; other state was loaded.
-"""
+"""Optimizer state from before `prepare`: loaded by the user, or created with the optimizer (Adagrad)."""
 
 from __future__ import annotations
 
@@ -24,17 +21,17 @@ if TYPE_CHECKING:
 def has_state(optimizer: Optimizer) -> bool:
     """Return whether the optimizer has stepped or loaded a state.
 
-    Some optimizers, such as torch's Adagrad, make the state of each parameter when they are made. Such a
-    state counts no `step` yet, and can be made again.
+    Some optimizers, such as torch's Adagrad, create the state of each parameter in their constructor. In such
+    a state `step` is 0; it can be created again.
     """
     return any(_has_stepped(state) for state in optimizer.state.values())
 
 
 def capture_optimizer_state(unit: Unit, optimizer: Optimizer) -> Callable[[], None]:
-    """Note the state of an optimizer whose models are not wrapped yet.
+    """Copy the state of an optimizer whose models are not wrapped yet; return a function that restores it.
 
-    Call the result once they are wrapped. Where wrapping has replaced, split or moved parameters, the result
-    splits and moves their state likewise.
+    Call the function after wrapping. If wrapping has replaced, split or moved parameters, the function splits
+    and moves their state alike.
     """
     before = {p: (p.shape, p.device) for group in optimizer.param_groups for p in group["params"]}
     state = BaseState().optimizer_state(unit, optimizer)

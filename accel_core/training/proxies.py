@@ -1,7 +1,4 @@
-"""The results of `prepare` for optimizers and schedulers.
-
-They are thin objects that know their unit's window.
-"""
+"""The proxies that `prepare` returns for optimizers and schedulers: each knows its unit's window."""
 
 from __future__ import annotations
 
@@ -22,13 +19,14 @@ if TYPE_CHECKING:
 class PreparedOptimizer(Optimizer):
     """An optimizer whose `step` and `zero_grad` do nothing inside a window.
 
-    Everything else is the inner optimizer's. Its copies and pickles are those of the inner optimizer.
+    All other attributes are the inner optimizer's. Copies and pickles of the proxy are copies and pickles of
+    the inner optimizer.
     """
 
     clean_from: int
-    """Number of the first window of which there may be gradients."""
+    """Number of the first window whose gradients `zero_grad` may not have cleared yet."""
     steps_done: int
-    """Steps that were applied, those before a resume included."""
+    """Number of applied steps, including steps before a resume."""
 
     def __init__(self, optimizer: Optimizer, unit: Unit) -> None:
         # Not Optimizer.__init__: groups and state live in the inner optimizer.
@@ -36,7 +34,7 @@ class PreparedOptimizer(Optimizer):
         self.__dict__["steps_done"] = 0
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        """Apply the gradients, at the boundary of a window."""
+        """Apply the gradients at the boundary of a window; do nothing inside it."""
         unit = self.unit
         if unit.window.boundary:
             self.__dict__["applied"] = applied = step.step(unit, self.optimizer, closure)
@@ -44,12 +42,12 @@ class PreparedOptimizer(Optimizer):
         elif closure is not None and unit.window.size > 1:
             step.check_closure(unit)
         elif unit.window.awaits_backward:
-            unit.window.note_backward()  # maybe the loss's own
+            unit.window.note_backward()  # the loss's own `backward()` may have come before
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window still has to apply them.
 
-        `Window` has the table. So this may stand before the forward or after the step, with the same effect.
+        A call before the forward and a call after the step have the same effect; see the table of `Window`.
         """
         unit, optimizer = self.unit, self.optimizer
         clean_from = unit.window.cleared(self.clean_from)
@@ -69,7 +67,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The inner optimizer's."""
+        """The inner optimizer's parameter groups."""
         groups: list[dict[str, Any]] = self.optimizer.param_groups
         return groups
 
@@ -79,7 +77,7 @@ class PreparedOptimizer(Optimizer):
 
     @property
     def state(self) -> Any:
-        """The inner optimizer's."""
+        """The inner optimizer's state."""
         return self.optimizer.state
 
     @state.setter
@@ -87,26 +85,26 @@ class PreparedOptimizer(Optimizer):
         self.optimizer.state = state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's."""
+        """Return the inner optimizer's state dict."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner optimizer's."""
+        """Load a state dict into the inner optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group to the inner optimizer, of parameters that its unit has.
+        """Add a group of the unit's parameters to the inner optimizer.
 
         Raises:
-            AccelError: the unit lacks one of them, or its strategy takes none. Nothing is added.
+            AccelError: the unit lacks a parameter, or its strategy takes no further groups. Nothing is added.
         """
         if self.unit.changes is not None:
             self.unit.changes.refuse_group()
         self.optimizer.add_param_group(param_group)
         unit, added = self.unit, self.param_groups[-1]["params"]
         if unit.run.world.size == 1:
-            unit.names.update()  # alone it reduces nothing: later ones may join
+            unit.names.update()  # a single rank reduces nothing: parameters added after `prepare` may join
         if None in (names := [*map(unit.names.of, added)]):
             del self.param_groups[-1]
             raise AccelError(
@@ -117,12 +115,12 @@ class PreparedOptimizer(Optimizer):
         unit.names.trained.update(names)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Its own attributes, and methods that are patched (`step`), stay here; others take effect inside.
+        # The proxy's own attributes and patched methods (`step`) stay here; others go to the inner optimizer.
         own = name in self.__dict__ or hasattr(type(self), name) or "optimizer" not in self.__dict__
         super().__setattr__(name, value) if own else setattr(self.optimizer, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("optimizer", "unit"):  # not set yet: an object being copied
+        if name in ("optimizer", "unit"):  # an object that is being copied has no attributes yet
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -148,10 +146,10 @@ class PreparedScheduler(LRScheduler):
         follows: bool,
         each_micro_batch: bool = False,
     ) -> None:
-        # Not LRScheduler.__init__: it would step the inner optimizer's rate once more.
+        # Not LRScheduler.__init__: its initial step would change the learning rate once more.
         self.__dict__.update(scheduler=scheduler, _optimizers=tuple(optimizers))
         self.__dict__.update(_follows=follows, _each=each_micro_batch)
-        if each_micro_batch:  # else torch warns that the optimizer has not stepped before the first
+        if each_micro_batch:  # torch would warn that the scheduler steps before the optimizer
             scheduler.optimizer._opt_called = True
 
     def step(self, *args: Any, **kwargs: Any) -> None:
@@ -163,26 +161,26 @@ class PreparedScheduler(LRScheduler):
         self.scheduler.step(*args, **kwargs)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner scheduler's."""
+        """Return the inner scheduler's state dict."""
         state: dict[str, Any] = self.scheduler.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the inner scheduler's."""
+        """Load a state dict into the inner scheduler."""
         self.scheduler.load_state_dict(state_dict)
 
     def get_last_lr(self) -> list[Any]:
-        """Return the inner scheduler's."""
+        """Return the inner scheduler's last learning rates."""
         rates: list[Any] = self.scheduler.get_last_lr()
         return rates
 
     def get_lr(self) -> list[Any]:
-        """Return the inner scheduler's."""
+        """Return the learning rates that the inner scheduler computes."""
         rates: list[Any] = self.scheduler.get_lr()
         return rates
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # The inner one computes rates: what is set here would have no effect.
+        # The inner scheduler computes the rates: attributes set on the proxy would have no effect.
         setattr(self.scheduler, name, value)
 
     def __getattr__(self, name: str) -> Any:
@@ -195,7 +193,7 @@ class PreparedScheduler(LRScheduler):
 
 
 def prepare_scheduler(scheduler: Any, optimizer: PreparedOptimizer) -> PreparedScheduler:
-    """Return the proxy of a scheduler, which is added to its unit."""
+    """Add a scheduler to its optimizer's unit; return its proxy."""
     unit = optimizer.unit
     if not any(scheduler is other for other in unit.schedulers):
         unit.schedulers.append(scheduler)

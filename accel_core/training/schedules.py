@@ -19,7 +19,7 @@ _PHASES: Final = ("num_warmup_steps", "num_stable_steps", "num_decay_steps")
 
 
 def lengths(scheduler: Any) -> Iterator[tuple[str, float]]:
-    """Yield (class, steps until the end) of a scheduler that tells its length, and of its parts."""
+    """Yield (class name, number of steps) of a scheduler with a known length, and of its parts."""
     found = [getattr(scheduler, name, None) for name in _LENGTHS]
     found += [_bound_length(each) for each in getattr(scheduler, "lr_lambdas", ())]
     parts, milestones = getattr(scheduler, "_schedulers", None), getattr(scheduler, "_milestones", None)
@@ -33,7 +33,7 @@ def lengths(scheduler: Any) -> Iterator[tuple[str, float]]:
 
 
 def _bound_length(function: Any) -> Any:
-    """Return the length that is bound to a function of the step."""
+    """Return the length that a library has bound to a schedule's function, or None."""
     bound: Mapping[str, Any] = function.keywords if isinstance(function, partial) else {}
     if "num_decay_steps" in bound:
         return sum(bound.get(phase) or 0 for phase in _PHASES)
@@ -41,9 +41,13 @@ def _bound_length(function: Any) -> Any:
 
 
 def epochs(run: Run, length: float, batches: int, times: int = 1) -> float | None:
-    """Return the epochs of so many batches until a schedule ends; None if the program steps it.
+    """Return the number of epochs until a schedule ends; None if the program steps the scheduler itself.
 
-    times: steps of a scheduler per optimizer step.
+    Args:
+        run: the run whose accumulation counts.
+        length: the schedule's length in scheduler steps.
+        batches: batches per epoch.
+        times: scheduler steps per optimizer step.
     """
     if not (batches and run.config.step_scheduler_with_optimizer):
         return None
@@ -55,19 +59,22 @@ def epochs(run: Run, length: float, batches: int, times: int = 1) -> float | Non
 
 
 def warn_of_shorter_epochs(run: Run, schedulers: Iterable[Any], loaders: Iterable[tuple[Any, Any]]) -> None:
-    """Warn of each schedule that is whole epochs of a loader whose epochs `prepare` has made shorter.
+    """Warn about each schedule of whole epochs of a loader whose epochs `prepare` has made shorter.
 
-    For schedulers that step once per optimizer step. The longest loader is taken for the training's, and
-    others for evaluation.
+    Only schedulers that step once per optimizer step are checked. The longest loader counts as the training
+    loader, others as evaluation loaders.
 
-    loaders: (given, prepared) of the `prepare` that takes the schedulers too.
+    Args:
+        run: the run that prepares the objects.
+        schedulers: new schedulers of the `prepare` call.
+        loaders: (user's loader, prepared loader) of the same call.
     """
     if not (run.config.step_scheduler_with_optimizer and run.config.accumulation.adjust_scheduler):
         return
     try:
         new = [(len(given), len(made)) for given, made in loaders if made is not given]
         longest = max(map(len, run.prepared.loaders), default=0)
-    except TypeError:  # an iterable dataset without length, maybe the training's
+    except TypeError:  # an iterable dataset without length may be the training set
         return
     before, now = max(new, default=(0, 0))
     if max(longest, 1) <= now < before:
@@ -79,9 +86,10 @@ def warn_of_shorter_epochs(run: Run, schedulers: Iterable[Any], loaders: Iterabl
 
 
 def _whole_epochs(length: float, batches: int, size: int) -> int:
-    """Return the number of epochs that a length is, in windows of so many batches; 0 if not whole.
+    """Return the number of epochs that a length in optimizer steps covers; 0 if not a whole number.
 
-    Programs count epochs * ceil(batches / size), or epochs * batches // size.
+    Programs compute the length as epochs * ceil(batches / size) or as epochs * batches // size, with windows
+    of `size` micro-batches.
     """
     steps, count = ceil(batches / size), ceil(length * size / batches)
     if length % steps == 0:

@@ -1,4 +1,4 @@
-"""The order of a step, over a unit's bound hooks.
+"""The order of a training step, as calls of a unit's bound hooks.
 
 forward -> backward -> at the boundary: reduce -> unscale -> clip -> optimizer -> after -> zero
 """
@@ -37,7 +37,7 @@ def run_window(
     forward_only: bool,
     window_size: WindowSize | None,
 ) -> StepOutput:
-    """Run forward and backward of one window as a whole, by the unit's strategy."""
+    """Run forward and backward of a whole window by the hook `forward_backward` of the unit's strategy."""
     window, trained = unit.window, False
     if not forward_only:
         if unit.changes is not None:
@@ -57,10 +57,10 @@ def run_window(
             observe("forward_backward", True)
         trained = not forward_only
     finally:
-        if trained:  # as after the window's last `backward`: its gradients wait for a step
+        if trained:  # as after the window's last `backward`: the gradients wait for a step
             unit.step_state.open(unit.optimizers, partial=False)
             window.end_whole()
-        else:  # maybe in the midst of a window
+        else:  # the call may stand inside another window of the program
             window.restore(before)
     return output
 
@@ -71,8 +71,8 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
     Inside a window the loss is divided first: by the window's size, or by its items.
 
     Raises:
-        AccelError: several strategies own the backward, or a model has changed since `prepare` and its
-            strategy cannot follow.
+        AccelError: several strategies own the backward, or a model has changed since `prepare` in a way
+            that its strategy cannot follow.
     """
     accumulation = run.accumulation
     trained: Sequence[Unit] = run.prepared.trained if accumulation is None else accumulation.trained
@@ -85,7 +85,7 @@ def backward(run: Run, loss: Tensor, unit: Unit | None, options: Mapping[str, An
         if owner is not None and (owner.window.size > 1 or owner.window.items is not None):
             loss = owner.window.part_of(loss)
     for each in units:
-        if each.changes is not None and not each.step_state.phases:  # its window opens
+        if each.changes is not None and not each.step_state.phases:  # first backward of its window
             each.changes.check()
         each.window.note_backward()
         each.step_state.open(each.optimizers, partial=each.steps.no_sync is not None and _is_partial(each))
@@ -113,7 +113,7 @@ def _is_partial(unit: Unit) -> bool:
 
 
 def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
-    """Raise where another rank has no batch for this backward, or nothing will reduce its gradients."""
+    """Raise AccelError if another rank has no batch for this backward, or no step would reduce gradients."""
     for unit in units:
         check_unit(run, unit, "backward", trains=True)
         if not unit.optimizers and run.topology.losses > 1:
@@ -121,7 +121,7 @@ def _check_ranks(run: Run, units: Iterable[Unit]) -> None:
 
 
 def _refuse_unprepared(unit: Unit) -> None:
-    """Refuse to train a unit without optimizers where its gradients stay unreduced, or miss the optimizer."""
+    """Raise AccelError if gradients of a unit without optimizers stay unreduced or miss the optimizer."""
     trained = {name for name, each in unit.named_parameters().items() if each.requires_grad}
     if trained and trained <= unit.names.outlived():
         raise AccelError(
@@ -139,7 +139,7 @@ def _refuse_unprepared(unit: Unit) -> None:
 
 
 def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
-    """Return the unit that does the backward of a shared loss; None without units."""
+    """Return the unit whose strategy runs the backward of a shared loss; None without units."""
     if not units:
         run.require_alive()
         return None
@@ -151,7 +151,7 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
             "say whose loss this is: accelerator.backward(loss, model=...)"
         )
     for unit in units:
-        unit.step_state.share()  # only the user knows which of them steps
+        unit.step_state.share()  # only the user knows which units step
     return owners[0] if owners else units[0]
 
 
@@ -159,15 +159,17 @@ def _owner(run: Run, units: Sequence[Unit]) -> Unit | None:
 
 
 def finish(unit: Unit, optimizer: Optimizer | None = None) -> None:
-    """Reduce and unscale the unit's gradients, where they are not: the first of clip, unscale and step does.
+    """Reduce and unscale the unit's gradients, unless an earlier clip, unscale or step has done so.
 
-    Core does not see a loss's own `backward()`: each call reduces then, and an average of averages is the
-    average.
+    Core does not see a loss's own `backward()`. Each call of clip, unscale and step then reduces again, which
+    changes nothing: an average of averages is the average.
 
-    optimizer: that of a step; None stands for all.
+    Args:
+        unit: the unit whose gradients are finished.
+        optimizer: the optimizer that steps; None: all optimizers of the unit.
 
     Raises:
-        AccelError: the backward in which the strategy reduces did not come.
+        AccelError: the strategy reduces in a backward that was not called.
     """
     state = unit.step_state
     if unit.changes is not None and not state.phases:  # a loss's own `backward()`
@@ -198,7 +200,7 @@ def _reduces_in_backward(unit: Unit) -> bool:
 def clip_norm(
     unit: Unit, parameters: Sequence[nn.Parameter], max_norm: float, norm_type: float
 ) -> Tensor | None:
-    """Clip at a window's boundary; do nothing inside it, where gradients are partial."""
+    """Clip by norm at a window's boundary and return the norm; inside the window, return None."""
     if unit.window.awaits_backward:
         unit.window.note_backward()
     if not unit.window.boundary:
@@ -210,12 +212,12 @@ def clip_norm(
     clip = unit.steps.clip_gradients
     if clip is None:
         return clip_grad_norm_(parameters, max_norm, norm_type)
-    norm: Tensor | None = clip(unit, parameters, max_norm, float(norm_type))  # torch takes text too
+    norm: Tensor | None = clip(unit, parameters, max_norm, float(norm_type))  # torch accepts "inf" too
     return norm
 
 
 def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> None:
-    """Clamp at a window's boundary; do nothing inside it."""
+    """Clip by value at a window's boundary; do nothing inside it."""
     if not unit.window.boundary:
         return
     if "partial_clips" not in unit.run.cards[unit.strategy].offers:  # no call in each step
@@ -226,7 +228,7 @@ def clip_value(unit: Unit, parameters: Sequence[nn.Parameter], value: float) -> 
 
 
 def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: float = 2) -> None:
-    """Refuse another norm than the 2-norm, and a part of what the unit's optimizers hold."""
+    """Raise AccelError for norms other than the 2-norm, or if the optimizers train further parameters."""
     from accel_core.plugins.discovery import offering
 
     if norm_type != 2:
@@ -242,7 +244,7 @@ def _check_whole(unit: Unit, parameters: Iterable[nn.Parameter], norm_type: floa
 
 
 def check_closure(unit: Unit) -> None:
-    """Raise AccelError for a closure: the strategy takes none, or the window has several micro-batches."""
+    """Raise AccelError if the strategy takes no closure or the window has several micro-batches."""
     if "closures" not in unit.offers:
         from accel_core.plugins.discovery import offering
 
@@ -259,7 +261,7 @@ def check_closure(unit: Unit) -> None:
 
 
 def step(unit: Unit, optimizer: Optimizer, closure: Callable[[], Any] | None) -> bool:
-    """Apply the optimizer, at a window's boundary; return whether it was applied."""
+    """Step the optimizer at a window's boundary; return False if the step was skipped (overflow)."""
     window, state, steps = unit.window, unit.step_state, unit.steps
     if window.awaits_backward or window.deferred_zero_grads:
         window.note_backward()

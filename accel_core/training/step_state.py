@@ -1,4 +1,4 @@
-"""The phase of a unit's gradients, and the contexts that it is in."""
+"""The phase of a unit's gradients, and the contexts that are entered for the unit."""
 
 from __future__ import annotations
 
@@ -16,44 +16,44 @@ if TYPE_CHECKING:
 
 
 class Phase(Enum):
-    """State of an optimizer's gradients; clean ones have none.
-
-    PARTIAL: a backward of core's has accumulated gradients that their strategy has not reduced.
-    OPEN: a backward has accumulated gradients and, for strategies that reduce in backward, reduced them.
-    FINISHED: the gradients are reduced and unscaled.
-    """
+    """Phase of an optimizer's gradients. Cleared gradients have no phase."""
 
     PARTIAL = "partial"
+    """`accelerator.backward` has accumulated gradients that the strategy has not reduced."""
     OPEN = "open"
+    """A backward has accumulated gradients and, for strategies that reduce in backward, reduced them."""
     FINISHED = "finished"
+    """The gradients are reduced and unscaled."""
 
 
 @define(eq=False)
 class StepState:
     """The state of a unit's gradients: clean, open after a backward, finished, and clean again.
 
-    `backward` opens them, the first of clip, unscale and step finishes them, `step` and `zero_grad` clean
-    them. Gradients of a loss's own `backward()` are not noted: each of these calls finishes them.
-
-    has_custom_step: a step is more than torch's, or is checked.
-    phases: gradient phase per optimizer; key None if the unit has no optimizer. Optimizers without gradients
-        are absent.
-    shares_losses: a loss of several units has opened the gradients.
-    no_sync_depth: number of entered contexts without reduction.
-    uneven: ranks run out of batches at different times.
+    `backward` opens the gradients, the first call of clip, unscale and step finishes them, `step` and
+    `zero_grad` clean them. Gradients of a loss's own `backward()` are not recorded: each call of clip,
+    unscale and step finishes them.
     """
 
     has_custom_step: bool
+    """True if a step calls hooks besides `optimizer.step()`, or checks that gradients are reduced."""
     phases: dict[Optimizer | None, Phase] = field(factory=dict)
+    """Gradient phase per optimizer; key None if the unit has no optimizer. Clean optimizers are absent."""
     shares_losses: bool = False
+    """True if a loss of several units has opened the gradients."""
     no_sync_depth: int = 0
+    """Number of entered contexts without reduction."""
     uneven: bool = False
+    """True if ranks may run out of batches at different times."""
 
     @classmethod
     def of(cls, steps: Steps, mark_step: Callable[..., Any] | None, *, reduces: bool) -> StepState:
         """Return the state of a unit with these hooks, before its first step.
 
-        reduces: ranks reduce gradients, in each backward or at a window's end.
+        Args:
+            steps: the unit's bound hooks.
+            mark_step: the device's hook of that name, or None.
+            reduces: True if ranks reduce gradients, in each backward or at a window's end.
         """
         finishing = (steps.reduce_gradients, steps.unscale, steps.optimizer_step, mark_step)
         in_backward = reduces and steps.no_sync is not None
@@ -65,31 +65,31 @@ class StepState:
         return Phase.PARTIAL in self.phases.values()
 
     def require_custom_step(self) -> None:
-        """Have each step do more than torch's."""
+        """Set `has_custom_step`."""
         self.has_custom_step = True
 
     def open(self, optimizers: Sequence[Optimizer], *, partial: bool) -> None:
-        """Note a backward of core's. partial: one in which the strategy does not reduce."""
+        """Record a call of `accelerator.backward`. partial: the strategy does not reduce in this backward."""
         phase = Phase.PARTIAL if partial else Phase.OPEN
         for each in optimizers or (None,):
             self.phases[each] = phase
 
     def share(self) -> None:
-        """Note that other units share the loss."""
+        """Record that other units share the loss."""
         self.shares_losses = True
 
     def phases_of(self, optimizer: Optimizer | None) -> set[Phase]:
-        """Return the phases of this optimizer's gradients, or of all."""
+        """Return the phases of this optimizer's gradients; None: of all optimizers."""
         if optimizer is None:
             return {*self.phases.values()}
         return {self.phases[optimizer]} if optimizer in self.phases else set()
 
     def finish(self) -> None:
-        """Note that all open gradients are reduced and unscaled now."""
+        """Record that all open gradients are reduced and unscaled."""
         self.phases = dict.fromkeys(self.phases, Phase.FINISHED)
 
     def clean_all(self) -> None:
-        """Note that there are no gradients any more."""
+        """Record that all gradients are cleared."""
         self.phases.clear()
 
     @contextmanager
@@ -103,7 +103,7 @@ class StepState:
 
     @contextmanager
     def uneven_inputs(self) -> Iterator[None]:
-        """Let ranks run out of batches at different times."""
+        """Allow ranks to run out of batches at different times."""
         self.uneven = True
         try:
             yield

@@ -22,14 +22,14 @@ def unwrap_model(
     A model that was not prepared is returned as it is.
 
     Args:
-        run: that has prepared it.
-        model: as `prepare` returned it, or as it was given; a copy of what `prepare` returned; or
-            `torch.compile` of one of these. Also after `free_memory`, but for copies.
-        keep_contexts: False gives a view of it that shares its tensors and enters no autocast.
-        keep_compiled: False gives a view of it that shares its tensors and runs eagerly.
+        run: the run that has prepared the model.
+        model: the original or the prepared model, a copy of the prepared model, or `torch.compile` of any of
+            them. After `free_memory`, copies are returned as they are.
+        keep_contexts: False returns a view that shares the module's tensors and enters no autocast.
+        keep_compiled: False returns a view that shares the module's tensors and runs eagerly.
 
     Raises:
-        AccelError: it is not a model.
+        AccelError: `model` is not a model.
     """
     if not hasattr(model, "__dict__"):  # None, a number, a list
         raise AccelError(

@@ -1,4 +1,4 @@
-"""Windows of batches that are counted before they are trained on (`Accelerator.windows`)."""
+"""Windows whose micro-batches are read and counted before training on them (`Accelerator.windows`)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Count = Callable[[Any], "Tensor | float"]
 def windows(
     accumulation: Accumulation, batches: Iterable[Any], count: Count | None, size: int | None
 ) -> Iterator[CountedWindow]:
-    """Give the windows of these batches; `Accelerator.windows` has the words."""
+    """Yield the windows of these batches. Implements `Accelerator.windows`."""
     run = accumulation.run
     with closing(_read(batches)) as reader:
         settle = getattr(reader, "settle", None)
-        # Ranks that will have parts of the same sequences count them whole, unless they were cut before.
+        # Ranks that will train on parts of the same sequences count whole sequences, unless already cut.
         counters = run.topology.readers if getattr(reader, "is_whole", False) else run.topology.losses
         while True:
             pairs = list(islice(reader, size or run.accumulation_steps))
@@ -49,9 +49,10 @@ def windows(
 
 
 class CountedWindow:
-    """The micro-batches of one optimizer step: an iterable, which enters each micro-batch's context.
+    """An iterable of the micro-batches of one optimizer step, which enters the context of each.
 
-    len: its micro-batches. items: those of this rank and of all ranks, where they were counted, else None.
+    `len()` is the number of micro-batches. `items` is (items of this rank, items of all ranks), or None if
+    items were not counted.
     """
 
     def __init__(
@@ -78,25 +79,25 @@ class CountedWindow:
                 with accumulation.for_batch(batch, self._window_size, last=number == last):
                     yield batch
             is_left = False
-        finally:  # on `break` and after an error too: the generator is closed, or collected
+        finally:  # runs on `break` and after an error too, when the generator is closed or collected
             for unit in accumulation.units:
                 if unit.window.is_begun or (is_left and unit.step_state.phases):  # not applied, not cleared
                     unit.begin_anew()
 
     def whole(self) -> tuple[Iterator[Any], int, WindowSize]:
-        """Return what `forward_backward` takes: batches, their number, and what is known of them."""
+        """Return the arguments of `forward_backward`: batches, their number, and the window's size."""
         return self._handed_out(), len(self), self._window_size
 
     def _handed_out(self) -> Iterator[Any]:
         for number, (_, hand_out) in enumerate(self._batches, 1):
             batch = hand_out()
             if number == len(self) and self._settle is not None:
-                self._settle()  # a save from now on counts the whole window, and one before none of it
+                self._settle()  # a save before this counts no batch of the window; a save after it counts all
             yield batch
 
 
 def _read(batches: Any) -> Any:
-    """Return an iterator over batches as they are read, each with a function that hands it out."""
+    """Return an iterator over (batch as read, function that hands the batch out)."""
     if hasattr(batches, "host_batches"):
         return batches.host_batches()
     return ((batch, partial(_same, batch)) for batch in batches)
@@ -107,14 +108,14 @@ def _same(batch: Any) -> Any:
 
 
 def _count_of(items: Any) -> Tensor | float:
-    """Return a batch's items; a number on a device is not read."""
+    """Return the number of items of a batch; a number on a device stays a 0-dim tensor there."""
     if isinstance(items, torch.Tensor) and items.device.type != "cpu":
         return items.detach().reshape(())
     return float(items)
 
 
 def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
-    """Return the sum of a window's counts on this rank, on the device if one of them is there."""
+    """Return the sum of a window's counts on this rank, as a device tensor if any count is on a device."""
     on_device = [each for each in items if isinstance(each, torch.Tensor)]
     host = sum(each for each in items if not isinstance(each, torch.Tensor))
     if not on_device:
@@ -126,9 +127,15 @@ def _total(run: Run, items: Sequence[Tensor | float]) -> Tensor | float:
 def _window_size_of(
     run: Run, batches: Any, size: int, items: Tensor | float | None, counters: int, *, alone: bool
 ) -> WindowSize:
-    """Return what all ranks know of the window. Collective, unless ranks may run out of batches.
+    """Return the size of the window, agreed by all ranks. Collective, unless `alone` is True.
 
-    counters: how many ranks have counted items of their own; others have counted the same.
+    Args:
+        run: the run.
+        batches: the iterable of batches, for error messages.
+        size: micro-batches on this rank.
+        items: items on this rank; None if they are not counted.
+        counters: number of ranks that count different items; the other ranks count the same items again.
+        alone: ranks may run out of batches at different times, or are in `no_sync`: use this rank's figures.
 
     Raises:
         AccelError: ranks have different numbers of micro-batches.
@@ -156,5 +163,5 @@ def _window_size_of(
     if isinstance(total, torch.Tensor):
         divisor = torch.where(total > 0, total / losses, float("inf"))
     else:
-        divisor = total / losses or float("inf")  # without any item all gradients are 0
+        divisor = total / losses or float("inf")  # without any items, all gradients are 0
     return WindowSize(size=size, divisor=divisor, items=(items, total))
