@@ -83,8 +83,8 @@ def save(
     """Save a state as the checkpoint `checkpoint_id`. Collective over the process group.
 
     An earlier checkpoint in the folder stays until the new checkpoint is complete; a kill at any instant
-    leaves one of the two, whole. If several ranks hold a part of a tensor, one rank writes it. Values that are
-    not tensors are taken from rank 0; the values in which another rank differs are saved for that rank too.
+    leaves one of the two, whole. If several ranks hold a part of a tensor, one rank writes it. Values that
+    are not tensors are taken from rank 0; values in which another rank differs are saved for that rank too.
 
     Args:
         state_dict: nested mappings, lists and tuples of tensors, DTensors and plain data; entries at the top
@@ -315,7 +315,7 @@ class _Filling:
 
 
 def _values_for(rank: int, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return path -> encoded value. This rank's own values win over shared values, then other ranks' values."""
+    """Return path -> encoded value: this rank's own if saved, else rank 0's, else another rank's."""
     own = {number: each.get("values", {}) for number, each in checkpoint.ranks.items()}
     found: dict[str, Any] = {}
     for values in (*own.values(), checkpoint.state["values"], own.get(rank, {})):

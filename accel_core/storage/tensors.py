@@ -304,7 +304,7 @@ def _takes_bytes(tensor: Tensor, dtype: str) -> bool:
 
 
 def _is_lazy(tensor: Tensor) -> bool:
-    """Return True if the tensor is a lazy conjugate or negative view, whose memory differs from its values."""
+    """Return True for a lazy conjugate or negative view, whose memory differs from its values."""
     return tensor.is_neg() or tensor.is_conj()
 
 
