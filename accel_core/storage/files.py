@@ -44,7 +44,7 @@ Tensors of other dtypes are stored as bytes, with their dtype in our index.
 
 
 class DamagedError(CheckpointError):
-    """A file of the checkpoint is not what was written."""
+    """A file of the checkpoint is missing, or differs from the bytes that were written."""
 
 
 class UnreadableError(CheckpointError):

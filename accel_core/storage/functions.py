@@ -387,7 +387,7 @@ def _refuse(others: Mapping[str, Any]) -> None:
 
 
 def _comm(group: dist.ProcessGroup | None, *, no_dist: bool) -> tuple[Any, Comm]:
-    """Return the process group and its ranks; `_ALONE` for both if there is no process group."""
+    """Return the process group and its ranks; `_ALONE` for both without a process group."""
     if no_dist or not (dist.is_available() and dist.is_initialized()):
         return _ALONE, _ALONE
     group = group or dist.group.WORLD

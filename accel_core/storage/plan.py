@@ -195,7 +195,7 @@ def raise_problems(
     path: str | None = None,
     kind: type[CheckpointError] = CheckpointError,
 ) -> None:
-    """Raise an error of this kind that lists the first ten problems, if there are problems."""
+    """Raise an error of this kind that lists the first ten problems; do nothing without problems."""
     if problems:
         more = [f"... and {len(problems) - 10} more"] if len(problems) > 10 else []
         lines = [f"{what}:", *(f"  {each}" for each in [*problems[:10], *more]), remedy]

@@ -127,7 +127,7 @@ class Saver:
         return pending
 
     def wait(self, patience: float | None = None) -> Pending | None:
-        """Wait for the current save, as `Pending.wait` does; return the save, or None if there is none."""
+        """Wait for the current save, as `Pending.wait` does; return the save, or None without a save."""
         pending = self._pending
         if pending is not None:
             try:

@@ -135,7 +135,7 @@ class Series:
         return self._best_first({n: each for n, each in found.items() if n in mine or self._is_own(each)})
 
     def _is_own(self, manifest: Manifest | None) -> bool:
-        """Return True if this run saved the checkpoint, or an ancestor did before this run resumed from it."""
+        """Return True if this run saved the checkpoint, or an ancestor did before this run resumed."""
         return (
             manifest is not None
             and manifest.run_id in self.lineage
