@@ -329,7 +329,12 @@ def discard(place: Storage, save_id: str) -> None:
 
 
 def remove(place: Storage) -> list[str]:
-    """Remove a checkpoint, its manifests first; return the names of other entries. Raises OSError."""
+    """Remove a checkpoint, its manifests first; return the names of other entries.
+
+    Raises:
+        OSError: an entry cannot be removed.
+        UnreadableError: the folder cannot be listed.
+    """
     place.remove([*commits(place).values()])
     for name in filter(SAVE.fullmatch, listed(place)):
         home = place.at(name)

@@ -203,7 +203,7 @@ def _name_once(source: Path, target: Path, content: bytes) -> None:
     except OSError as error:
         if error.errno not in _NOT_HERE:
             raise
-        with target.open("xb") as file:  # not atomic: readers use the manifest before until this one is whole
+        with target.open("xb") as file:  # not atomic: readers skip a manifest that is not whole
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

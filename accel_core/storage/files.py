@@ -108,6 +108,7 @@ def lay_out(tensors: Iterable[tuple[str, Tensor]]) -> tuple[bytes, list[int]]:
         shape = list(tensor.shape) if known else [tensor.nbytes]
         header[name] = {"dtype": known or "U8", "shape": shape, "data_offsets": starts[-2:]}
     text = as_json(header)
+    # Pad the header, so that readers which map the file get aligned tensors.
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
     return head, [len(head) + start for start in starts[:-1]]
@@ -207,7 +208,7 @@ class DataFile:
 
 
 def cannot_be_read(path: str, error: OSError | EOFError) -> CheckpointError:
-    """Return the error for a file or folder that cannot be read: DamagedError if that is permanent."""
+    """Return the error for a file or folder that cannot be read: a DamagedError if that is permanent."""
     if isinstance(error, EOFError) or error.errno in _DAMAGE or isinstance(error, FileNotFoundError):
         return damaged(path, f"it cannot be read ({error})")
     return UnreadableError(

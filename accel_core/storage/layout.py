@@ -185,7 +185,7 @@ def _name(key: Key, declared: Declared, number: int) -> str:
 
 
 def staging_device(devices: Iterable[torch.device]) -> torch.device | None:
-    """Return the first device for which torch can pin host memory; None if no such device is among them."""
+    """Return the first device other than the CPU for which torch can pin host memory, else None."""
     return next((device for device in devices if device.type != "cpu" and can_pin(device)), None)
 
 

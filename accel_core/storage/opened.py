@@ -60,6 +60,7 @@ class Opened:
             shares = {}
             for rank in range(manifest.world["size"]):
                 names = f"rank-{rank:05d}.safetensors", f"rank-{rank:05d}.json"
+                # Absent files are allowed only if nodes had disks of their own: `lacks` then names the node.
                 if manifest.domains and not any(name in entries for name in names):
                     continue
                 data, file = (_file(manifest, home, entries, name, meter) for name in names)
@@ -175,7 +176,7 @@ def _file(
 
 @contextmanager
 def open_checkpoint(place: Storage) -> Iterator[Opened]:
-    """Open a checkpoint in a single process; no save removes the checkpoint while the context is entered.
+    """Open a checkpoint in a single process, claimed against removal if the process may write there.
 
     Raises:
         CheckpointError: the folder is not a checkpoint, or its manifest or a JSON file is damaged.

@@ -225,6 +225,7 @@ class Pending:
         try:
             commit(self.place, members, self.number, sizes)
         except BaseException as error:
+            # A refusal or an errno is an answer; after any other error the request may still run.
             refused = isinstance(error, CheckpointError) and not isinstance(error, UnreadableError)
             self._may_come = not refused and getattr(error, "errno", None) is None
             raise

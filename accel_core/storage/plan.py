@@ -105,19 +105,19 @@ def _group(told: Sequence[_RankDeclarations], known: Mapping[str, Names]) -> lis
 
 
 def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, list[Box]]:
-    """Return the boxes that this rank writes, the largest first.
+    """Return key -> boxes of the leaves that this rank writes.
 
     Every rank computes the plan from the same groups, so that each box has one writer on each disk whose
     ranks hold it. Equal replicas are spread, the largest first, over the ranks with the least to write.
 
     Args:
         groups: the groups of all ranks, from `gather_groups`.
-        rank: this rank.
+        rank: the rank that writes the returned boxes.
         disks: rank -> number of its disk.
 
     Raises:
         CheckpointError: ranks disagree about a leaf, or its boxes leave a gap, overlap, or are held
-            twice without being declared replicated. The message lists all problems.
+            twice without being declared replicated. The message lists the first ten problems.
     """
     problems: list[str] = []
     mine: list[tuple[int, Key, Box]] = []
@@ -131,6 +131,7 @@ def plan(groups: Sequence[Group], rank: int, disks: Sequence[int]) -> dict[Key, 
                 if len(near) > 1 and group.held[0][1].any_replica_may_write:
                     shared += [(-box.volume, key, box, near) for key in group.keys]
                     continue
+                # A fixed writer: its load counts before equal replicas are spread below.
                 load[near[0]] += box.volume * len(group.keys)
                 if near[0] == rank:
                     mine += [(-box.volume, key, box) for key in group.keys]

@@ -181,6 +181,7 @@ class Saver:
         home = target.at(begun.save_id)
         try:
             begun.claim.enter_context(home.claim())
+            # Only this rank's claim is expected: a second claim means that nodes share the folder.
             is_mine = len(home.list()) <= 1
         except OSError as error:
             raise cannot_be_saved(target, error) from error

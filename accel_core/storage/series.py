@@ -145,6 +145,7 @@ class Series:
     def _mine(self, found: Mapping[int, Manifest | None]) -> list[int]:
         intact_ones = [manifest for manifest in found.values() if manifest is not None]
         run_id = self._numbering().run_id
+        # If this run or a run that resumed it has saved here, checkpoints of other runs are not candidates.
         if any(run_id in manifest.lineage for manifest in intact_ones):
             return [number for number, each in found.items() if each is None or run_id in each.lineage]
         if intact_ones:

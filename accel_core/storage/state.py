@@ -41,7 +41,7 @@ class State:
     """Returns the members of the manifest, without the members of the save itself. Called on rank 0."""
 
     def add(self, key: Key, leaf: Leaf, *, any_replica_may_write: bool = True) -> None:
-        """Add a leaf. Raises CheckpointError if the key is taken."""
+        """Add a leaf. Raises CheckpointError if the key is taken, or if a tensor cannot be stored."""
         if key in self.leaves:
             raise CheckpointError(
                 f"unit {key[0]!r}: there are two states {key[1]}\na parameter may be in one optimizer only"

@@ -66,7 +66,7 @@ class Stored:
 
     @property
     def place(self) -> tuple[Path, int] | None:
-        """(local file, start in bytes) of the whole tensor; None if it has several boxes or is not local."""
+        """(local file, start in bytes) of the tensor; None if cut, in a plugin's layout, or not local."""
         if len(self.boxes) != 1 or self.layout is not None:
             return None
         ((_, (file, start)),) = self.boxes.items()

@@ -83,6 +83,7 @@ def _share(
     for key, outline in outlines.items():
         if outline.dtype not in DTYPES:
             raise CheckpointError(f"{key[1]}: torch has no dtype {outline.dtype}\nconvert it before")
+        # On the meta device: the layout needs shapes and dtypes only, and `body` reads the data.
         tensor = torch.empty(outline.shape, dtype=DTYPES[outline.dtype], device="meta")
         state.leaves[key] = full_leaf(tensor, kind=outline.kind, layout=outline.layout)
         state.declared[key] = declare(state.leaves[key], any_replica_may_write=True)
